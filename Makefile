@@ -1,0 +1,41 @@
+# Everything a fresh machine needs is Python 3.11 or newer, make, and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export BLOCKTRAIN_CACHE ?= $(CURDIR)/.cache
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check format clean bench-quality bench-speed
+
+demo: $(VENV)/installed
+	$(BIN)/blocktrain demo --out runs/demo
+
+test: check
+	$(BIN)/pytest -n 2
+
+check: $(VENV)/installed
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/installed
+	$(BIN)/ruff format src tests bench
+	$(BIN)/ruff check --fix src tests bench
+
+bench-quality: $(VENV)/installed
+	$(BIN)/python bench/quality.py --config configs/demo.toml --out runs/bench-quality
+
+bench-speed: $(VENV)/installed
+	$(BIN)/python bench/speed.py --config configs/demo.toml --out runs/bench-speed
+
+# torch first and pinned: an unpinned torch brings gigabytes of CUDA packages.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("blocktrain needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .cache runs

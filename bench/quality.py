@@ -1,0 +1,232 @@
+"""Honest cross entropy of blocks beside their end-to-end twins, on the same windows.
+
+    python bench/quality.py --config configs/wikitext2-small.toml --data text:DIR/*.txt \
+        --split test --seeds 0 1 2 --out DIR
+
+For every seed: end-to-end with all layers, end-to-end with as many layers as one block has, and
+the blocks. Runs are processes side by side on one device (--jobs). Prints a table, writes JSON.
+Needs torch, numpy, safetensors and filelock only; PYTHONPATH=src is enough to run it.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}  # Student's t, by degrees of freedom
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model to train, as overrides of the base config."""
+
+    name: str
+    settings: tuple[str, ...]
+    units: int
+
+
+def variants(config: Path, overrides: list[str], grid: dict[str, list[str]]) -> list[Variant]:
+    from blocktrain.config import load_config
+
+    model = load_config(config, overrides).model
+    depth = model.layers // model.blocks
+    kinds = [
+        (f"end-to-end, {model.layers} layers", ["objective.kind=end_to_end"], 1),
+        (
+            f"end-to-end, {depth} layers",
+            ["objective.kind=end_to_end", f"model.layers={depth}", "model.blocks=1"],
+            1,
+        ),
+        (f"blocks, {model.blocks} x {depth} layers", ["objective.kind=denoise"], model.blocks),
+    ]
+    result = []
+    for values in itertools.product(*grid.values()):
+        chosen = [f"{key}={value}" for key, value in zip(grid, values, strict=True)]
+        suffix = "".join(f" {setting}" for setting in chosen)
+        result += [
+            Variant(name + suffix, tuple([*overrides, *chosen, *settings]), units)
+            for name, settings, units in kinds
+        ]
+    return result
+
+
+def train_unit(
+    config: Path, settings: list[str], block: int, run_dir: Path, done: list[str]
+) -> None:
+    """Train one unit of one run in a process of its own."""
+    command = [sys.executable, __file__, "--worker", str(block), "--config", str(config)]
+    command += ["--out", str(run_dir), "--set", *settings]
+    started = time.perf_counter()
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise SystemExit(f"{run_dir} block {block} failed:\n{finished.stdout}{finished.stderr}")
+    done.append(run_dir.name)
+    print(
+        f"[{len(done)}] {run_dir.name} block {block}: {time.perf_counter() - started:.0f} s,"
+        f" {finished.stdout.strip()}",
+        flush=True,
+    )
+
+
+def worker(config_path: Path, settings: list[str], block: int, run_dir: Path) -> None:
+    import torch
+
+    from blocktrain.config import load_config
+    from blocktrain.data.corpus import load_corpus
+    from blocktrain.storage.run_dir import RunDir
+    from blocktrain.train.device import resolve
+    from blocktrain.train.trainer import BlockTrainer, Progress
+
+    torch.set_num_threads(2)
+    config = load_config(config_path, settings)
+    run = RunDir.create(run_dir, config)
+    compute = resolve(config.train.device, config.train.precision)
+    trainer = BlockTrainer(config, block, load_corpus(config.data), compute, run.block(block))
+    last: list[Progress] = []
+    trainer.train(last.append)
+    peak = torch.cuda.max_memory_allocated() / 1e9 if compute.device.type == "cuda" else 0.0
+    best = f", best valid {trainer.best[0]:.4f} at {trainer.best[1]}" if trainer.best else ""
+    print(f"local ce {last[-1].ce:.4f}{best}, {last[-1].bytes_per_s / 1e6:.2f} MB/s, {peak:.2f} GB")
+
+
+def score(run_dir: Path, data: str, splits: list[str], most: int | None) -> dict[str, Any]:
+    import torch
+
+    from blocktrain.config import DataConfig
+    from blocktrain.data.corpus import load_corpus
+    from blocktrain.data.windows import evaluation_windows
+    from blocktrain.storage.run_dir import RunDir
+    from blocktrain.train.device import resolve
+    from blocktrain.train.evaluate import evaluate, fit_product_weights
+    from blocktrain.train.assemble import load_stack
+
+    run = RunDir.open(run_dir)
+    compute = resolve(run.config.train.device, "auto")
+    stack = load_stack(run, compute)
+    corpus = load_corpus(DataConfig(data or run.config.data.source))
+    window = run.config.model.window
+    weights = None
+    if len(stack.blocks) > 1:
+        weights = fit_product_weights(stack, evaluation_windows(corpus.split("valid"), window, 64))
+    result: dict[str, Any] = {"parameters": stack.parameters, "product_weights": weights}
+    for split in splits:
+        windows = evaluation_windows(corpus.split(split), window, most)
+        evaluation = evaluate(stack, windows, 4, product_weights=weights)
+        result[split] = {
+            "digest": evaluation.digest,
+            "windows": evaluation.windows,
+            "scores": {
+                f"{s.start} {s.readout}" + (f" x{s.draws}" if s.draws > 1 else ""): s.ce
+                for s in evaluation.scores
+            },
+        }
+    del stack
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return result
+
+
+def interval(values: list[float]) -> str:
+    """Mean and 95% interval of the mean, from Student's t."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return f"{mean:.4f}"
+    half = T_975[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:.4f} ± {half:.4f}"
+
+
+def table(results: list[dict[str, Any]], split: str) -> list[str]:
+    """One row per variant and readout; gaps are paired by seed with the deepest end-to-end."""
+    by_row: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    parameters: dict[str, int] = {}
+    for result in results:
+        parameters[result["variant"]] = result["parameters"]
+        for name, ce in result[split]["scores"].items():
+            by_row[result["variant"], name][result["seed"]] = ce
+    reference = next(row for row in by_row if row[0].startswith("end-to-end"))
+    lines = [f"| model | params | readout ({split}) | CE | gap |", "|---|---|---|---|---|"]
+    for (variant, name), scores in by_row.items():
+        gaps = [ce - by_row[reference][s] for s, ce in scores.items() if s in by_row[reference]]
+        lines.append(
+            f"| {variant} | {parameters[variant] / 1e6:.2f}M | {name} |"
+            f" {interval(list(scores.values()))} | {interval(gaps)} |"
+        )
+    return lines
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--set", nargs="*", default=[], help="section.key=value ...")
+    parser.add_argument("--grid", nargs="*", default=[], help="section.key=a,b,c ...")
+    parser.add_argument("--only", default="", help="train only variants whose name has this text")
+    parser.add_argument("--data", default="", help="corpus to score on; default: the config's")
+    parser.add_argument("--splits", nargs="+", default=["valid", "test"])
+    parser.add_argument("--windows", type=int, help="score at most this many windows of a split")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    if args.worker is not None:
+        worker(args.config, args.set, args.worker, args.out)
+        return
+    started = time.perf_counter()
+    grid = {key: values.split(",") for key, _, values in (g.partition("=") for g in args.grid)}
+    chosen = [v for v in variants(args.config, args.set, grid) if args.only in v.name]
+    plan = [(variant, seed) for seed in args.seeds for variant in chosen]
+    folders = {
+        (variant.name, seed): args.out / f"run-{index}-seed-{seed}"
+        for index, (variant, seed) in enumerate(plan)
+    }
+    done: list[str] = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        tasks = [
+            pool.submit(
+                train_unit,
+                args.config,
+                [*variant.settings, f"train.seed={seed}"],
+                block,
+                folders[variant.name, seed],
+                done,
+            )
+            for variant, seed in plan
+            for block in range(variant.units)
+        ]
+        for task in tasks:
+            task.result()
+    results = [
+        {
+            "variant": variant.name,
+            "seed": seed,
+            "settings": list(variant.settings),
+            **score(folders[variant.name, seed], args.data, args.splits, args.windows),
+        }
+        for variant, seed in plan
+    ]
+    report = {"config": str(args.config), "seeds": args.seeds, "results": results}
+    out = args.json or args.out / "quality.json"
+    out.write_text(json.dumps(report, indent=1))
+    for split in args.splits:
+        print("\n".join(table(results, split)), end="\n\n")
+    print(f"seeds {args.seeds}, {time.perf_counter() - started:.0f} s, details in {out}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "src"))
+    main()

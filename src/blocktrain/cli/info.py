@@ -1,0 +1,59 @@
+"""blocktrain info: what a run holds, block by block."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from blocktrain.cli import options
+
+
+@click.command("info")
+@options.run
+@options.as_json
+def command(run: Path, as_json: bool) -> None:
+    """Show what RUN holds: settings, blocks, versions, scores on valid."""
+    from blocktrain.storage.run_dir import EXPORTED, RunDir
+
+    opened = RunDir.open(run)
+    config = opened.config
+    exported = (run / EXPORTED).exists()
+    blocks = [] if exported else [opened.block(index) for index in range(config.units)]
+    if as_json:
+        described = [
+            {
+                "index": block.index,
+                "finished": block.finished(),
+                "versions": [asdict(version) for version in block.versions()],
+            }
+            for block in blocks
+        ]
+        click.echo(json.dumps({"config": config.to_dict(), "exported": exported, "blocks": described}))
+        return
+    model = config.model
+    click.echo(
+        f"{run}: {config.objective.kind}, {model.layers} layers of width {model.width}"
+        f" in {config.units} block{'s' * (config.units > 1)}, window {model.window},"
+        f" data {config.data.source}, seed {config.train.seed}"
+    )
+    if exported:
+        click.echo(f"exported: {run / EXPORTED}")
+    for block in blocks:
+        click.echo(_line(block.index, block, config.train.steps))
+
+
+def _line(index: int, block: "object", steps: int) -> str:
+    from blocktrain.storage.run_dir import BlockDir
+
+    assert isinstance(block, BlockDir)
+    if not block.versions():
+        return f"block {index}: not trained yet"
+    current = block.current()
+    state = "finished" if block.finished() else f"{block.versions()[-1].step} of {steps} steps"
+    score = f", valid CE {current.valid_ce:.4f}" if current.valid_ce is not None else ""
+    size = current.weights.size / 1e6
+    return (
+        f"block {index}: {state}, at version {current.step}, {current.bytes_seen / 1e6:.1f} MB"
+        f" seen{score}, {size:.1f} MB on disk"
+    )

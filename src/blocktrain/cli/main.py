@@ -1,0 +1,62 @@
+"""The `blocktrain` command: one thin file per verb; nothing heavy is imported to print help."""
+
+import importlib
+import sys
+
+import click
+
+from blocktrain import __version__
+from blocktrain.errors import BlocktrainError
+
+VERBS = {
+    "train": "Train the blocks of a run on this machine.",
+    "eval": "Score a run with an honest cross entropy.",
+    "generate": "Continue a prompt.",
+    "export": "Write one assembled safetensors file.",
+    "info": "Show what a run holds.",
+    "estimate": "Tell what a run will need, before anything runs.",
+    "demo": "Train, score and sample a small model, beside its end-to-end twin.",
+}
+
+
+class LazyGroup(click.Group):
+    """Loads a verb's module when it is used, so that --help stays instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        module = importlib.import_module(f"blocktrain.cli.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def cli() -> None:
+    """Train one model as independent blocks, on machines nobody owns together."""
+
+
+def main() -> None:
+    try:
+        cli(standalone_mode=False)
+    except BlocktrainError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()

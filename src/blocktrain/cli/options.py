@@ -1,0 +1,26 @@
+"""Options that several verbs share."""
+
+from pathlib import Path
+
+import click
+
+config = click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="TOML file with the settings; see configs/.",
+)
+overrides = click.option(
+    "--set", "overrides", multiple=True, metavar="A.B=C", help="Override one setting; repeatable."
+)
+run = click.argument("run", type=click.Path(path_type=Path))
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+device = click.option("--device", default="auto", show_default=True, help="auto, cpu, mps, cuda[:N].")
+precision = click.option(
+    "--precision",
+    type=click.Choice(["auto", "fp32", "bf16"]),
+    default="auto",
+    show_default=True,
+    help="Compute type.",
+)

@@ -1,0 +1,297 @@
+"""Settings: a TOML file plus `--set a.b=c`, validated into frozen dataclasses.
+
+Each setting is declared once, with its default, its bounds and a sentence saying what it does;
+an unknown key or a bad value is an error that names it. Reads files, knows nothing else.
+"""
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from blocktrain.core.noise import LogNormal, Partition, lognormal_partition
+from blocktrain.errors import ConfigError
+
+KINDS = ("denoise", "end_to_end")
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: Sequence[str] | None = None,
+) -> Any:
+    return field(
+        default=default, metadata={"doc": doc, "low": low, "high": high, "choices": choices}
+    )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    layers: int = setting(12, "Transformer layers of the whole model", low=1)
+    width: int = setting(512, "width of the residual stream", low=8)
+    heads: int = setting(8, "attention heads per layer", low=1)
+    blocks: int = setting(4, "blocks the layers are cut into; layers must divide evenly", low=1)
+    window: int = setting(512, "bytes of context the model is trained on", low=8)
+    mlp_ratio: float = setting(4.0, "width of the MLP in multiples of the stream's", low=0.25)
+    activation: str = setting(
+        "swiglu", "activation of the MLP; swiglu is sized to the same parameters", choices=("gelu", "relu2", "swiglu")
+    )
+    taps: int = setting(
+        3, "preceding positions each layer's local filter reads (0: none)", low=0, high=16
+    )
+    dropout: float = setting(0.0, "dropout on residual branches", low=0.0, high=0.9)
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    kind: str = setting("denoise", "what a block learns by", choices=KINDS)
+    sigma_min: float = setting(1.0, "lowest noise; under 1 the target leaks", low=0.01)
+    sigma_max: float = setting(10.0, "highest noise, where inference starts", low=0.02)
+    p_mean: float = setting(-1.2, "mean of ln(sigma)")
+    p_std: float = setting(1.2, "deviation of ln(sigma)", low=0.01)
+    sigma_data: float = setting(0.5, "the data deviation of EDM preconditioning", low=0.01)
+    overlap: float = setting(
+        0.1, "share of its log-width a training range overlaps on each side", low=0.0, high=1.0
+    )
+    partition: str = setting(
+        "lognormal",
+        "how sigma is cut between blocks; adaptive re-fits the cuts to a pilot's measured loss",
+        choices=("lognormal", "adaptive"),
+    )
+    bounds: tuple[float, ...] = setting(
+        (), "explicit ascending cuts from sigma_min to sigma_max; empty: from the partition"
+    )
+    pilot_steps: int = setting(200, "steps of the adaptive partition's pilot block", low=1)
+    target_dim: int = setting(256, "dimensions of the frozen target table", low=8)
+    logit_scale: str = setting(
+        "evidence",
+        "logit scale: evidence makes the skip path exact Gaussian evidence; learned is a scalar",
+        choices=("evidence", "learned"),
+    )
+    sigma_rank: int = setting(8, "rank of the sigma modulation", low=1)
+    hidden_share: float = setting(
+        0.0,
+        "share of sequences whose context after a random cut is hidden or wrong"
+        " (prepares whole-output generation)",
+        low=0.0,
+        high=1.0,
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: str = setting("stdlib", "stdlib, text:GLOB, wikitext-2, wikitext-103 or hf:NAME")
+    unpack_limit_mb: int = setting(4096, "most megabytes one source may unpack to", low=1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = setting(2500, "optimizer steps per block", low=1)
+    batch: int = setting(64, "windows per optimizer step", low=1)
+    accumulate: int = setting(1, "micro-batches a step is split into", low=1)
+    lr: float = setting(1e-3, "peak learning rate", low=0.0)
+    lr_floor: float = setting(0.05, "final learning rate as a share of the peak", low=0.0, high=1.0)
+    warmup: int = setting(100, "steps of linear warm-up", low=0)
+    weight_decay: float = setting(0.1, "AdamW weight decay of matrices", low=0.0)
+    beta1: float = setting(0.9, "AdamW beta1", low=0.0, high=0.9999)
+    beta2: float = setting(0.95, "AdamW beta2", low=0.0, high=0.99999)
+    clip: float = setting(1.0, "largest gradient norm", low=0.0)
+    seed: int = setting(0, "seed of weights, data order and noise", low=0)
+    device: str = setting("auto", "auto, cpu, mps, cuda or cuda:N")
+    precision: str = setting(
+        "auto",
+        "compute type; auto: bf16 on CUDA and on CPUs that have it",
+        choices=("auto", "fp32", "bf16"),
+    )
+    compile: bool = setting(False, "torch.compile the training step")
+    checkpoint_layers: bool = setting(False, "recompute layers in the backward pass (less memory)")
+    save_every: int = setting(250, "steps between checkpoints", low=1)
+    eval_every: int = setting(0, "steps between scores on valid (0: never)", low=0)
+    eval_windows: int = setting(64, "windows of valid per such score", low=1)
+    keep: str = setting(
+        "last", "the version a block ends with; best: lowest score on valid", choices=("last", "best")
+    )
+    max_skipped: int = setting(20, "non-finite steps in a row before the run stops", low=1)
+    warm_start: str = setting("", "run directory whose weights to start from")
+    tensorboard: bool = setting(False, "also write TensorBoard events")
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = ModelConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+
+    def __post_init__(self) -> None:
+        _check_shape(self.model)
+        _check_sigmas(self.model, self.objective)
+        if self.train.batch % self.train.accumulate:
+            raise ConfigError("train.batch must be a multiple of train.accumulate")
+        if self.train.keep == "best" and not self.train.eval_every:
+            raise ConfigError('train.keep = "best" needs train.eval_every')
+
+    @property
+    def units(self) -> int:
+        """How many pieces are trained on their own: the blocks, or the one whole model."""
+        return 1 if self.objective.kind == "end_to_end" else self.model.blocks
+
+    @property
+    def unit_layers(self) -> int:
+        return self.model.layers // self.units
+
+    @property
+    def warnings(self) -> list[str]:
+        if self.objective.kind == "denoise" and self.objective.sigma_min < 1.0:
+            return [
+                f"objective.sigma_min = {self.objective.sigma_min} is under 1: the noisy target"
+                " leaks the answer, local loss will look better than inference is"
+            ]
+        return []
+
+    def partition(self) -> Partition:
+        objective = self.objective
+        prior = LogNormal(objective.p_mean, objective.p_std)
+        if objective.bounds:
+            return Partition(objective.bounds, objective.overlap, prior)
+        return lognormal_partition(
+            self.model.blocks, objective.sigma_min, objective.sigma_max, objective.overlap, prior
+        )
+
+    def with_settings(self, **settings: Any) -> "Config":
+        """A copy with dotted settings replaced, written with __ for the dot."""
+        values = self.to_dict()
+        for name, value in settings.items():
+            section, key = name.split("__")
+            values[section][key] = value
+        return from_dict(values)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        return dataclasses.asdict(self)
+
+    def to_toml(self) -> str:
+        lines = []
+        for section, values in self.to_dict().items():
+            lines.append(f"[{section}]")
+            # A JSON string, number, boolean or flat array is also valid TOML.
+            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+            lines.append("")
+        return "\n".join(lines)
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and apply `section.key=value` overrides."""
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply_override(values, override)
+    return from_dict(values)
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    sections = get_type_hints(Config)
+    for name in values:
+        if name not in sections:
+            raise ConfigError(f"unknown section [{name}]; there are {', '.join(sections)}")
+    return Config(
+        **{name: _build_section(name, kind, values.get(name, {})) for name, kind in sections.items()}
+    )
+
+
+def describe() -> list[tuple[str, Any, str]]:
+    """Every setting as (dotted name, default, sentence)."""
+    return [
+        (f"{section}.{item.name}", item.default, item.metadata["doc"])
+        for section, kind in get_type_hints(Config).items()
+        for item in dataclasses.fields(kind)
+    ]
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and key):
+        raise ConfigError(f"--set {override!r} is not of the form section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string
+    values.setdefault(section, {})[key] = value
+
+
+def _build_section(section: str, kind: Any, values: Any) -> Any:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"[{section}] must be a section, not a value")
+    fields = {item.name: item for item in dataclasses.fields(kind)}
+    types = get_type_hints(kind)
+    for key in values:
+        if key not in fields:
+            raise ConfigError(f"unknown setting {section}.{key}; there are {', '.join(fields)}")
+    checked = {
+        key: _check_value(f"{section}.{key}", value, types[key], fields[key].metadata)
+        for key, value in values.items()
+    }
+    return kind(**checked)
+
+
+def _check_value(name: str, value: Any, kind: Any, rules: Mapping[str, Any]) -> Any:
+    value = _coerce(name, value, kind)
+    if rules["choices"] and value not in rules["choices"]:
+        raise ConfigError(f"{name} = {value!r} must be one of {', '.join(rules['choices'])}")
+    if rules["low"] is not None and value < rules["low"]:
+        raise ConfigError(f"{name} = {value} must be at least {rules['low']}")
+    if rules["high"] is not None and value > rules["high"]:
+        raise ConfigError(f"{name} = {value} must be at most {rules['high']}")
+    return value
+
+
+def _coerce(name: str, value: Any, kind: Any) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if kind == tuple[float, ...] and isinstance(value, (list, tuple)):
+        return tuple(_coerce(name, item, float) for item in value)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{name} = {value!r} must be of type {kind.__name__}")
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"{name} = {value} must be finite")
+    return value
+
+
+def _check_shape(model: ModelConfig) -> None:
+    if model.layers % model.blocks:
+        raise ConfigError(
+            f"model.layers = {model.layers} cannot be cut into model.blocks = {model.blocks}"
+            " equal blocks"
+        )
+    if model.width % (2 * model.heads):
+        raise ConfigError(
+            f"model.width = {model.width} must be an even multiple of model.heads = {model.heads}"
+        )
+
+
+def _check_sigmas(model: ModelConfig, objective: ObjectiveConfig) -> None:
+    if objective.sigma_min >= objective.sigma_max:
+        raise ConfigError("objective.sigma_min must be below objective.sigma_max")
+    bounds = objective.bounds
+    if not bounds:
+        return
+    if len(bounds) != model.blocks + 1 or sorted(set(bounds)) != list(bounds):
+        raise ConfigError(
+            f"objective.bounds must be {model.blocks + 1} ascending values for"
+            f" {model.blocks} blocks"
+        )
+    if (bounds[0], bounds[-1]) != (objective.sigma_min, objective.sigma_max):
+        raise ConfigError("objective.bounds must run from objective.sigma_min to sigma_max")

@@ -1,0 +1,124 @@
+"""A corpus: one memory-mapped byte array per split, built once from a source and cached.
+
+Knows where the cache lies and how splits are laid down; what a source holds is the business of
+`sources.py`.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from blocktrain.config import DataConfig
+from blocktrain.data.sources import SPLITS, Source, open_source
+from blocktrain.errors import DataError
+
+Bytes = npt.NDArray[np.uint8]
+
+CARVED_SHARE = 0.05
+CARVED_MOST = 2_000_000
+SMALLEST_SPLIT = 512
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The splits of one source, and a name that two machines can compare."""
+
+    source: str
+    splits: dict[str, Bytes]
+    digests: dict[str, str]
+
+    def split(self, name: str, window: int = 1) -> Bytes:
+        """A split that holds at least one window."""
+        data = self.splits[name]
+        if len(data) < window:
+            raise DataError(
+                f"{self.source}: the {name} split has {len(data)} bytes,"
+                f" less than one window of {window}"
+            )
+        return data
+
+
+def cache_dir() -> Path:
+    if chosen := os.environ.get("BLOCKTRAIN_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blocktrain"
+
+
+def load_corpus(settings: DataConfig) -> Corpus:
+    """Open the corpus of a source, building its cached arrays first if they are not there."""
+    source = open_source(settings.source, settings.unpack_limit_mb * 1_000_000, cache_dir())
+    name = hashlib.sha256(source.fingerprint.encode()).hexdigest()[:24]
+    folder = cache_dir() / "corpora" / name
+    if not (folder / "corpus.json").exists():
+        _build(source, settings.source, folder)
+    described = json.loads((folder / "corpus.json").read_text())
+    splits = {split: _map(folder / f"{split}.bin") for split in SPLITS}
+    return Corpus(settings.source, splits, described["sha256"])
+
+
+def _map(path: Path) -> Bytes:
+    if path.stat().st_size == 0:
+        return np.zeros(0, np.uint8)
+    return np.memmap(path, np.uint8, "r")
+
+
+def _build(source: Source, spec: str, folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
+    try:
+        for split in SPLITS:
+            _write(scratch / f"{split}.bin", source.chunks(split))
+        _carve_missing(scratch, source.missing, spec)
+        digests = {split: _digest(scratch / f"{split}.bin") for split in SPLITS}
+        (scratch / "corpus.json").write_text(json.dumps({"source": spec, "sha256": digests}))
+        _publish(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    try:
+        scratch.rename(folder)
+    except OSError:
+        # Another process may have built the same corpus first: its files are the same.
+        if not (folder / "corpus.json").exists():
+            raise
+
+
+def _write(path: Path, chunks: Iterator[bytes]) -> None:
+    with path.open("wb") as out:
+        for chunk in chunks:
+            out.write(chunk)
+
+
+def _carve_missing(folder: Path, missing: tuple[str, ...], spec: str) -> None:
+    """Cut the splits a source does not have off the end of its training text."""
+    train = folder / "train.bin"
+    size = train.stat().st_size
+    if size == 0:
+        raise DataError(f"{spec}: no training text (the files are empty)")
+    each = min(int(size * CARVED_SHARE), CARVED_MOST)
+    if missing and each < SMALLEST_SPLIT:
+        raise DataError(
+            f"{spec}: {size} bytes are too few to cut {' and '.join(missing)} from;"
+            f" at least {round(SMALLEST_SPLIT / CARVED_SHARE)} are needed"
+        )
+    with train.open("r+b") as source:
+        for split in reversed(missing):
+            size -= each
+            source.seek(size)
+            (folder / f"{split}.bin").write_bytes(source.read(each))
+        source.truncate(size)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()

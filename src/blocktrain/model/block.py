@@ -1,0 +1,236 @@
+"""What is trained alone: a causal block (the end-to-end reference) and a denoising block.
+
+Both read bytes through a context embedding of their own and predict the next byte. A causal
+block is an ordinary language model. A denoising block also reads a noisy target z at a noise
+level sigma, in a second stream that the clean stream never sees. Knows nothing of losses.
+
+Shapes: S streams (clean first), B batch, T positions, D width, E target dimensions, V bytes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from blocktrain.config import ModelConfig, ObjectiveConfig
+from blocktrain.core.noise import Preconditioning
+from blocktrain.core.vocabulary import BYTES, IDS
+from blocktrain.model.kv_cache import BlockCache
+from blocktrain.model.layer import (
+    MODULATIONS,
+    Context,
+    Layer,
+    Linear,
+    Rotation,
+    rms_norm,
+    rotation,
+)
+
+SIGMA_FEATURES = 32
+EMBED_STD = 0.1
+# A zero-initialised head behind a gain learns at the pace of the layers under AdamW. Denoising
+# logits carry a factor of about 2 from the preconditioning already.
+CAUSAL_GAIN = 8.0
+DENOISING_GAIN = 4.0
+
+
+class NoiseLevel(NamedTuple):
+    """EDM coefficients of each sequence, shaped to multiply B x T x E tensors."""
+
+    c_skip_B11: Tensor
+    c_out_B11: Tensor
+    c_in_B11: Tensor
+    c_noise_B: Tensor
+    weight_B: Tensor
+    sigma_B11: Tensor
+
+    @classmethod
+    def of(cls, levels: Sequence[Preconditioning], device: torch.device) -> "NoiseLevel":
+        columns = torch.tensor(levels, dtype=torch.float32).to(device, non_blocking=True)
+        c_skip, c_out, c_in, c_noise, weight, sigma = columns.unbind(1)
+        return cls(
+            c_skip[:, None, None],
+            c_out[:, None, None],
+            c_in[:, None, None],
+            c_noise,
+            weight,
+            sigma[:, None, None],
+        )
+
+
+class ContextReader(nn.Module):
+    """The part both kinds share: context embedding, layers, positions."""
+
+    def __init__(self, model: ModelConfig, layers: int) -> None:
+        super().__init__()
+        self.head_width = model.width // model.heads
+        self.compute_dtype = torch.float32
+        self.recompute = False
+        self.embed = nn.Embedding(IDS, model.width)
+        nn.init.normal_(self.embed.weight, std=EMBED_STD)
+        self.layers = nn.ModuleList(
+            Layer(
+                model.width,
+                model.heads,
+                model.mlp_ratio,
+                model.activation,
+                model.taps,
+                model.dropout,
+            )
+            for _ in range(layers)
+        )
+
+    def new_cache(self) -> BlockCache:
+        return BlockCache(len(self.layers))
+
+    def embedded(self, ids_BT: Tensor) -> Tensor:
+        out: Tensor = self.embed(ids_BT).to(self.compute_dtype)
+        return out
+
+    def rotation(self, start: int, length: int, device: torch.device) -> Rotation:
+        positions = torch.arange(start, start + length, device=device)
+        return rotation(self.head_width, positions, self.compute_dtype)
+
+    def apply_layer(self, function: Callable[..., Tensor], *inputs: object) -> Tensor:
+        if self.recompute and self.training:
+            out: Tensor = checkpoint(function, *inputs, use_reentrant=False)
+            return out
+        return function(*inputs)
+
+
+class CausalBlock(ContextReader):
+    """An ordinary causal language model over bytes."""
+
+    def __init__(self, model: ModelConfig, layers: int) -> None:
+        super().__init__(model, layers)
+        self.head = Linear(model.width, BYTES, zero=True)
+
+    def forward(self, ids_BT: Tensor, cache: BlockCache | None = None) -> Tensor:
+        """Logits of the next byte at every position; a cache continues what it holds."""
+        start = cache.length if cache else 0
+        by = self.rotation(start, ids_BT.size(1), ids_BT.device)
+        x = self.embedded(ids_BT)[None]
+        for index, layer in enumerate(self.layers):
+            memory = cache.layers[index] if cache else None
+
+            def step(x: Tensor, layer: nn.Module = layer, memory: object = memory) -> Tensor:
+                h = rms_norm(x)
+                out: Tensor = layer(x, h, layer.context(h[0], by, memory), by)  # type: ignore[operator]
+                return out
+
+            x = self.apply_layer(step, x)
+        logits: Tensor = self.head(rms_norm(x[0]))
+        return CAUSAL_GAIN * logits.float()
+
+
+class DenoisingBlock(ContextReader):
+    """Two streams over one causal mask: clean context, and a noisy target at sigma.
+
+    The block reads z, and writes its answer F, in byte coordinates: one number per row of the
+    target table. That spans the same F, but AdamW scales each coordinate by itself, and learns
+    a rare byte's row far better when no rotation mixes it with the frequent ones.
+    """
+
+    def __init__(self, model: ModelConfig, layers: int, objective: ObjectiveConfig) -> None:
+        super().__init__(model, layers)
+        # Zero at first: the block starts as a plain language model, and learns what to take from z.
+        self.target_in = Linear(BYTES, model.width, zero=True)
+        self.sigma_in = Linear(SIGMA_FEATURES, objective.sigma_rank)
+        self.modulate = nn.ModuleList(
+            Linear(objective.sigma_rank, MODULATIONS * model.width, zero=True)
+            for _ in range(layers)
+        )
+        self.target_out = Linear(model.width, BYTES, zero=True)
+        self.log_scale = (
+            nn.Parameter(torch.tensor(10.0).log()) if objective.logit_scale == "learned" else None
+        )
+
+    def forward(self, ids_BT: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor) -> Tensor:
+        """Logits of the next byte at every position, both streams in one pass."""
+        by = self.rotation(0, ids_BT.size(1), ids_BT.device)
+        clean = self.embedded(ids_BT)
+        x = torch.stack([clean, self._start(clean, z_BTE, level, table_VE)])
+        modulations = self._modulations(level, streams=2)
+        for index, (layer, modulation) in enumerate(zip(self.layers, modulations, strict=True)):
+            # In the last layer the clean stream is needed for its keys and values alone.
+            keep = slice(1, None) if index == len(self.layers) - 1 else slice(None)
+
+            def step(
+                x: Tensor,
+                *modulation: Tensor,
+                layer: nn.Module = layer,
+                keep: slice = keep,
+            ) -> Tensor:
+                h = rms_norm(x)
+                context = layer.context(h[0], by)  # type: ignore[operator]
+                kept = tuple(m[keep] for m in modulation)
+                out: Tensor = layer(x[keep], h[keep], context, by, kept)
+                return out
+
+            x = self.apply_layer(step, x, *modulation)
+        return self._logits(x[-1], z_BTE, level, table_VE)
+
+    def read_context(self, ids_BT: Tensor, cache: BlockCache | None = None) -> "BlockContext":
+        """The clean stream alone: everything later noise draws need from the context."""
+        start = cache.length if cache else 0
+        by = self.rotation(start, ids_BT.size(1), ids_BT.device)
+        clean = self.embedded(ids_BT)
+        contexts: list[Context] = []
+        x = clean[None]
+        for index, layer in enumerate(self.layers):
+            h = rms_norm(x)
+            context = layer.context(h[0], by, cache.layers[index] if cache else None)  # type: ignore[operator]
+            contexts.append(context)
+            if index < len(self.layers) - 1:
+                x = layer(x, h, context, by)
+        return BlockContext(clean, contexts, by)
+
+    def denoise(
+        self, context: "BlockContext", z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor
+    ) -> Tensor:
+        """The noisy stream alone, over a context read before."""
+        x = self._start(context.clean_BTD, z_BTE, level, table_VE)[None]
+        modulations = self._modulations(level, streams=1)
+        for layer, modulation, memory in zip(
+            self.layers, modulations, context.layers, strict=True
+        ):
+            x = layer(x, rms_norm(x), memory, context.by, modulation)
+        return self._logits(x[0], z_BTE, level, table_VE)
+
+    def _start(
+        self, clean_BTD: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor
+    ) -> Tensor:
+        seen_BTV = (level.c_in_B11 * z_BTE) @ table_VE.T
+        noisy: Tensor = self.target_in(seen_BTV.to(self.compute_dtype))
+        return clean_BTD + noisy
+
+    def _modulations(self, level: NoiseLevel, streams: int) -> list[tuple[Tensor, ...]]:
+        """Per layer: six S x B x 1 x D tensors, zero for the clean stream."""
+        frequencies = torch.arange(1, SIGMA_FEATURES // 2 + 1, device=level.c_noise_B.device)
+        angles = level.c_noise_B[:, None] * frequencies * torch.pi
+        features = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        hidden = nn.functional.silu(self.sigma_in(features))
+        result = []
+        for modulate in self.modulate:
+            noisy = modulate(hidden)[None, :, None, :].to(self.compute_dtype)
+            clean = torch.zeros_like(noisy)
+            both = torch.cat([clean, noisy]) if streams == 2 else noisy
+            result.append(both.chunk(MODULATIONS, dim=-1))
+        return result
+
+    def _logits(self, n_BTD: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor) -> Tensor:
+        f_BTE = DENOISING_GAIN * self.target_out(rms_norm(n_BTD)).float() @ table_VE
+        x_BTE = level.c_skip_B11 * z_BTE + level.c_out_B11 * f_BTE
+        # Scaled by the weight, the skip path is exactly the Gaussian evidence z.e / sigma^2.
+        scale = level.weight_B[:, None, None] if self.log_scale is None else self.log_scale.exp()
+        return scale * (x_BTE @ table_VE.T)
+
+
+class BlockContext(NamedTuple):
+    """A read context: embeddings and, per layer, keys and values."""
+
+    clean_BTD: Tensor
+    layers: list[Context]
+    by: Rotation

@@ -1,0 +1,53 @@
+"""Step-by-step generation: one byte per traversal, keys and values cached.
+
+The randomness of position i depends on (seed, i) alone. When the window is full, the newer half
+of the text is read again as a fresh context.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocktrain.core import readout
+from blocktrain.core.vocabulary import BOS
+from blocktrain.model.stack import Stack
+
+
+@dataclass(frozen=True)
+class Sampling:
+    temperature: float = 1.0
+    seed: int = 0
+    start: str = "mean"
+    readout: str = "product"
+
+
+def generate(stack: Stack, prompt: bytes, count: int, sampling: Sampling) -> Iterator[int]:
+    """Yield `count` bytes that continue the prompt."""
+    window = stack.config.model.window
+    text = list(prompt)
+    fresh = [BOS, *text[-(window - 1) :]]
+    caches = stack.new_caches()
+    for position in range(count):
+        if caches[0].length + len(fresh) > window:
+            caches = stack.new_caches()
+            fresh = [BOS, *text[-(window // 2) :]]
+        ids = torch.tensor([fresh], device=stack.device)
+        blocks = stack.advance(ids, caches, sampling.start, sampling.seed + position)
+        name = sampling.readout if len(blocks) > 1 else "final"
+        log_probs = readout.read(name, [block[:, -1] for block in blocks])[0]
+        byte = pick(log_probs, sampling.temperature, sampling.seed, len(text))
+        text.append(byte)
+        fresh = [byte]
+        yield byte
+
+
+def pick(log_probs: Tensor, temperature: float, seed: int, position: int) -> int:
+    """Sample by the Gumbel trick with noise fixed by (seed, position); temperature 0 is greedy."""
+    if temperature == 0.0:
+        return int(log_probs.argmax())
+    draws = np.random.Generator(np.random.Philox(key=[seed, position]))
+    gumbel = torch.from_numpy(draws.gumbel(size=log_probs.size(-1)))
+    return int((log_probs.double().cpu() / temperature + gumbel).argmax())

@@ -1,0 +1,58 @@
+"""Keys and values of the clean stream, kept between steps of generation.
+
+The clean stream never sees sigma, so what is cached here serves every noise draw. A cache grows
+by doubling, and can be cut back to a shorter length.
+"""
+
+import torch
+from torch import Tensor
+
+
+class LayerCache:
+    """One layer's keys, values and the last few inputs its local filter needs."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+        self._tail: Tensor | None = None
+
+    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new positions; return all keys and values held."""
+        end = self.length + k_BHTK.size(2)
+        self._k = _with_room(self._k, k_BHTK, end)
+        self._v = _with_room(self._v, v_BHTK, end)
+        self._k[:, :, self.length : end] = k_BHTK
+        self._v[:, :, self.length : end] = v_BHTK
+        self.length = end
+        return self._k[:, :, :end], self._v[:, :, :end]
+
+    def extend_tail(self, h_BTD: Tensor, count: int) -> Tensor:
+        """The last `count` inputs before these, then these; remembers the newest `count`."""
+        tail = self._tail
+        if tail is None:
+            tail = h_BTD.new_zeros(h_BTD.size(0), count, h_BTD.size(2))
+        extended = torch.cat([tail, h_BTD], dim=1)
+        self._tail = extended[:, -count:]
+        return extended
+
+
+class BlockCache:
+    """The caches of all layers of one block, and how many positions they hold."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = [LayerCache() for _ in range(layers)]
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].length
+
+
+def _with_room(held: Tensor | None, like: Tensor, needed: int) -> Tensor:
+    if held is not None and held.size(2) >= needed:
+        return held
+    batch, heads, _, width = like.shape
+    grown = like.new_zeros(batch, heads, max(64, 1 << (needed - 1).bit_length()), width)
+    if held is not None:
+        grown[:, :, : held.size(2)] = held
+    return grown

@@ -1,0 +1,190 @@
+"""One Transformer layer that serves a clean stream and a noisy stream at once.
+
+The clean stream holds the context and alone writes keys and values; every stream sends queries
+to them under the same causal mask. Knows nothing of sigma beyond a modulation handed in, and
+nothing of blocks.
+
+Shapes: S streams (clean first), B batch, T positions, D width, H heads, K = D / H.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocktrain.model.kv_cache import LayerCache
+
+MODULATIONS = 6  # shift, scale and gate, for the attention and for the MLP
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of the rotary embedding for the positions at hand."""
+
+    cos_TK: Tensor
+    sin_TK: Tensor
+
+
+class Context(NamedTuple):
+    """What the clean stream offers the others at one layer."""
+
+    k_BHTK: Tensor
+    v_BHTK: Tensor
+    local_BTD: Tensor | float
+    causal: bool  # queries and keys cover the same positions
+    mask_QT: Tensor | None
+
+
+class Linear(nn.Linear):
+    """A bias-free linear map that computes in the dtype of its input, weights kept as they are."""
+
+    def __init__(self, inputs: int, outputs: int, *, zero: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        if zero:
+            nn.init.zeros_(self.weight)
+        else:
+            nn.init.normal_(self.weight, std=inputs**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotation(head_width: int, positions: Tensor, dtype: torch.dtype) -> Rotation:
+    frequencies = 10_000.0 ** -(
+        torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width
+    )
+    angles = positions.float()[:, None] * frequencies[None, :]
+    angles = torch.cat([angles, angles], dim=-1)
+    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def rotate(x_NTHK: Tensor, by: Rotation) -> Tensor:
+    first, second = x_NTHK.chunk(2, dim=-1)
+    swapped = torch.cat([-second, first], dim=-1)
+    return x_NTHK * by.cos_TK[:, None, :] + swapped * by.sin_TK[:, None, :]
+
+
+class SwiGLU(nn.Module):
+    """silu(a) * b with both halves from one product; hidden is sized to equal parameters."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        hidden = max(8, round(hidden * 2 / 3 / 8) * 8)
+        self.up = Linear(width, 2 * hidden)
+        self.down = Linear(hidden, width, zero=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, dim=-1)
+        out: Tensor = self.down(F.silu(gate) * value)
+        return out
+
+
+class PlainMLP(nn.Module):
+    def __init__(self, width: int, hidden: int, activation: str) -> None:
+        super().__init__()
+        self.up = Linear(width, hidden)
+        self.down = Linear(hidden, width, zero=True)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        x = F.gelu(x) if self.activation == "gelu" else F.relu(x).square()
+        out: Tensor = self.down(x)
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(
+        self, width: int, heads: int, mlp_ratio: float, activation: str, taps: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.q = Linear(width, width)
+        self.kv = Linear(width, 2 * width)
+        self.out = Linear(width, width, zero=True)
+        hidden = int(width * mlp_ratio)
+        self.mlp: nn.Module = (
+            SwiGLU(width, hidden)
+            if activation == "swiglu"
+            else PlainMLP(width, hidden, activation)
+        )
+        self.taps = nn.Parameter(torch.zeros(taps, width)) if taps else None
+
+    def context(
+        self, h_BTD: Tensor, by: Rotation, cache: LayerCache | None = None
+    ) -> Context:
+        """Keys, values and local mix of the clean stream; a cache adds the positions before."""
+        local = self._local_mix(h_BTD, cache)
+        mixed = h_BTD + local
+        k, v = self.kv(mixed).chunk(2, dim=-1)
+        k = rotate(rms_norm(self._split(k)), by).transpose(1, 2)
+        v = self._split(v).transpose(1, 2)
+        if cache is None:
+            return Context(k, v, local, True, None)
+        past = cache.length
+        k, v = cache.append(k, v)
+        new = h_BTD.size(1)
+        mask = None
+        if past and new > 1:
+            mask = torch.ones(new, past + new, dtype=torch.bool, device=k.device).tril(past)
+        return Context(k, v, local, past == 0, mask)
+
+    def forward(
+        self,
+        x_SBTD: Tensor,
+        h_SBTD: Tensor,
+        context: Context,
+        by: Rotation,
+        modulation_SB1D: tuple[Tensor, ...] | None = None,
+    ) -> Tensor:
+        """Advance the streams: attend to the context, then the MLP. h is the normed x."""
+        h = h_SBTD + context.local_BTD
+        if modulation_SB1D is None:
+            x = x_SBTD + self._drop(self._attend(h, context, by))
+            return x + self._drop(self.mlp(rms_norm(x)))
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation_SB1D
+        attended = self._attend(h * (1 + scale_a) + shift_a, context, by)
+        x = x_SBTD + self._drop(attended) * (1 + gate_a)
+        mlp: Tensor = self.mlp(rms_norm(x) * (1 + scale_m) + shift_m)
+        return x + self._drop(mlp) * (1 + gate_m)
+
+    def _attend(self, h_SBTD: Tensor, context: Context, by: Rotation) -> Tensor:
+        streams, batch, length, width = h_SBTD.shape
+        q = self._split(self.q(h_SBTD.reshape(streams * batch, length, width)))
+        q = rotate(rms_norm(q), by).transpose(1, 2)
+        k, v = context.k_BHTK, context.v_BHTK
+        if streams > 1:  # every stream reads the same keys: one call, stacked along the batch
+            k, v = k.repeat(streams, 1, 1, 1), v.repeat(streams, 1, 1, 1)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=context.mask_QT, is_causal=context.causal and length > 1
+        )
+        mixed = mixed.transpose(1, 2).reshape(streams, batch, length, width)
+        out: Tensor = self.out(mixed)
+        return out
+
+    def _local_mix(self, h_BTD: Tensor, cache: LayerCache | None) -> Tensor | float:
+        """A causal depthwise filter over the positions just before each one."""
+        if self.taps is None:
+            return 0.0
+        count = self.taps.size(0)
+        if cache is None:
+            padded = F.pad(h_BTD, (0, 0, count, 0))
+        else:
+            padded = cache.extend_tail(h_BTD, count)
+        taps = self.taps.to(h_BTD.dtype)
+        length = h_BTD.size(1)
+        mix = taps[0] * padded[:, count - 1 : count - 1 + length]
+        for back in range(2, count + 1):
+            mix = mix + taps[back - 1] * padded[:, count - back : count - back + length]
+        return mix
+
+    def _split(self, x_NTD: Tensor) -> Tensor:
+        return x_NTD.unflatten(-1, (self.heads, -1))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)

@@ -1,0 +1,294 @@
+"""A run as a directory: the resolved config, and per block its versions with their hashes.
+
+    RUN/config.toml
+    RUN/block-0/manifest.json            the commit point: names every file with its sha256
+    RUN/block-0/v000500.safetensors      weights after 500 steps
+    RUN/block-0/state-000500.safetensors what training needs to go on (optimizer)
+    RUN/block-0/metrics.jsonl
+
+A file is written whole, flushed to disk and renamed before a manifest names it, and a manifest
+is replaced by rename, so that a run survives being killed at any instant. Hashes are checked on
+load. Tensors are numpy arrays in safetensors; nothing is ever unpickled. Knows no torch.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors
+
+from blocktrain.config import Config, load_config
+from blocktrain.errors import CorruptFileError, RunError
+
+FORMAT = 1
+KEPT_VERSIONS = 2
+EXPORTED = "model.safetensors"
+
+Tensors = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    name: str
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Version:
+    step: int
+    bytes_seen: int
+    valid_ce: float | None
+    weights: StoredFile
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a checkpoint holds of one block."""
+
+    step: int
+    bytes_seen: int
+    valid_ce: float | None
+    weights: Tensors
+    state: Tensors  # what only training needs: the optimizer's moments
+    counters: Mapping[str, Any]
+    chosen: int | None = None  # the step of the version to use, where it is not the newest
+    finished: bool = False
+
+
+class RunDir:
+    """One run on disk."""
+
+    def __init__(self, path: Path, config: Config) -> None:
+        self.path = path
+        self.config = config
+
+    @classmethod
+    def create(cls, path: Path, config: Config) -> "RunDir":
+        """Start a run, or open it again if it was started with the same settings."""
+        if (path / "config.toml").exists():
+            run = cls.open(path)
+            _refuse_other_settings(run.config, config, path)
+            return run
+        if path.exists() and any(path.iterdir()):
+            raise RunError(f"{path} is not empty and is not a run")
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomically(path / "config.toml", config.to_toml().encode())
+        return cls(path, config)
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDir":
+        if not path.is_dir():
+            raise RunError(f"no run at {path}")
+        if not (path / "config.toml").exists():
+            raise RunError(f"{path} is not a run: it has no config.toml")
+        return cls(path, load_config(path / "config.toml"))
+
+    def block(self, index: int) -> "BlockDir":
+        return BlockDir(self.path / f"block-{index}", index)
+
+    def weights(self) -> list[Tensors]:
+        """The current weights of every block, from the blocks or from an exported file."""
+        if (self.path / EXPORTED).exists():
+            return self._exported_weights()
+        return [self.block(index).load_weights() for index in range(self.config.units)]
+
+    def export(self, out: Path) -> Path:
+        """Write all blocks as one safetensors file, with the config and its hash beside it."""
+        exported = RunDir.create(out, self.config)
+        tensors = {
+            f"block.{index}.{name}": tensor
+            for index, weights in enumerate(self.weights())
+            for name, tensor in weights.items()
+        }
+        stored = store_tensors(exported.path / EXPORTED, tensors)
+        manifest = {"format": FORMAT, "model": asdict(stored)}
+        write_atomically(out / "manifest.json", json.dumps(manifest, indent=1).encode())
+        return out / EXPORTED
+
+    def _exported_weights(self) -> list[Tensors]:
+        manifest = read_manifest(self.path / "manifest.json")
+        tensors = load_tensors(self.path, StoredFile(**manifest["model"]))
+        blocks: list[Tensors] = [{} for _ in range(self.config.units)]
+        for name, tensor in tensors.items():
+            _, index, rest = name.split(".", 2)
+            blocks[int(index)][rest] = tensor
+        return blocks
+
+
+class BlockDir:
+    """One block's versions, training state and metrics."""
+
+    def __init__(self, path: Path, index: int) -> None:
+        self.path = path
+        self.index = index
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def lock(self) -> filelock.BaseFileLock:
+        """Held while training, so that two processes never train one block of one run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        return filelock.FileLock(self.path / "lock", timeout=0)
+
+    def versions(self) -> list[Version]:
+        return [_version(entry) for entry in self._manifest().get("versions", [])]
+
+    def finished(self) -> bool:
+        return bool(self._manifest().get("finished", False))
+
+    def current(self) -> Version:
+        """The version the block stands at: the newest, or the best once one was chosen."""
+        manifest = self._manifest()
+        versions = [_version(entry) for entry in manifest.get("versions", [])]
+        if not versions:
+            raise RunError(f"block {self.index} has no version yet in {self.path.parent}")
+        chosen = manifest.get("chosen")
+        return next((v for v in versions if v.step == chosen), versions[-1])
+
+    def load_weights(self) -> Tensors:
+        return load_tensors(self.path, self.current().weights)
+
+    def load_snapshot(self) -> Snapshot | None:
+        """What training left off with, or None where it never began."""
+        manifest = self._manifest()
+        if not manifest:
+            return None
+        newest = self.versions()[-1]
+        return Snapshot(
+            newest.step,
+            newest.bytes_seen,
+            newest.valid_ce,
+            load_tensors(self.path, newest.weights),
+            load_tensors(self.path, StoredFile(**manifest["state"])),
+            manifest["counters"],
+            manifest["chosen"],
+            manifest["finished"],
+        )
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Commit a version and the state to go on from; drop what is no longer needed."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        step = snapshot.step
+        weights = store_tensors(self.path / f"v{step:06d}.safetensors", snapshot.weights)
+        state = store_tensors(self.path / f"state-{step:06d}.safetensors", snapshot.state)
+        earlier = [v for v in self.versions() if v.step < step]
+        kept = [*earlier, Version(step, snapshot.bytes_seen, snapshot.valid_ce, weights)]
+        kept = [v for v in kept if v in kept[-KEPT_VERSIONS:] or v.step == snapshot.chosen]
+        manifest = {
+            "format": FORMAT,
+            "finished": snapshot.finished,
+            "chosen": snapshot.chosen,
+            "counters": dict(snapshot.counters),
+            "versions": [asdict(v) for v in kept],
+            "state": asdict(state),
+        }
+        write_atomically(self.path / "manifest.json", json.dumps(manifest, indent=1).encode())
+        self._remove_all_but({state.name, *(v.weights.name for v in kept)})
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self.metrics_path.open("a") as out:
+            out.write(json.dumps(record) + "\n")
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop what an interrupted run logged past its last checkpoint: it will come again."""
+        if not self.metrics_path.exists():
+            return
+        kept = [line for line in _whole_lines(self.metrics_path) if line["step"] <= step]
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        write_atomically(self.metrics_path, text.encode())
+
+    def _manifest(self) -> dict[str, Any]:
+        path = self.path / "manifest.json"
+        return read_manifest(path) if path.exists() else {}
+
+    def _remove_all_but(self, names: set[str]) -> None:
+        for path in self.path.glob("*.safetensors*"):
+            if path.name not in names:
+                path.unlink(missing_ok=True)
+
+
+def store_tensors(path: Path, tensors: Tensors) -> StoredFile:
+    data = safetensors.save({name: np.ascontiguousarray(t) for name, t in tensors.items()})
+    write_atomically(path, data)
+    return StoredFile(path.name, hashlib.sha256(data).hexdigest(), len(data))
+
+
+def load_tensors(folder: Path, stored: StoredFile) -> Tensors:
+    path = folder / stored.name
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from None
+    if len(data) != stored.size:
+        raise CorruptFileError(f"{path} has {len(data)} bytes, its manifest says {stored.size}")
+    if hashlib.sha256(data).hexdigest() != stored.sha256:
+        raise CorruptFileError(f"{path} was altered: its hash is not the manifest's")
+    try:
+        tensors: Tensors = safetensors.load(data)
+    except SafetensorError as error:
+        raise CorruptFileError(f"{path} is not a safetensors file: {error}") from None
+    return tensors
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise CorruptFileError(f"{path} is not valid JSON") from None
+    if manifest.get("format") != FORMAT:
+        raise RunError(f"{path} has format {manifest.get('format')}, this is format {FORMAT}")
+    return manifest
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """All of it or none of it, and on disk before it has its name."""
+    scratch = path.with_name(path.name + ".partial")
+    with scratch.open("wb") as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    scratch.replace(path)
+
+
+def _version(entry: dict[str, Any]) -> Version:
+    return Version(**{**entry, "weights": StoredFile(**entry["weights"])})
+
+
+def _whole_lines(path: Path) -> Iterable[dict[str, Any]]:
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue  # the line a kill cut short
+
+
+def _refuse_other_settings(old: Config, new: Config, path: Path) -> None:
+    """Settings that change what is computed may not change inside a run."""
+    before, after = old.to_dict(), new.to_dict()
+    fitted = before["objective"]["bounds"]
+    if after["objective"]["partition"] == "adaptive" and not after["objective"]["bounds"]:
+        after["objective"]["bounds"] = fitted
+    differing = [
+        f"{section}.{key}"
+        for section, values in before.items()
+        for key, value in values.items()
+        if after[section][key] != value and key not in ("device", "tensorboard")
+    ]
+    if differing:
+        raise RunError(
+            f"{path} was started with other settings ({', '.join(differing)});"
+            " use another --out, or the same settings to resume"
+        )

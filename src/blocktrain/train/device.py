@@ -1,0 +1,47 @@
+"""Which device and number type a run computes with here."""
+
+from dataclasses import dataclass
+
+import torch
+
+from blocktrain.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Compute:
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        kind = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        if self.device.type == "cuda":
+            return f"{torch.cuda.get_device_name(self.device)}, {kind}"
+        return f"{self.device.type}, {torch.get_num_threads()} threads, {kind}"
+
+
+def resolve(device: str, precision: str) -> Compute:
+    chosen = _device(device)
+    if precision == "auto":
+        precision = "bf16" if _fast_bf16(chosen) else "fp32"
+    return Compute(chosen, torch.bfloat16 if precision == "bf16" else torch.float32)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0)
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(f"device {name!r} is not available here: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _fast_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # Without matrix units for it, bf16 on a CPU is emulated and slower than fp32.
+    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())

@@ -1,0 +1,158 @@
+"""An honest cross entropy: teacher-forced context, z started from nothing it could copy.
+
+Scores non-overlapping windows, every byte predicted once, and names the windows by a digest so
+that only scores on the same bytes are ever compared. Per start (`mean`, `noise`), per block and
+per readout; noise starts also as the mixture over K draws.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from blocktrain.config import Config
+from blocktrain.core import readout
+from blocktrain.core.noise import precondition
+from blocktrain.data.corpus import Bytes
+from blocktrain.data.windows import shifted
+from blocktrain.model.block import NoiseLevel
+from blocktrain.model.stack import Stack
+from blocktrain.model.targets import target_table
+from blocktrain.train.objective import to_device
+
+POSITIONS_PER_BATCH = 1 << 15
+
+
+@dataclass(frozen=True)
+class Score:
+    """One way of reading the model, and its cross entropy in nats per byte."""
+
+    start: str
+    readout: str
+    ce: float
+    draws: int = 1
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.ce)
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.ce / math.log(2)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    scores: list[Score]
+    windows: int
+    window: int
+    digest: str
+    parameters: int
+    product_weights: list[float] | None = field(default=None)
+
+    def find(self, start: str, name: str, draws: int = 1) -> Score:
+        return next(
+            s for s in self.scores if (s.start, s.readout, s.draws) == (start, name, draws)
+        )
+
+    @property
+    def default(self) -> Score:
+        """The reading a user gets when none is named: mean start, product; or the one there is."""
+        for score in self.scores:
+            if (score.start, score.readout) == ("mean", "product"):
+                return score
+        return self.scores[-1]
+
+
+def evaluate(
+    stack: Stack,
+    windows: Bytes,
+    draws: int = 4,
+    seed: int = 0,
+    product_weights: list[float] | None = None,
+) -> Evaluation:
+    """Score every start, block and readout on the given windows."""
+    sums: dict[tuple[str, str, int], Tensor] = {}
+    for batch in _batches(windows):
+        targets = to_device(batch, stack.device)
+        for key, log_probs in _readings(stack, batch, draws, seed, product_weights):
+            nll = -log_probs.gather(-1, targets[..., None]).double().sum()
+            sums[key] = sums.get(key, torch.zeros_like(nll)) + nll
+    scores = [
+        Score(start, name, float(total) / windows.size, count)
+        for (start, name, count), total in sums.items()
+    ]
+    count, window = windows.shape
+    digest = hashlib.sha256(windows.tobytes()).hexdigest()[:16]
+    return Evaluation(scores, count, window, digest, stack.parameters, product_weights)
+
+
+def fit_product_weights(stack: Stack, windows: Bytes) -> list[float]:
+    """Weights of the product that suit held-out windows best; never fit on what is reported."""
+    log_probs: list[list[Tensor]] = []
+    targets: list[Tensor] = []
+    for batch in _batches(windows):
+        log_probs.append(stack.log_probs(to_device(shifted(batch), stack.device)))
+        targets.append(to_device(batch, stack.device))
+    blocks = [torch.cat(parts) for parts in zip(*log_probs, strict=True)]
+    return readout.fit_weights(blocks, torch.cat(targets))
+
+
+@torch.no_grad()
+def solo_ce(config: Config, block: int, module: nn.Module, windows: Bytes) -> float:
+    """One block's honest score by itself: asked at its own highest sigma, z at the mean."""
+    module.eval()
+    device = next(module.parameters()).device
+    total = 0.0
+    for batch in _batches(windows):
+        ids, targets = to_device(shifted(batch), device), to_device(batch, device)
+        if config.objective.kind == "end_to_end":
+            logits = module(ids)
+        else:
+            sigma = config.partition().owned_range(block)[1]
+            level = precondition(sigma, config.objective.sigma_data)
+            table = target_table(config.train.seed, config.objective.target_dim).to(device)
+            z = torch.zeros(*ids.shape, config.objective.target_dim, device=device)
+            logits = module(ids, z, NoiseLevel.of([level] * len(ids), device), table)
+        total += float(
+            nn.functional.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), reduction="sum"
+            ).double()
+        )
+    return total / windows.size
+
+
+def _readings(
+    stack: Stack, batch: Bytes, draws: int, seed: int, weights: list[float] | None
+) -> list[tuple[tuple[str, str, int], Tensor]]:
+    ids = to_device(shifted(batch), stack.device)
+    if stack.config.objective.kind == "end_to_end":
+        return [(("none", "final", 1), stack.log_probs(ids)[0])]
+    contexts = stack.read_contexts(ids)
+    shape = (ids.size(0), ids.size(1))
+    mean = stack.traverse(contexts, stack.starting_point("mean", shape, seed))
+    result = [(("mean", name, 1), log_probs) for name, log_probs in _named(mean)]
+    if weights is not None:
+        result.append((("mean", "product fitted", 1), readout.product(mean, weights)))
+    drawn: dict[str, list[Tensor]] = {}
+    for draw in range(draws):
+        noise = stack.starting_point("noise", shape, seed + draw)
+        for name, log_probs in _named(stack.traverse(contexts, noise)):
+            drawn.setdefault(name, []).append(log_probs)
+    for name, log_probs_of_draws in drawn.items():
+        result.append((("noise", name, 1), log_probs_of_draws[0]))
+        if draws > 1:
+            result.append((("noise", name, draws), readout.mixture(log_probs_of_draws)))
+    return result
+
+
+def _named(blocks: list[Tensor]) -> list[tuple[str, Tensor]]:
+    named = [(f"block {index}", log_probs) for index, log_probs in enumerate(blocks)]
+    return [*named, *((name, readout.read(name, blocks)) for name in readout.READOUTS)]
+
+
+def _batches(windows: Bytes) -> list[Bytes]:
+    size = max(1, POSITIONS_PER_BATCH // windows.shape[1])
+    return [windows[i : i + size] for i in range(0, len(windows), size)]

@@ -1,0 +1,279 @@
+"""Trains one block alone: batches in, weights out, nothing shared with any other block.
+
+A step depends on (seed, block, step number) and the weights before it, on nothing else; with
+weights and optimizer moments on disk, a killed run goes on as if nothing had happened. A step
+whose loss or gradient is not finite leaves weights and moments untouched.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from blocktrain.config import Config
+from blocktrain.data.corpus import Corpus
+from blocktrain.data.windows import TrainingWindows, evaluation_windows, mixed_seed
+from blocktrain.errors import DivergedError, RunError
+from blocktrain.model.stack import new_block
+from blocktrain.storage.run_dir import BlockDir, RunDir, Snapshot, Tensors
+from blocktrain.train.device import Compute
+from blocktrain.train.evaluate import solo_ce
+from blocktrain.train.objective import new_objective
+from blocktrain.train.schedule import learning_rate
+
+INIT_STREAM, DATA_STREAM, STEP_STREAM = 1, 2, 3
+REPORT_EVERY = 10
+NO_DECAY_ROWS = 16  # tensors with fewer rows are filters, modulations or scalars, not matrices
+
+
+@dataclass(frozen=True)
+class Progress:
+    block: int
+    step: int
+    steps: int
+    loss: float
+    ce: float  # of the local objective; denoising sees the noisy target, so this is not honest
+    lr: float
+    bytes_per_s: float
+    seconds_left: float
+    skipped: int
+    valid_ce: float | None = None
+
+
+class BlockTrainer:
+    def __init__(
+        self, config: Config, block: int, corpus: Corpus, compute: Compute, store: BlockDir | None
+    ) -> None:
+        settings = config.train
+        self.config, self.block, self.corpus = config, block, corpus
+        self.compute, self.store = compute, store
+        torch.manual_seed(mixed_seed(settings.seed, block, INIT_STREAM))
+        self.module: nn.Module = new_block(config)
+        self.module.compute_dtype = compute.dtype  # type: ignore[assignment]
+        self.module.recompute = settings.checkpoint_layers  # type: ignore[assignment]
+        self.module.to(compute.device)
+        self.forward: nn.Module = torch.compile(self.module) if settings.compile else self.module  # type: ignore[assignment]
+        self.objective = new_objective(config, block, compute.device)
+        self.windows = TrainingWindows(
+            corpus.split("train", 2 * config.model.window),
+            config.model.window,
+            settings.batch,
+            mixed_seed(settings.seed, block, DATA_STREAM),
+        )
+        self.optimizer = _optimizer(self.module, config)
+        self.step = 0
+        self.best: tuple[float, int] | None = None  # (valid CE, step)
+        self._skipped = torch.zeros((), device=compute.device)
+        self._streak = torch.zeros((), device=compute.device)
+        self._sums = torch.zeros(2, device=compute.device)  # loss and CE since the last report
+
+    def train(
+        self,
+        on_progress: Callable[[Progress], None],
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Train to the end, from the last checkpoint if there is one. False: stopped before."""
+        self._restore()
+        self.module.train()
+        mark, marked_step = time.perf_counter(), self.step
+        while self.step < self.config.train.steps:
+            self.train_step()
+            done = self.step == self.config.train.steps
+            stopping = should_stop()
+            valid_ce = self._score_if_due()
+            if self.step % REPORT_EVERY == 0 or done or stopping or valid_ce is not None:
+                progress = self._progress(time.perf_counter() - mark, marked_step, valid_ce)
+                mark, marked_step = time.perf_counter(), self.step
+                self._refuse_divergence()
+                self._log(progress)
+                on_progress(progress)
+            if self._save_due(valid_ce) or done or stopping:
+                self._save(valid_ce, finished=done)
+            if stopping and not done:
+                return False
+        return True
+
+    def train_step(self) -> None:
+        """One optimizer step; every random draw in it comes from its own number."""
+        settings = self.config.train
+        targets = self.windows[self.step]
+        seed = mixed_seed(settings.seed, self.block, STEP_STREAM, self.step)
+        torch.manual_seed(seed)
+        total = torch.zeros_like(self._sums)
+        size = settings.batch // settings.accumulate
+        for part in range(settings.accumulate):
+            micro = targets[part * size : (part + 1) * size]
+            loss = self.objective.loss(self.forward, micro, mixed_seed(seed, part))
+            (loss.value / settings.accumulate).backward()
+            total += torch.stack([loss.value.detach(), loss.ce]) / settings.accumulate
+        self._apply_gradients(total)
+        self.step += 1
+
+    def weights(self) -> Tensors:
+        return {name: _to_numpy(p) for name, p in self.module.named_parameters()}
+
+    def load_weights(self, weights: Tensors, origin: str) -> None:
+        load_block(self.module, weights, origin)
+
+    def _apply_gradients(self, total: Tensor) -> None:
+        settings = self.config.train
+        limit = settings.clip or math.inf
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), limit, foreach=True)
+        bad = (~torch.isfinite(total.sum() + norm)).float()
+        # The fused optimizer reads this flag on the device and skips: no wait for the host.
+        self.optimizer.found_inf = bad  # type: ignore[attr-defined]
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, settings)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._skipped += bad
+        self._streak = (self._streak + bad) * bad
+        self._sums += torch.where(bad.bool(), torch.zeros_like(total), total)
+
+    def _restore(self) -> None:
+        snapshot = self.store.load_snapshot() if self.store else None
+        if snapshot:
+            self._load_snapshot(snapshot)
+        elif self.config.train.warm_start:
+            self._warm_start()
+
+    def _load_snapshot(self, snapshot: Snapshot) -> None:
+        assert self.store
+        self.load_weights(snapshot.weights, str(self.store.path))
+        for name, parameter in self.module.named_parameters():
+            self.optimizer.state[parameter] = {
+                "step": torch.from_numpy(snapshot.state[f"{name}.step"]).to(parameter.device),
+                "exp_avg": torch.from_numpy(snapshot.state[f"{name}.exp_avg"]).to(parameter.device),
+                "exp_avg_sq": torch.from_numpy(snapshot.state[f"{name}.exp_avg_sq"]).to(
+                    parameter.device
+                ),
+            }
+        self.step = snapshot.step
+        self._skipped.fill_(snapshot.counters["skipped"])
+        best = snapshot.counters["best"]
+        self.best = (best[0], best[1]) if best else None
+        self.store.forget_metrics_after(self.step)
+
+    def _warm_start(self) -> None:
+        from pathlib import Path
+
+        origin = RunDir.open(Path(self.config.train.warm_start))
+        if origin.config.units != self.config.units:
+            raise RunError(f"{origin.path} has {origin.config.units} blocks, this run another number")
+        self.load_weights(origin.weights()[self.block], str(origin.path))
+
+    def _score_if_due(self) -> float | None:
+        every = self.config.train.eval_every
+        if not every or (self.step % every and self.step != self.config.train.steps):
+            return None
+        window = self.config.model.window
+        valid = evaluation_windows(
+            self.corpus.split("valid", window), window, self.config.train.eval_windows
+        )
+        ce = solo_ce(self.config, self.block, self.module, valid)
+        self.module.train()
+        if self.best is None or ce < self.best[0]:
+            self.best = (ce, self.step)
+        return ce
+
+    def _save_due(self, valid_ce: float | None) -> bool:
+        settings = self.config.train
+        is_best = valid_ce is not None and self.best is not None and self.best[1] == self.step
+        return self.step % settings.save_every == 0 or (settings.keep == "best" and is_best)
+
+    def _save(self, valid_ce: float | None, *, finished: bool) -> None:
+        if not self.store:
+            return
+        chosen = self.best[1] if self.best and self.config.train.keep == "best" else None
+        state = {
+            f"{name}.{key}": _to_numpy(self.optimizer.state[parameter][key])
+            for name, parameter in self.module.named_parameters()
+            for key in ("step", "exp_avg", "exp_avg_sq")
+        }
+        counters = {"skipped": int(self._skipped), "best": self.best}
+        snapshot = Snapshot(
+            self.step,
+            self._bytes(self.step),
+            valid_ce,
+            self.weights(),
+            state,
+            counters,
+            chosen,
+            finished,
+        )
+        self.store.save(snapshot)
+
+    def _bytes(self, steps: int) -> int:
+        return steps * self.config.train.batch * self.config.model.window
+
+    def _progress(self, seconds: float, since: int, valid_ce: float | None) -> Progress:
+        loss, ce = (self._sums / max(1, self.step - since)).tolist()
+        self._sums.zero_()
+        rate = self._bytes(self.step - since) / max(seconds, 1e-9)
+        left = self._bytes(self.config.train.steps - self.step) / max(rate, 1e-9)
+        return Progress(
+            block=self.block,
+            step=self.step,
+            steps=self.config.train.steps,
+            loss=loss,
+            ce=ce,
+            lr=learning_rate(self.step - 1, self.config.train),
+            bytes_per_s=rate,
+            seconds_left=left,
+            skipped=int(self._skipped),
+            valid_ce=valid_ce,
+        )
+
+    def _log(self, progress: Progress) -> None:
+        if self.store:
+            self.store.append_metrics(progress.__dict__)
+
+    def _refuse_divergence(self) -> None:
+        streak = int(self._streak)
+        if streak >= self.config.train.max_skipped:
+            raise DivergedError(
+                f"block {self.block} stopped at step {self.step}: {streak} steps in a row had a"
+                " non-finite loss or gradient; the weights are those before them."
+                " Lower train.lr, or train.precision=fp32"
+            )
+
+
+def load_block(module: nn.Module, weights: Tensors, origin: str) -> None:
+    """Copy weights into a module; a name or shape that differs is an error that names it."""
+    expected = dict(module.named_parameters())
+    if differing := sorted(set(expected) ^ set(weights)):
+        raise RunError(f"{origin} does not fit this model: {differing[0]} is on one side only")
+    for name, parameter in expected.items():
+        stored = torch.from_numpy(weights[name])
+        if stored.shape != parameter.shape:
+            raise RunError(
+                f"{origin} does not fit this model: {name} is {tuple(stored.shape)},"
+                f" not {tuple(parameter.shape)}"
+            )
+        with torch.no_grad():
+            parameter.copy_(stored)
+
+
+def _optimizer(module: nn.Module, config: Config) -> torch.optim.Optimizer:
+    settings = config.train
+    matrices, others = [], []
+    for parameter in module.parameters():
+        is_matrix = parameter.ndim == 2 and parameter.size(0) > NO_DECAY_ROWS
+        (matrices if is_matrix else others).append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        fused=True,
+    )
+
+
+def _to_numpy(tensor: Tensor) -> "Tensors[str]":  # type: ignore[type-arg]
+    return tensor.detach().cpu().numpy()  # type: ignore[return-value]
