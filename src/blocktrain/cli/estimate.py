@@ -16,12 +16,13 @@ from blocktrain.cli import options
 @options.as_json
 def command(config_path: Path, overrides: tuple[str, ...], device: str, as_json: bool) -> None:
     """Parameters, memory per worker, arithmetic, bytes on the wire, and time on a stated device."""
+    from blocktrain.cli.presets import resolve_config
     from blocktrain.config import load_config
     from blocktrain.train.estimate import DEVICES, estimate
 
     if device not in DEVICES:
         raise click.BadParameter(f"{device!r} is not one of {', '.join(DEVICES)}", param_hint="--on")
-    config = load_config(config_path, overrides)
+    config = load_config(resolve_config(config_path), overrides)
     needs = estimate(config)
     seconds = needs.seconds(DEVICES[device])
     if as_json:

@@ -97,7 +97,7 @@ def hide_context(context: Ids, draws: np.random.Generator, share: float) -> Ids:
 
 
 def to_device(ids: Ids | Bytes, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(ids))
+    tensor = torch.tensor(ids)  # a copy: corpora are read-only memory maps
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True).long()

@@ -50,6 +50,8 @@ class BlockTrainer:
         settings = config.train
         self.config, self.block, self.corpus = config, block, corpus
         self.compute, self.store = compute, store
+        if compute.dtype == torch.bfloat16:  # what stays fp32 (z, logits) may use TF32 units
+            torch.set_float32_matmul_precision("high")
         torch.manual_seed(mixed_seed(settings.seed, block, INIT_STREAM))
         self.module: nn.Module = new_block(config)
         self.module.compute_dtype = compute.dtype  # type: ignore[assignment]

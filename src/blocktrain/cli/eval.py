@@ -1,0 +1,116 @@
+"""blocktrain eval: an honest cross entropy, every way of reading the model beside the others."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from blocktrain.cli import options
+
+if TYPE_CHECKING:
+    from blocktrain.train.evaluate import Evaluation
+
+
+@click.command("eval")
+@options.run
+@click.option("--data", help="Corpus to score on; default: the one the run was trained on.")
+@click.option("--split", type=click.Choice(["train", "valid", "test"]), default="valid", show_default=True)
+@click.option("--windows", type=click.IntRange(min=1), help="Score at most this many windows.")
+@click.option("--draws", type=click.IntRange(min=1, max=64), default=4, show_default=True,
+              help="Noise draws of the mixture.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the noise.")
+@click.option("--fit-weights", is_flag=True, help="Also the product with weights fitted on valid.")
+@options.device
+@options.precision
+@options.as_json
+def command(
+    run: Path,
+    data: str | None,
+    split: str,
+    windows: int | None,
+    draws: int,
+    seed: int,
+    fit_weights: bool,
+    device: str,
+    precision: str,
+    as_json: bool,
+) -> None:
+    """Score RUN: non-overlapping windows, every byte predicted once, nothing leaked."""
+    from blocktrain.config import DataConfig
+    from blocktrain.data.corpus import load_corpus
+    from blocktrain.data.windows import evaluation_windows
+    from blocktrain.storage.run_dir import RunDir
+    from blocktrain.train.assemble import load_stack
+    from blocktrain.train.device import resolve
+    from blocktrain.train.evaluate import evaluate, fit_product_weights
+
+    opened = RunDir.open(run)
+    compute = resolve(device, precision)
+    corpus = load_corpus(DataConfig(data or opened.config.data.source))
+    window = opened.config.model.window
+    chosen = evaluation_windows(corpus.split(split, window), window, windows)
+    stack = load_stack(opened, compute)
+    weights = None
+    if fit_weights and len(stack.blocks) > 1:
+        valid = evaluation_windows(corpus.split("valid", window), window, 64)
+        weights = fit_product_weights(stack, valid)
+    evaluation = evaluate(stack, chosen, draws, seed, weights)
+    if as_json:
+        click.echo(json.dumps(_as_dict(evaluation, corpus.source, split)))
+    else:
+        _show(evaluation, run, corpus.source, split, compute.name)
+
+
+def _as_dict(evaluation: "Evaluation", source: str, split: str) -> dict[str, Any]:
+    best = evaluation.default
+    return {
+        "ce": best.ce,
+        "perplexity": best.perplexity,
+        "bits_per_byte": best.bits_per_byte,
+        "start": best.start,
+        "readout": best.readout,
+        "source": source,
+        "split": split,
+        "windows": {
+            "count": evaluation.windows,
+            "window": evaluation.window,
+            "digest": evaluation.digest,
+        },
+        "parameters": evaluation.parameters,
+        "product_weights": evaluation.product_weights,
+        "scores": [
+            {
+                "start": score.start,
+                "readout": score.readout,
+                "draws": score.draws,
+                "ce": score.ce,
+                "perplexity": score.perplexity,
+                "bits_per_byte": score.bits_per_byte,
+            }
+            for score in evaluation.scores
+        ],
+    }
+
+
+def _show(evaluation: "Evaluation", run: Path, source: str, split: str, compute: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{run} on {source} {split}", title_justify="left")
+    for column in ("start", "readout", "CE (nats/byte)", "perplexity", "bits/byte"):
+        table.add_column(column, justify="left" if column in ("start", "readout") else "right")
+    for score in evaluation.scores:
+        name = score.readout + (f", {score.draws} draws" if score.draws > 1 else "")
+        style = "bold" if score is evaluation.default else None
+        table.add_row(
+            score.start, name, f"{score.ce:.4f}", f"{score.perplexity:.3f}",
+            f"{score.bits_per_byte:.3f}", style=style,
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{evaluation.windows} windows of {evaluation.window} bytes, digest {evaluation.digest};"
+        f" {evaluation.parameters / 1e6:.2f}M parameters; {compute}",
+        highlight=False,
+    )

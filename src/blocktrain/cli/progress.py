@@ -1,0 +1,85 @@
+"""Training progress for people (live bars, or a line now and then) and for programs (JSON)."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from blocktrain.train.trainer import Progress
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def shown(title: str, *, as_json: bool = False) -> Iterator[Callable[["Progress"], None]]:
+    """A callback that shows progress the way the place it goes to can show it."""
+    if as_json:
+        yield lambda progress: click.echo(json.dumps(asdict(progress)))
+    elif sys.stdout.isatty():
+        with _bars(title) as show:
+            yield show
+    else:
+        yield _lines(title)
+
+
+@contextmanager
+def _bars(title: str) -> Iterator[Callable[["Progress"], None]]:
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:>5.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[numbers]}"),
+    ]
+    with Progress(*columns) as display:
+        tasks: dict[int, object] = {}
+
+        def show(progress: "Progress") -> None:
+            if progress.block not in tasks:
+                tasks[progress.block] = display.add_task(
+                    f"{title} {progress.block}", total=progress.steps, numbers=""
+                )
+            display.update(
+                tasks[progress.block],  # type: ignore[arg-type]
+                completed=progress.step,
+                numbers=_numbers(progress),
+            )
+
+        yield show
+
+
+def _lines(title: str) -> Callable[["Progress"], None]:
+    last: dict[int, float] = {}
+
+    def show(progress: "Progress") -> None:
+        now = time.monotonic()
+        if progress.step < progress.steps and now - last.get(progress.block, 0.0) < (
+            SECONDS_BETWEEN_LINES
+        ):
+            return
+        last[progress.block] = now
+        click.echo(f"{title} {progress.block}  {progress.step}/{progress.steps}  {_numbers(progress)}")
+
+    return show
+
+
+def _numbers(progress: "Progress") -> str:
+    left = int(progress.seconds_left)
+    parts = [
+        f"loss {progress.loss:.3f}",
+        f"ce {progress.ce:.3f}",
+        f"{progress.bytes_per_s / 1e3:,.0f} kB/s",
+        f"{left // 60}:{left % 60:02d} left" if left else "done",
+    ]
+    if progress.valid_ce is not None:
+        parts.append(f"valid {progress.valid_ce:.3f}")
+    if progress.skipped:
+        parts.append(f"{progress.skipped} skipped")
+    return "  ".join(parts)
