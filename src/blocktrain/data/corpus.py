@@ -7,7 +7,6 @@ Knows where the cache lies and how splits are laid down; what a source holds is 
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from blocktrain.config import DataConfig
-from blocktrain.data.sources import SPLITS, Source, open_source
+from blocktrain.data.sources import Source, open_source
+from blocktrain.data.splits import SPLITS
 from blocktrain.errors import DataError
 
 Bytes = npt.NDArray[np.uint8]
 
+LAYOUT = 2  # of the cached files; part of their folder's name
 CARVED_SHARE = 0.05
 CARVED_MOST = 2_000_000
 SMALLEST_SPLIT = 512
@@ -55,33 +56,57 @@ def cache_dir() -> Path:
 def load_corpus(settings: DataConfig) -> Corpus:
     """Open the corpus of a source, building its cached arrays first if they are not there."""
     source = open_source(settings.source, settings.unpack_limit_mb * 1_000_000, cache_dir())
-    name = hashlib.sha256(source.fingerprint.encode()).hexdigest()[:24]
+    name = hashlib.sha256(f"{LAYOUT}\n{source.fingerprint}".encode()).hexdigest()[:24]
     folder = cache_dir() / "corpora" / name
     if not (folder / "corpus.json").exists():
         _build(source, settings.source, folder)
-    described = json.loads((folder / "corpus.json").read_text())
-    splits = {split: _map(folder / f"{split}.bin") for split in SPLITS}
-    return Corpus(settings.source, splits, described["sha256"])
+    return _open(folder, settings.source)
 
 
-def _map(path: Path) -> Bytes:
-    if path.stat().st_size == 0:
+def _open(folder: Path, spec: str) -> Corpus:
+    try:
+        described = json.loads((folder / "corpus.json").read_text())
+        splits = {
+            split: _map(folder / f"{split}.bin", described["bytes"][split]) for split in SPLITS
+        }
+        return Corpus(spec, splits, described["sha256"])
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"{spec}: the cached corpus is damaged ({error});"
+            f" delete {folder} to have it built again"
+        ) from None
+
+
+def _map(path: Path, size: int) -> Bytes:
+    if path.stat().st_size != size:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes instead of {size}")
+    if size == 0:
         return np.zeros(0, np.uint8)
     return np.memmap(path, np.uint8, "r")
 
 
 def _build(source: Source, spec: str, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
     try:
-        for split in SPLITS:
-            _write(scratch / f"{split}.bin", source.chunks(split))
-        _carve_missing(scratch, source.missing, spec)
-        digests = {split: _digest(scratch / f"{split}.bin") for split in SPLITS}
-        (scratch / "corpus.json").write_text(json.dumps({"source": spec, "sha256": digests}))
-        _publish(scratch, folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as scratch:
+            _lay_down(source, spec, Path(scratch) / folder.name)
+            _publish(Path(scratch) / folder.name, folder)
+    except OSError as error:
+        raise DataError(f"{spec}: cannot write the corpus to {folder}: {error}") from None
+
+
+def _lay_down(source: Source, spec: str, folder: Path) -> None:
+    folder.mkdir()
+    files = {split: folder / f"{split}.bin" for split in SPLITS}
+    for split, path in files.items():
+        _write(path, source.chunks(split))
+    _carve_missing(folder, source.missing, spec)
+    described = {
+        "source": spec,
+        "bytes": {split: path.stat().st_size for split, path in files.items()},
+        "sha256": {split: _digest(path) for split, path in files.items()},
+    }
+    (folder / "corpus.json").write_text(json.dumps(described))
 
 
 def _publish(scratch: Path, folder: Path) -> None:

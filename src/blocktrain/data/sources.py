@@ -6,7 +6,9 @@ fingerprint that changes when its content does. Foreign errors become DataError 
 
 import glob
 import gzip
+import io
 import lzma
+import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocktrain.data import hub, stdlib_text
+from blocktrain.data.budget import Budget
+from blocktrain.data.splits import SPLITS, split_of
 from blocktrain.errors import DataError
 
-SPLITS = ("train", "valid", "test")
-ALIASES = {"valid": ("valid", "validation", "val", "dev")}
 CHUNK = 1 << 20
 
 
@@ -36,9 +38,9 @@ def open_source(spec: str, limit: int, cache: Path) -> Source:
     if kind == "text" and rest:
         return _files(spec, rest, limit)
     if spec in hub.WIKITEXT:
-        return _split_files(spec, hub.fetch_wikitext(spec, cache), limit)
+        return _split_files(spec, hub.fetch_wikitext(spec, cache, limit), limit)
     if kind == "hf" and rest:
-        return _split_files(spec, hub.fetch_dataset(rest, cache), limit)
+        return _split_files(spec, hub.fetch_dataset(rest, cache, limit), limit)
     raise DataError(
         f"unknown data source {spec!r}: use stdlib, text:GLOB, wikitext-2, wikitext-103 or hf:NAME"
     )
@@ -54,29 +56,20 @@ def _stdlib() -> Source:
 
 
 def _files(spec: str, pattern: str, limit: int) -> Source:
-    paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
+    paths = sorted(Path(name) for name in glob.glob(os.path.expanduser(pattern), recursive=True))
     files = [path for path in paths if path.is_file()]
     if not files:
         raise DataError(f"{spec}: no file matches {pattern}")
     by_split: dict[str, list[Path]] = {split: [] for split in SPLITS}
     for path in files:
-        by_split[_split_of(path)].append(path)
+        by_split[split_of(path.name)].append(path)
     if not by_split["train"]:
         raise DataError(f"{spec}: only {', '.join(map(str, files))}; no file to train on")
     return _split_files(spec, by_split, limit)
 
 
-def _split_of(path: Path) -> str:
-    """valid.txt, wiki.test.tokens and the like are those splits; all else is for training."""
-    words = path.name.lower().replace("-", ".").replace("_", ".").split(".")
-    for split in ("valid", "test"):
-        if any(word in ALIASES.get(split, (split,)) for word in words):
-            return split
-    return "train"
-
-
 def _split_files(spec: str, by_split: dict[str, list[Path]], limit: int) -> Source:
-    budget = _Budget(spec, limit)
+    budget = Budget(spec, limit)
 
     def chunks(split: str) -> Iterator[bytes]:
         for path in by_split.get(split, []):
@@ -93,25 +86,18 @@ def _split_files(spec: str, by_split: dict[str, list[Path]], limit: int) -> Sour
     return Source("\n".join([spec, *facts]), chunks, missing)
 
 
-@dataclass
-class _Budget:
-    """Bounds what a source unpacks to, so that a small archive cannot fill the disk."""
-
-    spec: str
-    left: int
-
-    def spend(self, count: int) -> None:
-        self.left -= count
-        if self.left < 0:
-            raise DataError(f"{self.spec}: unpacks to more than data.unpack_limit_mb allows")
-
-
 def _unpacked(path: Path) -> Iterator[bytes]:
-    openers: dict[str, Callable[[Path], object]] = {".gz": gzip.open, ".xz": lzma.open}
-    opener = openers.get(path.suffix, lambda p: p.open("rb"))
     try:
-        with opener(path) as file:  # type: ignore[attr-defined]
+        with _opened(path) as file:
             while chunk := file.read(CHUNK):
                 yield chunk
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}") from None
+
+
+def _opened(path: Path) -> io.BufferedIOBase:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    if path.suffix == ".xz":
+        return lzma.open(path, "rb")
+    return path.open("rb")

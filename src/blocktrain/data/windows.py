@@ -62,7 +62,8 @@ def permute(ranks: Indices, count: int, key: int) -> Indices:
     through again until they land inside (cycle walking), which keeps it a permutation.
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
-    keys = np.random.SeedSequence(key).generate_state(FEISTEL_ROUNDS, np.uint64)
+    state = np.random.SeedSequence(key).generate_state(FEISTEL_ROUNDS, np.uint64)
+    keys = state.astype(np.uint64)
     result = ranks.copy()
     outside = np.ones(len(ranks), bool)
     while outside.any():

@@ -1,0 +1,146 @@
+"""blocktrain demo: blocks and their end-to-end twin, trained, scored and sampled in minutes."""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from blocktrain.cli import options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from blocktrain.config import Config
+    from blocktrain.storage.run_dir import RunDir
+
+SCORED_WINDOWS = 256
+PROMPT = "The function returns "
+SAMPLE_BYTES = 240
+
+
+@click.command("demo")
+@click.option("--config", "config_path", type=click.Path(path_type=Path), default=Path("demo"),
+              show_default=True, help="Preset name or TOML file.")
+@options.overrides
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
+@options.as_json
+def command(config_path: Path, overrides: tuple[str, ...], out: Path, as_json: bool) -> None:
+    """Train four blocks that never exchange a gradient, beside the same model trained end to end;
+    assemble, score both honestly, and generate."""
+    from rich.console import Console
+
+    from blocktrain.cli.presets import resolve_config
+    from blocktrain.config import load_config
+
+    started = time.perf_counter()
+    console = Console(stderr=as_json, highlight=False)
+    config = load_config(resolve_config(config_path), overrides)
+    runs = _train_all(config, out, console)
+    scores = {name: _score(run) for name, run in runs.items()}
+    sample = _sample(runs["blocks"])
+    seconds = time.perf_counter() - started
+    if as_json:
+        click.echo(json.dumps({"scores": scores, "sample": sample, "seconds": seconds}))
+        return
+    _show(console, config, scores, sample, out, seconds)
+
+
+def _variants(config: "Config") -> dict[str, "Config"]:
+    """What is compared: the blocks, the whole model end to end, and one block's depth alone."""
+    twin = config.with_settings(objective__kind="end_to_end")
+    shallow = twin.with_settings(model__layers=config.unit_layers, model__blocks=1)
+    return {"blocks": config, "end-to-end": twin, "end-to-end, one block's depth": shallow}
+
+
+def _train_all(config: "Config", out: Path, console: "Console") -> dict[str, "RunDir"]:
+    import os
+
+    from blocktrain.cli.progress import shown
+    from blocktrain.storage.run_dir import RunDir
+    from blocktrain.train import session
+
+    runs = {}
+    for name, variant in _variants(config).items():
+        folder = out / name.replace(", ", "-").replace(" ", "-").replace("'", "")
+        console.print(f"[bold]{name}[/bold]")
+        label = "  block" if variant.units > 1 else "  model"
+        jobs = min(variant.units, os.cpu_count() or 1)
+        with shown(label) as on_progress:
+            done = session.train_side_by_side(
+                variant, folder, list(range(variant.units)), jobs, on_progress
+            )
+        if not done:
+            console.print("stopped; the same command goes on from here")
+            raise SystemExit(130)
+        runs[name] = RunDir.open(folder)
+    return runs
+
+
+def _score(run: "RunDir") -> dict[str, Any]:
+    from blocktrain.data.corpus import load_corpus
+    from blocktrain.data.windows import evaluation_windows
+    from blocktrain.train.assemble import load_stack
+    from blocktrain.train.device import resolve
+    from blocktrain.train.evaluate import evaluate
+
+    stack = load_stack(run, resolve(run.config.train.device, run.config.train.precision))
+    window = run.config.model.window
+    test = load_corpus(run.config.data).split("test", window)
+    evaluation = evaluate(stack, evaluation_windows(test, window, SCORED_WINDOWS), draws=1)
+    readings = {f"{s.start} start, {s.readout}": s.ce for s in evaluation.scores}
+    return {
+        "parameters": evaluation.parameters,
+        "ce": evaluation.default.ce,
+        "readings": readings,
+        "windows": evaluation.windows,
+        "digest": evaluation.digest,
+    }
+
+
+def _sample(run: "RunDir") -> str:
+    from blocktrain.model.generate import Sampling, generate
+    from blocktrain.train.assemble import load_stack
+    from blocktrain.train.device import resolve
+
+    stack = load_stack(run, resolve(run.config.train.device, "fp32"))
+    made = bytes(generate(stack, PROMPT.encode(), SAMPLE_BYTES, Sampling(temperature=0.6)))
+    return PROMPT + made.decode("utf-8", errors="replace")
+
+
+def _show(
+    console: "Console",
+    config: "Config",
+    scores: dict[str, dict[str, Any]],
+    sample: str,
+    out: Path,
+    seconds: float,
+) -> None:
+    from rich.panel import Panel
+    from rich.table import Table
+
+    blocks, twin = scores["blocks"], scores["end-to-end"]
+    shallow = scores["end-to-end, one block's depth"]
+    layers, count, depth = config.model.layers, config.units, config.unit_layers
+    rows = [
+        (f"end-to-end, {layers} layers", twin["parameters"], twin["ce"]),
+        (f"end-to-end, {depth} layers (one block's depth)", shallow["parameters"], shallow["ce"]),
+        (f"{count} blocks x {depth} layers, product of all blocks", blocks["parameters"], blocks["ce"]),
+        (f"{count} blocks x {depth} layers, the paper's inference", blocks["parameters"],
+         blocks["readings"]["noise start, final"]),
+    ]
+    table = Table(title="Honest cross entropy on held-out text", title_justify="left")
+    for column in ("model", "parameters", "CE (nats/byte)", "gap"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, parameters, ce in rows:
+        gap = "" if name == rows[0][0] else f"{ce - twin['ce']:+.3f}"
+        table.add_row(name, f"{parameters / 1e6:.2f}M", f"{ce:.4f}", gap)
+    console.print()
+    console.print(table)
+    console.print(
+        f"{twin['windows']} windows of {config.model.window} bytes, digest {twin['digest']},"
+        f" the same for every row; {seconds:.0f} s in all"
+    )
+    console.print(Panel(sample, title="generated by the assembled blocks", title_align="left"))
+    console.print(f"go on:  blocktrain generate {out}/blocks --prompt 'Return the '")
