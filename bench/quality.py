@@ -20,9 +20,13 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from blocktrain.storage.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
+LOCAL_REPORTS = 10
 T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}  # Student's t, by degrees of freedom
 
 
@@ -36,67 +40,71 @@ class Variant:
 
 
 def variants(config: Path, overrides: list[str], grid: dict[str, list[str]]) -> list[Variant]:
-    from blocktrain.config import load_config
-
-    model = load_config(config, overrides).model
-    depth = model.layers // model.blocks
-    kinds = [
-        (f"end-to-end, {model.layers} layers", ["objective.kind=end_to_end"], 1),
-        (
-            f"end-to-end, {depth} layers",
-            ["objective.kind=end_to_end", f"model.layers={depth}", "model.blocks=1"],
-            1,
-        ),
-        (f"blocks, {model.blocks} x {depth} layers", ["objective.kind=denoise"], model.blocks),
-    ]
+    """Three kinds of model for every point of the grid."""
     result = []
     for values in itertools.product(*grid.values()):
         chosen = [f"{key}={value}" for key, value in zip(grid, values, strict=True)]
-        suffix = "".join(f" {setting}" for setting in chosen)
+        suffix = "".join(f", {setting}" for setting in chosen)
         result += [
-            Variant(name + suffix, tuple([*overrides, *chosen, *settings]), units)
-            for name, settings, units in kinds
+            Variant(name + suffix, (*overrides, *chosen, *settings), units)
+            for name, settings, units in kinds(config, [*overrides, *chosen])
         ]
     return result
 
 
-def train_unit(
-    config: Path, settings: list[str], block: int, run_dir: Path, done: list[str]
-) -> None:
-    """Train one unit of one run in a process of its own."""
+def kinds(config: Path, overrides: list[str]) -> list[tuple[str, tuple[str, ...], int]]:
+    """(name, settings, units): the reference, the reference as deep as one block, the blocks."""
+    from blocktrain.config import load_config
+
+    model = load_config(config, overrides).model
+    depth = model.layers // model.blocks
+    whole = "objective.kind=end_to_end"
+    return [
+        (f"end-to-end, {model.layers} layers", (whole,), 1),
+        (
+            f"end-to-end, {depth} layers",
+            (whole, f"model.layers={depth}", "model.blocks=1"),
+            1,
+        ),
+        (f"blocks, {model.blocks} x {depth} layers", ("objective.kind=denoise",), model.blocks),
+    ]
+
+
+def train_unit(config: Path, settings: list[str], block: int, run_dir: Path, alone: bool) -> str:
+    """Train one unit of one run, here or in a process of its own; returns a line about it."""
+    if alone:
+        return worker(config, settings, block, run_dir)
     command = [sys.executable, __file__, "--worker", str(block), "--config", str(config)]
     command += ["--out", str(run_dir), "--set", *settings]
-    started = time.perf_counter()
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         raise SystemExit(f"{run_dir} block {block} failed:\n{finished.stdout}{finished.stderr}")
-    done.append(run_dir.name)
-    print(
-        f"[{len(done)}] {run_dir.name} block {block}: {time.perf_counter() - started:.0f} s,"
-        f" {finished.stdout.strip()}",
-        flush=True,
-    )
+    return finished.stdout.strip()
 
 
-def worker(config_path: Path, settings: list[str], block: int, run_dir: Path) -> None:
+def worker(config_path: Path, settings: list[str], block: int, run_dir: Path) -> str:
     import torch
 
     from blocktrain.config import load_config
     from blocktrain.data.corpus import load_corpus
-    from blocktrain.storage.run_dir import RunDir
     from blocktrain.train.device import resolve
+    from blocktrain.train.session import open_run
     from blocktrain.train.trainer import BlockTrainer, Progress
 
-    torch.set_num_threads(2)
+    started = time.perf_counter()
+    torch.compiler.reset()  # every model compiles afresh, so none hits the recompile limit
     config = load_config(config_path, settings)
-    run = RunDir.create(run_dir, config)
     compute = resolve(config.train.device, config.train.precision)
-    trainer = BlockTrainer(config, block, load_corpus(config.data), compute, run.block(block))
+    corpus = load_corpus(config.data)
+    run = open_run(config, run_dir, corpus, compute)
+    trainer = BlockTrainer(run.config, block, corpus, compute, run.block(block))
     last: list[Progress] = []
     trainer.train(last.append)
-    peak = torch.cuda.max_memory_allocated() / 1e9 if compute.device.type == "cuda" else 0.0
     best = f", best valid {trainer.best[0]:.4f} at {trainer.best[1]}" if trainer.best else ""
-    print(f"local ce {last[-1].ce:.4f}{best}, {last[-1].bytes_per_s / 1e6:.2f} MB/s, {peak:.2f} GB")
+    return (
+        f"{time.perf_counter() - started:.0f} s, local ce {last[-1].ce:.4f}{best},"
+        f" {last[-1].bytes_per_s / 1e6:.2f} MB/s"
+    )
 
 
 def score(run_dir: Path, data: str, splits: list[str], most: int | None) -> dict[str, Any]:
@@ -130,9 +138,22 @@ def score(run_dir: Path, data: str, splits: list[str], most: int | None) -> dict
                 for s in evaluation.scores
             },
         }
+        result[split]["scores"] |= local_losses(run)
     del stack
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    return result
+
+
+def local_losses(run: "RunDir") -> dict[str, float]:
+    """What each block's own objective reported at the end of training, the noisy target in view:
+    not a score, shown to be compared with one."""
+    result = {}
+    for index in range(run.config.units):
+        lines = run.block(index).metrics_path.read_text().splitlines()[-LOCAL_REPORTS:]
+        result[f"local loss of block {index}"] = statistics.fmean(
+            json.loads(line)["ce"] for line in lines
+        )
     return result
 
 
@@ -153,13 +174,14 @@ def table(results: list[dict[str, Any]], split: str) -> list[str]:
         parameters[result["variant"]] = result["parameters"]
         for name, ce in result[split]["scores"].items():
             by_row[result["variant"], name][result["seed"]] = ce
-    reference = next(row for row in by_row if row[0].startswith("end-to-end"))
+    reference = next((row for row in by_row if row[0].startswith("end-to-end")), None)
+    base = by_row[reference] if reference else {}
     lines = [f"| model | params | readout ({split}) | CE | gap |", "|---|---|---|---|---|"]
     for (variant, name), scores in by_row.items():
-        gaps = [ce - by_row[reference][s] for s, ce in scores.items() if s in by_row[reference]]
+        gaps = [ce - base[seed] for seed, ce in scores.items() if seed in base]
         lines.append(
             f"| {variant} | {parameters[variant] / 1e6:.2f}M | {name} |"
-            f" {interval(list(scores.values()))} | {interval(gaps)} |"
+            f" {interval(list(scores.values()))} | {interval(gaps) if gaps else '-'} |"
         )
     return lines
 
@@ -170,7 +192,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value ...")
     parser.add_argument("--grid", nargs="*", default=[], help="section.key=a,b,c ...")
-    parser.add_argument("--only", default="", help="train only variants whose name has this text")
+    parser.add_argument("--only", default="", help="only variants whose name starts so")
     parser.add_argument("--data", default="", help="corpus to score on; default: the config's")
     parser.add_argument("--splits", nargs="+", default=["valid", "test"])
     parser.add_argument("--windows", type=int, help="score at most this many windows of a split")
@@ -184,32 +206,27 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     if args.worker is not None:
-        worker(args.config, args.set, args.worker, args.out)
+        print(worker(args.config, args.set, args.worker, args.out))
         return
     started = time.perf_counter()
     grid = {key: values.split(",") for key, _, values in (g.partition("=") for g in args.grid)}
-    chosen = [v for v in variants(args.config, args.set, grid) if args.only in v.name]
+    chosen = [v for v in variants(args.config, args.set, grid) if v.name.startswith(args.only)]
     plan = [(variant, seed) for seed in args.seeds for variant in chosen]
     folders = {
         (variant.name, seed): args.out / f"run-{index}-seed-{seed}"
         for index, (variant, seed) in enumerate(plan)
     }
-    done: list[str] = []
+    units = [(variant, seed, block) for variant, seed in plan for block in range(variant.units)]
+
+    def train(unit: tuple[Variant, int, int]) -> None:
+        variant, seed, block = unit
+        settings = [*variant.settings, f"train.seed={seed}"]
+        folder = folders[variant.name, seed]
+        line = train_unit(args.config, settings, block, folder, alone=args.jobs == 1)
+        print(f"{variant.name}, seed {seed}, unit {block}: {line}", flush=True)
+
     with ThreadPoolExecutor(args.jobs) as pool:
-        tasks = [
-            pool.submit(
-                train_unit,
-                args.config,
-                [*variant.settings, f"train.seed={seed}"],
-                block,
-                folders[variant.name, seed],
-                done,
-            )
-            for variant, seed in plan
-            for block in range(variant.units)
-        ]
-        for task in tasks:
-            task.result()
+        list(pool.map(train, units))
     results = [
         {
             "variant": variant.name,

@@ -36,11 +36,10 @@ from torch.utils.checkpoint import checkpoint
 
 from blocktrain.config import Config, ModelConfig, load_config
 from blocktrain.core.vocabulary import BOS, BYTES, IDS
-from blocktrain.data.corpus import Bytes, Corpus
+from blocktrain.data.corpus import Corpus
 from blocktrain.data.windows import TrainingWindows, mixed_seed
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.estimate import estimate
-from blocktrain.train.objective import Loss, Objective
 from blocktrain.train.schedule import learning_rate
 from blocktrain.train.trainer import DATA_STREAM, BlockTrainer
 
@@ -226,19 +225,6 @@ class PlainLoop:
         return float(self.loss)
 
 
-class Recorded:
-    """An objective that also remembers its last loss, on the device."""
-
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective
-        self.last = torch.zeros(())
-
-    def loss(self, module: nn.Module, targets: Bytes, seed: int) -> Loss:
-        result = self.objective.loss(module, targets, seed)
-        self.last = result.value.detach()
-        return result
-
-
 class Ours:
     """The project's own trainer, one real step at a time."""
 
@@ -246,14 +232,12 @@ class Ours:
         self.trainer = BlockTrainer(config, block, corpus, compute, None)
         self.trainer.module.train()
         self.optimizer = self.trainer.optimizer
-        self.recorded = Recorded(self.trainer.objective)
-        self.trainer.objective = self.recorded
 
     def step(self) -> None:
         self.trainer.train_step()
 
     def last_loss(self) -> float:
-        return float(self.recorded.last)
+        return float(self.trainer.last_loss)
 
 
 class Runner(Protocol):

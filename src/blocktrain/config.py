@@ -111,6 +111,9 @@ class TrainConfig:
         choices=("auto", "fp32", "bf16"),
     )
     compile: bool = setting(False, "torch.compile the training step")
+    cuda_graph: bool = setting(
+        True, "replay the step as a CUDA graph (not together with checkpoint_layers)"
+    )
     checkpoint_layers: bool = setting(False, "recompute layers in the backward pass (less memory)")
     save_every: int = setting(250, "steps between checkpoints", low=1)
     eval_every: int = setting(0, "steps between scores on valid (0: never)", low=0)

@@ -7,7 +7,7 @@ level sigma, in a second stream that the clean stream never sees. Knows nothing 
 Shapes: S streams (clean first), B batch, T positions, D width, E target dimensions, V bytes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,9 @@ EMBED_STD = 0.1
 # logits carry a factor of about 2 from the preconditioning already.
 CAUSAL_GAIN = 8.0
 DENOISING_GAIN = 4.0
+# AdamW takes steps of equal size however faint a gradient is: at full scale the weights that
+# read z wander, and pour the noise in z over the context.
+TARGET_GAIN = 1.0 / 32
 
 
 class NoiseLevel(NamedTuple):
@@ -47,9 +50,9 @@ class NoiseLevel(NamedTuple):
     sigma_B11: Tensor
 
     @classmethod
-    def of(cls, levels: Sequence[Preconditioning], device: torch.device) -> "NoiseLevel":
-        columns = torch.tensor(levels, dtype=torch.float32).to(device, non_blocking=True)
-        c_skip, c_out, c_in, c_noise, weight, sigma = columns.unbind(1)
+    def of(cls, levels_BC: Tensor) -> "NoiseLevel":
+        """From a tensor whose rows are `Preconditioning` tuples."""
+        c_skip, c_out, c_in, c_noise, weight, sigma = levels_BC.unbind(1)
         return cls(
             c_skip[:, None, None],
             c_out[:, None, None],
@@ -58,6 +61,11 @@ class NoiseLevel(NamedTuple):
             weight,
             sigma[:, None, None],
         )
+
+    @classmethod
+    def constant(cls, level: Preconditioning, batch: int, device: torch.device) -> "NoiseLevel":
+        """The same level for every sequence."""
+        return cls.of(torch.tensor([level] * batch, device=device))
 
 
 class ContextReader(nn.Module):
@@ -202,7 +210,7 @@ class DenoisingBlock(ContextReader):
     def _start(
         self, clean_BTD: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor
     ) -> Tensor:
-        seen_BTV = (level.c_in_B11 * z_BTE) @ table_VE.T
+        seen_BTV = (TARGET_GAIN * level.c_in_B11 * z_BTE) @ table_VE.T
         noisy: Tensor = self.target_in(seen_BTV.to(self.compute_dtype))
         return clean_BTD + noisy
 

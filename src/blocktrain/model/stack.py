@@ -85,7 +85,7 @@ class Stack:
             self._denoising(), contexts, steps, strict=True
         ):
             level = precondition(sigma, self.config.objective.sigma_data)
-            noise_level = NoiseLevel.of([level] * z_BTE.size(0), self.device)
+            noise_level = NoiseLevel.constant(level, z_BTE.size(0), self.device)
             logits = block.denoise(context, z_BTE, noise_level, self.table_VE)
             log_probs = torch.log_softmax(logits, dim=-1)
             result.append(log_probs)

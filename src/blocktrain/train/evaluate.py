@@ -16,11 +16,10 @@ from blocktrain.config import Config
 from blocktrain.core import readout
 from blocktrain.core.noise import precondition
 from blocktrain.data.corpus import Bytes
-from blocktrain.data.windows import shifted
+from blocktrain.data.windows import Ids, shifted
 from blocktrain.model.block import NoiseLevel
 from blocktrain.model.stack import Stack
 from blocktrain.model.targets import target_table
-from blocktrain.train.objective import to_device
 
 POSITIONS_PER_BATCH = 1 << 15
 
@@ -115,7 +114,7 @@ def solo_ce(config: Config, block: int, module: nn.Module, windows: Bytes) -> fl
             level = precondition(sigma, config.objective.sigma_data)
             table = target_table(config.train.seed, config.objective.target_dim).to(device)
             z = torch.zeros(*ids.shape, config.objective.target_dim, device=device)
-            logits = module(ids, z, NoiseLevel.of([level] * len(ids), device), table)
+            logits = module(ids, z, NoiseLevel.constant(level, len(ids), device), table)
         total += float(
             nn.functional.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), reduction="sum"
@@ -156,3 +155,7 @@ def _named(blocks: list[Tensor]) -> list[tuple[str, Tensor]]:
 def _batches(windows: Bytes) -> list[Bytes]:
     size = max(1, POSITIONS_PER_BATCH // windows.shape[1])
     return [windows[i : i + size] for i in range(0, len(windows), size)]
+
+
+def to_device(ids: Ids | Bytes, device: torch.device) -> Tensor:
+    return torch.tensor(ids).to(device).long()  # a copy: corpora are read-only memory maps

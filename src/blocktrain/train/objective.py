@@ -28,47 +28,66 @@ class Loss(NamedTuple):
     ce: Tensor  # the unweighted cross entropy beside it; for denoising it sees the noisy target
 
 
+class Batch(NamedTuple):
+    """A step's inputs, drawn on the host: all a loss needs beyond torch's own generator."""
+
+    targets_BT: Tensor
+    context_BT: Tensor
+    levels_BC: Tensor  # EDM coefficients; no columns where the objective has no noise
+
+    def to(self, device: torch.device) -> "Batch":
+        if device.type != "cuda":
+            return Batch(*(part.to(device) for part in self))
+        return Batch(*(part.pin_memory().to(device, non_blocking=True) for part in self))
+
+    def rows(self, start: int, end: int) -> "Batch":
+        return Batch(*(part[start:end] for part in self))
+
+
 class Objective(Protocol):
-    def loss(self, module: nn.Module, targets: Bytes, seed: int) -> Loss: ...
+    def prepare(self, targets: Bytes, seed: int) -> Batch:
+        """Draw a step's inputs on the host."""
+        ...
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        """Device work only, nothing that waits for the host: a CUDA graph can hold it."""
+        ...
 
 
 class EndToEnd:
-    def __init__(self, config: Config, device: torch.device) -> None:
-        self.device = device
+    def prepare(self, targets: Bytes, seed: int) -> Batch:
+        return Batch(torch.tensor(targets), torch.tensor(shifted(targets)), torch.empty(0))
 
-    def loss(self, module: nn.Module, targets: Bytes, seed: int) -> Loss:
-        ids = to_device(shifted(targets), self.device)
-        logits = module(ids)
-        ce = F.cross_entropy(logits.flatten(0, 1), to_device(targets, self.device).flatten())
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        logits = module(batch.context_BT.long())
+        ce = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.long().flatten())
         return Loss(ce, ce.detach())
 
 
 class Denoise:
     def __init__(self, config: Config, block: int, device: torch.device) -> None:
-        self.device = device
         self.block = block
         self.settings = config.objective
         self.partition = config.partition()
         self.table = target_table(config.train.seed, self.settings.target_dim).to(device)
         self.mean_weight = mean_weight(self.partition, block, self.settings.sigma_data)
 
-    def loss(self, module: nn.Module, targets: Bytes, seed: int) -> Loss:
+    def prepare(self, targets: Bytes, seed: int) -> Batch:
         draws = np.random.Generator(np.random.Philox(seed))
         sigmas = self.partition.sample(self.block, draws.random(len(targets)).tolist())
         context = hide_context(shifted(targets), draws, self.settings.hidden_share)
-        return self.loss_at(module, context, targets, sigmas)
+        return self.batch_at(targets, context, sigmas)
 
-    def loss_at(
-        self, module: nn.Module, context: Ids, targets: Bytes, sigmas: list[float]
-    ) -> Loss:
-        """The loss at given noise levels; the noise itself comes from torch's generator."""
-        level = NoiseLevel.of(
-            [precondition(s, self.settings.sigma_data) for s in sigmas], self.device
-        )
-        y_BT = to_device(targets, self.device)
+    def batch_at(self, targets: Bytes, context: Ids, sigmas: list[float]) -> Batch:
+        levels = [precondition(sigma, self.settings.sigma_data) for sigma in sigmas]
+        return Batch(torch.tensor(targets), torch.tensor(context), torch.tensor(levels))
+
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
+        level = NoiseLevel.of(batch.levels_BC)
+        y_BT = batch.targets_BT.long()
         e_BTE = self.table[y_BT]
         z_BTE = e_BTE + level.sigma_B11 * torch.randn_like(e_BTE)
-        logits = module(to_device(context, self.device), z_BTE, level, self.table)
+        logits = module(batch.context_BT.long(), z_BTE, level, self.table)
         ce_BT = F.cross_entropy(logits.flatten(0, 1), y_BT.flatten(), reduction="none")
         ce_B = ce_BT.view(y_BT.shape).mean(dim=1)
         weighted = (ce_B * level.weight_B).mean() / self.mean_weight
@@ -77,7 +96,7 @@ class Denoise:
 
 def new_objective(config: Config, block: int, device: torch.device) -> Objective:
     if config.objective.kind == "end_to_end":
-        return EndToEnd(config, device)
+        return EndToEnd()
     return Denoise(config, block, device)
 
 
@@ -94,10 +113,3 @@ def hide_context(context: Ids, draws: np.random.Generator, share: float) -> Ids:
     noise = draws.integers(0, BYTES, context.shape)
     context = np.where(after & masked, MASK, context)
     return np.where(after & ~masked & wrong, noise, context)
-
-
-def to_device(ids: Ids | Bytes, device: torch.device) -> Tensor:
-    tensor = torch.tensor(ids)  # a copy: corpora are read-only memory maps
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True).long()

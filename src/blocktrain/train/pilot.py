@@ -59,9 +59,8 @@ def loss_by_sigma(
     for sigma in sigmas:
         torch.manual_seed(mixed_seed(config.train.seed, GRID_STREAM))
         with torch.no_grad():
-            loss = objective.loss_at(
-                trainer.module, shifted(targets), targets, [sigma] * len(targets)
-            )
+            batch = objective.batch_at(targets, shifted(targets), [sigma] * len(targets))
+            loss = objective.loss(trainer.module, batch.to(compute.device))
         losses.append(float(loss.ce))
     return sigmas, losses
 

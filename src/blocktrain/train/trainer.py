@@ -21,7 +21,8 @@ from blocktrain.model.stack import new_block
 from blocktrain.storage.run_dir import BlockDir, RunDir, Snapshot, Tensors
 from blocktrain.train.device import Compute
 from blocktrain.train.evaluate import solo_ce
-from blocktrain.train.objective import new_objective
+from blocktrain.train.graph import GraphedStep
+from blocktrain.train.objective import Batch, new_objective
 from blocktrain.train.schedule import learning_rate
 
 INIT_STREAM, DATA_STREAM, STEP_STREAM = 1, 2, 3
@@ -65,9 +66,15 @@ class BlockTrainer:
             settings.batch,
             mixed_seed(settings.seed, block, DATA_STREAM),
         )
-        self.optimizer = _optimizer(self.module, config)
+        # On a CUDA device the rate is read there, so that a captured step can go on using it.
+        self._lr = torch.tensor(settings.lr, device=compute.device)
+        self.optimizer = _optimizer(self.module, config, self._lr)
+        self._update: Callable[[Batch], None] = self._gradient_step
+        if compute.device.type == "cuda" and settings.cuda_graph and not settings.checkpoint_layers:
+            self._update = GraphedStep(self._gradient_step)
         self.step = 0
         self.best: tuple[float, int] | None = None  # (valid CE, step)
+        self.last_loss = torch.zeros((), device=compute.device)
         self._skipped = torch.zeros((), device=compute.device)
         self._streak = torch.zeros((), device=compute.device)
         self._sums = torch.zeros(2, device=compute.device)  # loss and CE since the last report
@@ -100,19 +107,24 @@ class BlockTrainer:
 
     def train_step(self) -> None:
         """One optimizer step; every random draw in it comes from its own number."""
-        settings = self.config.train
-        targets = self.windows[self.step]
-        seed = mixed_seed(settings.seed, self.block, STEP_STREAM, self.step)
+        seed = mixed_seed(self.config.train.seed, self.block, STEP_STREAM, self.step)
+        batch = self.objective.prepare(self.windows[self.step], seed)
         torch.manual_seed(seed)
-        total = torch.zeros_like(self._sums)
-        size = settings.batch // settings.accumulate
-        for part in range(settings.accumulate):
-            micro = targets[part * size : (part + 1) * size]
-            loss = self.objective.loss(self.forward, micro, mixed_seed(seed, part))
-            (loss.value / settings.accumulate).backward()
-            total += torch.stack([loss.value.detach(), loss.ce]) / settings.accumulate
-        self._apply_gradients(total)
+        self._lr.fill_(learning_rate(self.step, self.config.train))
+        self._update(batch.to(self.compute.device))
         self.step += 1
+
+    def _gradient_step(self, batch: Batch) -> None:
+        """All of a step's device work: nothing here waits for the host."""
+        parts = self.config.train.accumulate
+        size = self.config.train.batch // parts
+        total = torch.zeros_like(self._sums)
+        for part in range(parts):
+            loss = self.objective.loss(self.forward, batch.rows(part * size, (part + 1) * size))
+            (loss.value / parts).backward()  # type: ignore[no-untyped-call]
+            total += torch.stack([loss.value.detach(), loss.ce]) / parts
+        self.last_loss.copy_(total[0])
+        self._apply_gradients(total)
 
     def weights(self) -> Tensors:
         return {name: _to_numpy(p) for name, p in self.module.named_parameters()}
@@ -121,18 +133,15 @@ class BlockTrainer:
         load_block(self.module, weights, origin)
 
     def _apply_gradients(self, total: Tensor) -> None:
-        settings = self.config.train
-        limit = settings.clip or math.inf
+        limit = self.config.train.clip or math.inf
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), limit, foreach=True)
         bad = (~torch.isfinite(total.sum() + norm)).float()
         # The fused optimizer reads this flag on the device and skips: no wait for the host.
         self.optimizer.found_inf = bad  # type: ignore[attr-defined]
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, settings)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._skipped += bad
-        self._streak = (self._streak + bad) * bad
+        self._streak.add_(bad).mul_(bad)
         self._sums += torch.where(bad.bool(), torch.zeros_like(total), total)
 
     def _restore(self) -> None:
@@ -259,7 +268,7 @@ def load_block(module: nn.Module, weights: Tensors, origin: str) -> None:
             parameter.copy_(stored)
 
 
-def _optimizer(module: nn.Module, config: Config) -> torch.optim.Optimizer:
+def _optimizer(module: nn.Module, config: Config, lr: Tensor) -> torch.optim.Optimizer:
     settings = config.train
     matrices, others = [], []
     for parameter in module.parameters():
@@ -271,9 +280,10 @@ def _optimizer(module: nn.Module, config: Config) -> torch.optim.Optimizer:
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=settings.lr,
+        lr=lr,
         betas=(settings.beta1, settings.beta2),
         fused=True,
+        capturable=lr.device.type == "cuda",
     )
 
 
