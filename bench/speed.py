@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -435,6 +435,8 @@ def worker(contender: Contender, block: int, cap: int | None) -> dict[str, Any]:
 
 def memory_of_steps(contender: Contender, block: int, compute: Compute) -> dict[str, Any]:
     refuse_eager_fallback()
+    # A replayed graph allocates nothing that the allocator counts: measure the step itself.
+    contender = replace(contender, config=contender.config.with_settings(train__cuda_graph=False))
     runner = new_runner(contender, block, random_corpus(contender.config.train.seed), compute)
     fixed: list[int] = []
     # Gradients live until the optimizer has stepped: count at the moment it is about to.
