@@ -114,9 +114,9 @@ def score(run_dir: Path, data: str, splits: list[str], most: int | None) -> dict
     from blocktrain.data.corpus import load_corpus
     from blocktrain.data.windows import evaluation_windows
     from blocktrain.storage.run_dir import RunDir
+    from blocktrain.train.assemble import load_stack
     from blocktrain.train.device import resolve
     from blocktrain.train.evaluate import evaluate, fit_product_weights
-    from blocktrain.train.assemble import load_stack
 
     run = RunDir.open(run_dir)
     compute = resolve(run.config.train.device, "auto")

@@ -41,7 +41,9 @@ class ModelConfig:
     window: int = setting(512, "bytes of context the model is trained on", low=8)
     mlp_ratio: float = setting(4.0, "width of the MLP in multiples of the stream's", low=0.25)
     activation: str = setting(
-        "swiglu", "activation of the MLP; swiglu is sized to the same parameters", choices=("gelu", "relu2", "swiglu")
+        "swiglu",
+        "activation of the MLP; swiglu is sized to the same parameters",
+        choices=("gelu", "relu2", "swiglu"),
     )
     taps: int = setting(
         3, "preceding positions each layer's local filter reads (0: none)", low=0, high=16
@@ -119,7 +121,9 @@ class TrainConfig:
     eval_every: int = setting(0, "steps between scores on valid (0: never)", low=0)
     eval_windows: int = setting(64, "windows of valid per such score", low=1)
     keep: str = setting(
-        "last", "the version a block ends with; best: lowest score on valid", choices=("last", "best")
+        "last",
+        "the version a block ends with; best: lowest score on valid",
+        choices=("last", "best"),
     )
     max_skipped: int = setting(20, "non-finite steps in a row before the run stops", low=1)
     warm_start: str = setting("", "run directory whose weights to start from")
@@ -208,7 +212,10 @@ def from_dict(values: Mapping[str, Any]) -> Config:
         if name not in sections:
             raise ConfigError(f"unknown section [{name}]; there are {', '.join(sections)}")
     return Config(
-        **{name: _build_section(name, kind, values.get(name, {})) for name, kind in sections.items()}
+        **{
+            name: _build_section(name, kind, values.get(name, {}))
+            for name, kind in sections.items()
+        }
     )
 
 

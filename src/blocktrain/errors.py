@@ -3,7 +3,7 @@
     BlocktrainError            1
     ├── ConfigError            2   a setting is unknown, malformed or contradicts another
     ├── DataError              3   a corpus is missing, too short or unreadable
-    ├── RunError               4   a run directory is missing, incomplete or was written by another format
+    ├── RunError               4   a run directory is missing, incomplete or of another format
     │   └── CorruptFileError   4   a stored file is truncated or altered; the message names it
     ├── DivergedError          5   training kept producing non-finite losses or gradients
     └── DeviceError            6   the requested device or precision is not available here

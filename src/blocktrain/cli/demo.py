@@ -21,10 +21,18 @@ SAMPLE_BYTES = 240
 
 
 @click.command("demo")
-@click.option("--config", "config_path", type=click.Path(path_type=Path), default=Path("demo"),
-              show_default=True, help="Preset name or TOML file.")
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    default=Path("demo"),
+    show_default=True,
+    help="Preset name or TOML file.",
+)
 @options.overrides
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True
+)
 @options.as_json
 def command(config_path: Path, overrides: tuple[str, ...], out: Path, as_json: bool) -> None:
     """Train four blocks that never exchange a gradient, beside the same model trained end to end;
@@ -67,7 +75,7 @@ def _train_all(config: "Config", out: Path, console: "Console") -> dict[str, "Ru
         console.print(f"[bold]{name}[/bold]")
         label = "  block" if variant.units > 1 else "  model"
         jobs = min(variant.units, os.cpu_count() or 1)
-        with shown(label) as on_progress:
+        with shown(label, err=console.stderr) as on_progress:
             done = session.train_side_by_side(
                 variant, folder, list(range(variant.units)), jobs, on_progress
             )
@@ -126,9 +134,16 @@ def _show(
     rows = [
         (f"end-to-end, {layers} layers", twin["parameters"], twin["ce"]),
         (f"end-to-end, {depth} layers (one block's depth)", shallow["parameters"], shallow["ce"]),
-        (f"{count} blocks x {depth} layers, product of all blocks", blocks["parameters"], blocks["ce"]),
-        (f"{count} blocks x {depth} layers, the paper's inference", blocks["parameters"],
-         blocks["readings"]["noise start, final"]),
+        (
+            f"{count} blocks x {depth} layers, product of all blocks",
+            blocks["parameters"],
+            blocks["ce"],
+        ),
+        (
+            f"{count} blocks x {depth} layers, the paper's inference",
+            blocks["parameters"],
+            blocks["readings"]["noise start, final"],
+        ),
     ]
     table = Table(title="Honest cross entropy on held-out text", title_justify="left")
     for column in ("model", "parameters", "CE (nats/byte)", "gap"):

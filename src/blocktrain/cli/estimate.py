@@ -12,7 +12,9 @@ from blocktrain.cli import options
 @click.command("estimate")
 @options.config
 @options.overrides
-@click.option("--on", "device", default="h200", show_default=True, help="Device to state the time for.")
+@click.option(
+    "--on", "device", default="h200", show_default=True, help="Device to state the time for."
+)
 @options.as_json
 def command(config_path: Path, overrides: tuple[str, ...], device: str, as_json: bool) -> None:
     """Parameters, memory per worker, arithmetic, bytes on the wire, and time on a stated device."""
@@ -21,7 +23,9 @@ def command(config_path: Path, overrides: tuple[str, ...], device: str, as_json:
     from blocktrain.train.estimate import DEVICES, estimate
 
     if device not in DEVICES:
-        raise click.BadParameter(f"{device!r} is not one of {', '.join(DEVICES)}", param_hint="--on")
+        raise click.BadParameter(
+            f"{device!r} is not one of {', '.join(DEVICES)}", param_hint="--on"
+        )
     config = load_config(resolve_config(config_path), overrides)
     needs = estimate(config)
     seconds = needs.seconds(DEVICES[device])
@@ -30,15 +34,21 @@ def command(config_path: Path, overrides: tuple[str, ...], device: str, as_json:
         return
     ratio = needs.parameters / needs.end_to_end_parameters
     rows = [
-        ("parameters", f"{needs.parameters / 1e6:,.2f} M in {config.units} blocks"
-         f" ({ratio:.3f} x the end-to-end model's {needs.end_to_end_parameters / 1e6:,.2f} M)"),
+        (
+            "parameters",
+            f"{needs.parameters / 1e6:,.2f} M in {config.units} blocks"
+            f" ({ratio:.3f} x the end-to-end model's {needs.end_to_end_parameters / 1e6:,.2f} M)",
+        ),
         ("per worker", f"{needs.parameters_per_block / 1e6:,.2f} M parameters"),
         ("  weights, gradients, optimizer", f"{needs.fixed_bytes_per_worker / 1e9:,.3f} GB"),
         ("  activations (estimate)", f"{needs.activation_bytes_per_worker / 1e9:,.3f} GB"),
         ("arithmetic", f"{needs.flops_per_step / 1e12:,.4f} TFLOP per step, {needs.steps} steps"),
         ("data", f"{needs.bytes_per_block / 1e6:,.1f} MB per block"),
-        ("on the wire", f"{needs.wire_bytes_per_round / 1e6:,.1f} MB per worker and round (raw fp32,"
-         " down and up)"),
+        (
+            "on the wire",
+            f"{needs.wire_bytes_per_round / 1e6:,.1f} MB per worker and round (raw fp32,"
+            " down and up)",
+        ),
         (f"time on {device} (estimate)", f"{_duration(seconds)} per block"),
     ]
     for name, value in rows:

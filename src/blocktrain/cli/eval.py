@@ -15,11 +15,20 @@ if TYPE_CHECKING:
 @click.command("eval")
 @options.run
 @click.option("--data", help="Corpus to score on; default: the one the run was trained on.")
-@click.option("--split", type=click.Choice(["train", "valid", "test"]), default="valid", show_default=True)
+@click.option(
+    "--split", type=click.Choice(["train", "valid", "test"]), default="valid", show_default=True
+)
 @click.option("--windows", type=click.IntRange(min=1), help="Score at most this many windows.")
-@click.option("--draws", type=click.IntRange(min=1, max=64), default=4, show_default=True,
-              help="Noise draws of the mixture.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the noise.")
+@click.option(
+    "--draws",
+    type=click.IntRange(min=1, max=64),
+    default=4,
+    show_default=True,
+    help="Noise draws of the mixture.",
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the noise."
+)
 @click.option("--fit-weights", is_flag=True, help="Also the product with weights fitted on valid.")
 @options.device
 @options.precision
@@ -104,8 +113,12 @@ def _show(evaluation: "Evaluation", run: Path, source: str, split: str, compute:
         name = score.readout + (f", {score.draws} draws" if score.draws > 1 else "")
         style = "bold" if score is evaluation.default else None
         table.add_row(
-            score.start, name, f"{score.ce:.4f}", f"{score.perplexity:.3f}",
-            f"{score.bits_per_byte:.3f}", style=style,
+            score.start,
+            name,
+            f"{score.ce:.4f}",
+            f"{score.perplexity:.3f}",
+            f"{score.bits_per_byte:.3f}",
+            style=style,
         )
     console = Console()
     console.print(table)

@@ -18,4 +18,8 @@ def command(run: Path, out: Path, as_json: bool) -> None:
 
     path = RunDir.open(run).export(out)
     size = path.stat().st_size
-    click.echo(json.dumps({"file": str(path), "bytes": size}) if as_json else f"{path}  {size / 1e6:.1f} MB")
+    click.echo(
+        json.dumps({"file": str(path), "bytes": size})
+        if as_json
+        else f"{path}  {size / 1e6:.1f} MB"
+    )

@@ -15,11 +15,18 @@ from blocktrain.cli import options
 @options.run
 @click.option("--prompt", default="", help="Text to continue.")
 @click.option("--bytes", "count", type=click.IntRange(min=1), default=256, show_default=True)
-@click.option("--temperature", type=click.FloatRange(min=0.0), default=0.8, show_default=True,
-              help="0 takes the likeliest byte.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0.0),
+    default=0.8,
+    show_default=True,
+    help="0 takes the likeliest byte.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--start", type=click.Choice(["mean", "noise"]), default="mean", show_default=True)
-@click.option("--readout", type=click.Choice(["product", "final"]), default="product", show_default=True)
+@click.option(
+    "--readout", type=click.Choice(["product", "final"]), default="product", show_default=True
+)
 @options.device
 @options.precision
 @options.as_json
@@ -49,7 +56,9 @@ def command(
         text = bytes(stream)
         seconds = time.perf_counter() - started
         decoded = text.decode("utf-8", errors="replace")
-        click.echo(json.dumps({"prompt": prompt, "text": decoded, "bytes": len(text), "seconds": seconds}))
+        click.echo(
+            json.dumps({"prompt": prompt, "text": decoded, "bytes": len(text), "seconds": seconds})
+        )
         return
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     click.echo(prompt, nl=False)

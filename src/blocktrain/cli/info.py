@@ -29,7 +29,9 @@ def command(run: Path, as_json: bool) -> None:
             }
             for block in blocks
         ]
-        click.echo(json.dumps({"config": config.to_dict(), "exported": exported, "blocks": described}))
+        click.echo(
+            json.dumps({"config": config.to_dict(), "exported": exported, "blocks": described})
+        )
         return
     model = config.model
     click.echo(

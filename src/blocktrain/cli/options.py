@@ -16,7 +16,9 @@ overrides = click.option(
 )
 run = click.argument("run", type=click.Path(path_type=Path))
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-device = click.option("--device", default="auto", show_default=True, help="auto, cpu, mps, cuda[:N].")
+device = click.option(
+    "--device", default="auto", show_default=True, help="auto, cpu, mps, cuda[:N]."
+)
 precision = click.option(
     "--precision",
     type=click.Choice(["auto", "fp32", "bf16"]),

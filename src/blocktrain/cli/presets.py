@@ -9,7 +9,7 @@ FOLDERS = (PACKAGE / "presets", PACKAGE.parent.parent / "configs")
 
 def resolve_config(path: Path) -> Path:
     """The path itself, or the preset of that name where no such file exists."""
-    if path.exists() or path.suffix or len(path.parts) > 1:
+    if path.is_file() or path.suffix or len(path.parts) > 1:
         return path
     for folder in FOLDERS:
         preset = folder / f"{path.name}.toml"

@@ -17,29 +17,35 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 @contextmanager
-def shown(title: str, *, as_json: bool = False) -> Iterator[Callable[["Progress"], None]]:
-    """A callback that shows progress the way the place it goes to can show it."""
+def shown(
+    title: str, *, as_json: bool = False, err: bool = False
+) -> Iterator[Callable[["Progress"], None]]:
+    """A callback that shows progress the way the place it goes to can show it.
+
+    `err` sends it to standard error, where standard output is kept for a result.
+    """
     if as_json:
         yield lambda progress: click.echo(json.dumps(asdict(progress)))
-    elif sys.stdout.isatty():
-        with _bars(title) as show:
+    elif (sys.stderr if err else sys.stdout).isatty():
+        with _bars(title, err) as show:
             yield show
     else:
-        yield _lines(title)
+        yield _lines(title, err)
 
 
 @contextmanager
-def _bars(title: str) -> Iterator[Callable[["Progress"], None]]:
-    from rich.progress import BarColumn, Progress, TextColumn
+def _bars(title: str, err: bool) -> Iterator[Callable[["Progress"], None]]:
+    from rich import progress as bars
+    from rich.console import Console
 
     columns = [
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed:>5.0f}/{task.total:.0f}"),
-        TextColumn("{task.fields[numbers]}"),
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(bar_width=24),
+        bars.TextColumn("{task.completed:>5.0f}/{task.total:.0f}"),
+        bars.TextColumn("{task.fields[numbers]}"),
     ]
-    with Progress(*columns) as display:
-        tasks: dict[int, object] = {}
+    with bars.Progress(*columns, console=Console(stderr=err)) as display:
+        tasks: dict[int, bars.TaskID] = {}
 
         def show(progress: "Progress") -> None:
             if progress.block not in tasks:
@@ -47,7 +53,7 @@ def _bars(title: str) -> Iterator[Callable[["Progress"], None]]:
                     f"{title} {progress.block}", total=progress.steps, numbers=""
                 )
             display.update(
-                tasks[progress.block],  # type: ignore[arg-type]
+                tasks[progress.block],
                 completed=progress.step,
                 numbers=_numbers(progress),
             )
@@ -55,7 +61,7 @@ def _bars(title: str) -> Iterator[Callable[["Progress"], None]]:
         yield show
 
 
-def _lines(title: str) -> Callable[["Progress"], None]:
+def _lines(title: str, err: bool) -> Callable[["Progress"], None]:
     last: dict[int, float] = {}
 
     def show(progress: "Progress") -> None:
@@ -65,7 +71,8 @@ def _lines(title: str) -> Callable[["Progress"], None]:
         ):
             return
         last[progress.block] = now
-        click.echo(f"{title} {progress.block}  {progress.step}/{progress.steps}  {_numbers(progress)}")
+        line = f"{title} {progress.block}  {progress.step}/{progress.steps}"
+        click.echo(f"{line}  {_numbers(progress)}", err=err)
 
     return show
 

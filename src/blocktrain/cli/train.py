@@ -11,7 +11,9 @@ from blocktrain.cli import options
 @options.config
 @options.overrides
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Run directory.")
-@click.option("--block", "blocks", type=int, multiple=True, help="Train only this block; repeatable.")
+@click.option(
+    "--block", "blocks", type=int, multiple=True, help="Train only this block; repeatable."
+)
 @click.option(
     "--parallel",
     type=click.IntRange(min=1),

@@ -5,6 +5,7 @@ floats, and the Euler step is arithmetic that any array type understands. Who ow
 is written down here and nowhere else: `Partition.train_range` and `Partition.block_of`.
 """
 
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ class Partition:
     def inference_sigmas(self) -> list[tuple[float, float]]:
         """For each block in order: the sigma it is asked at and the sigma it steps down to."""
         descending = self.bounds[::-1]
-        return list(zip(descending[:-1], descending[1:], strict=True))
+        return list(itertools.pairwise(descending))
 
 
 def lognormal_partition(
@@ -110,8 +111,8 @@ def fitted_partition(
     of the mass stays uniform in ln(sigma), so that a flat stretch never collapses an interval.
     """
     logs = [math.log(s) for s in sigmas]
-    rises = [abs(b - a) for a, b in zip(losses[:-1], losses[1:], strict=True)]
-    widths = [b - a for a, b in zip(logs[:-1], logs[1:], strict=True)]
+    rises = [abs(b - a) for a, b in itertools.pairwise(losses)]
+    widths = [b - a for a, b in itertools.pairwise(logs)]
     total_rise = sum(rises) or 1.0
     total_width = logs[-1] - logs[0]
     shares = [

@@ -50,8 +50,10 @@ def fit_weights(log_probs: Sequence[Tensor], targets: Tensor, steps: int = 50) -
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(torch.einsum("b,bnv->nv", weights, stacked), wanted)
-        loss.backward()
+        loss = torch.nn.functional.cross_entropy(
+            torch.einsum("b,bnv->nv", weights, stacked), wanted
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]

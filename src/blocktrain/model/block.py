@@ -201,9 +201,7 @@ class DenoisingBlock(ContextReader):
         """The noisy stream alone, over a context read before."""
         x = self._start(context.clean_BTD, z_BTE, level, table_VE)[None]
         modulations = self._modulations(level, streams=1)
-        for layer, modulation, memory in zip(
-            self.layers, modulations, context.layers, strict=True
-        ):
+        for layer, modulation, memory in zip(self.layers, modulations, context.layers, strict=True):
             x = layer(x, rms_norm(x), memory, context.by, modulation)
         return self._logits(x[0], z_BTE, level, table_VE)
 
@@ -233,7 +231,8 @@ class DenoisingBlock(ContextReader):
         x_BTE = level.c_skip_B11 * z_BTE + level.c_out_B11 * f_BTE
         # Scaled by the weight, the skip path is exactly the Gaussian evidence z.e / sigma^2.
         scale = level.weight_B[:, None, None] if self.log_scale is None else self.log_scale.exp()
-        return scale * (x_BTE @ table_VE.T)
+        logits: Tensor = scale * (x_BTE @ table_VE.T)
+        return logits
 
 
 class BlockContext(NamedTuple):

@@ -109,15 +109,11 @@ class Layer(nn.Module):
         self.out = Linear(width, width, zero=True)
         hidden = int(width * mlp_ratio)
         self.mlp: nn.Module = (
-            SwiGLU(width, hidden)
-            if activation == "swiglu"
-            else PlainMLP(width, hidden, activation)
+            SwiGLU(width, hidden) if activation == "swiglu" else PlainMLP(width, hidden, activation)
         )
         self.taps = nn.Parameter(torch.zeros(taps, width)) if taps else None
 
-    def context(
-        self, h_BTD: Tensor, by: Rotation, cache: LayerCache | None = None
-    ) -> Context:
+    def context(self, h_BTD: Tensor, by: Rotation, cache: LayerCache | None = None) -> Context:
         """Keys, values and local mix of the clean stream; a cache adds the positions before."""
         local = self._local_mix(h_BTD, cache)
         mixed = h_BTD + local
@@ -184,7 +180,7 @@ class Layer(nn.Module):
         return mix
 
     def _split(self, x_NTD: Tensor) -> Tensor:
-        return x_NTD.unflatten(-1, (self.heads, -1))
+        return x_NTD.view(*x_NTD.shape[:-1], self.heads, x_NTD.size(-1) // self.heads)
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)

@@ -55,7 +55,7 @@ class Stack:
     def parameters(self) -> int:
         return sum(p.numel() for block in self.blocks for p in block.parameters())
 
-    def starting_point(self, start: str, shape_BT: tuple[int, int], seed: int) -> Tensor:
+    def starting_point(self, start: str, shape_BT: torch.Size, seed: int) -> Tensor:
         """z before the first block; it never depends on the targets."""
         shape = (*shape_BT, self.config.objective.target_dim)
         if start == "mean":
@@ -74,7 +74,7 @@ class Stack:
         if self.config.objective.kind == "end_to_end":
             return [torch.log_softmax(self.blocks[0](ids_BT), dim=-1)]
         contexts = self.read_contexts(ids_BT)
-        return self.traverse(contexts, self.starting_point(start, tuple(ids_BT.shape), seed))
+        return self.traverse(contexts, self.starting_point(start, ids_BT.shape, seed))
 
     @torch.no_grad()
     def traverse(self, contexts: list[BlockContext], z_BTE: Tensor) -> list[Tensor]:
@@ -106,7 +106,7 @@ class Stack:
             block.read_context(ids_BT, cache)
             for block, cache in zip(self._denoising(), caches, strict=True)
         ]
-        return self.traverse(contexts, self.starting_point(start, tuple(ids_BT.shape), seed))
+        return self.traverse(contexts, self.starting_point(start, ids_BT.shape, seed))
 
     def _denoising(self) -> Iterator[DenoisingBlock]:
         for block in self.blocks:

@@ -36,12 +36,16 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise DeviceError(f"device {name!r} is not available here: {str(error).splitlines()[0]}") from None
+        raise DeviceError(
+            f"device {name!r} is not available here: {str(error).splitlines()[0]}"
+        ) from None
     return device
 
 
 def _fast_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    # Without matrix units for it, bf16 on a CPU is emulated and slower than fp32.
-    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    # Without instructions for it, bf16 on a CPU is emulated and slower than fp32.
+    return device.type == "cpu" and bool(
+        torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    )

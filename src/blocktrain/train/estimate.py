@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from blocktrain.config import Config
+from blocktrain.core.vocabulary import BYTES
 from blocktrain.model.stack import new_block
 
 # Sustained bf16 FLOP/s in training at these widths, not the datasheet's peak.
@@ -55,7 +56,7 @@ def estimate(config: Config) -> Estimate:
         parameters_per_block=per_block,
         end_to_end_parameters=end_to_end,
         fixed_bytes_per_worker=per_block * ADAM_BYTES_PER_PARAMETER,
-        activation_bytes_per_worker=_activation_bytes(config),
+        activation_bytes_per_worker=_activation_bytes(config, per_block),
         flops_per_step=_flops_per_step(config, block),
         wire_bytes_per_round=2 * 4 * per_block,  # a version down and an update up, raw fp32
         steps=config.train.steps,
@@ -82,26 +83,39 @@ def stream_layers(config: Config) -> int:
     return layers if config.objective.kind == "end_to_end" else 2 * layers - 1
 
 
-def _activation_bytes(config: Config) -> int:
-    """Tensors kept for the backward pass: about 12 + 3 x mlp_ratio widths per stream and layer."""
+def _activation_bytes(config: Config, parameters: int) -> int:
+    """What the backward pass keeps: about 12 + 3 x mlp_ratio widths per stream and layer.
+
+    With layers recomputed, only their inputs stay, and one layer at a time in full.
+    """
     model = config.model
     element = 4 if config.train.precision == "fp32" else 2
-    widths = 1 if config.train.checkpoint_layers else 12 + 3 * model.mlp_ratio
-    kept = stream_layers(config) * widths * model.width
-    logits = 4 * 256
-    return int(_positions(config) * (kept * element + logits * 4))
+    streams = stream_layers(config)
+    widths = streams * (12 + 3 * model.mlp_ratio)
+    if config.train.checkpoint_layers:
+        at_once = 1 if config.objective.kind == "end_to_end" else 2
+        widths = streams + at_once * (12 + 3 * model.mlp_ratio)
+    logits = 4 * BYTES * 4
+    weights_in_bf16 = parameters * 2 if element == 2 else 0
+    return int(_positions(config) * (widths * model.width * element + logits)) + weights_in_bf16
 
 
 def _flops_per_step(config: Config, block: nn.Module) -> float:
-    """Forward and backward of one optimizer step: 6 per multiply-add weight and position."""
+    """Forward and backward of one optimizer step: 6 per weight of a product and position."""
     model = config.model
     positions = _positions(config) * config.train.accumulate
     streams = stream_layers(config)
-    in_layers = _count(block.layers)  # type: ignore[arg-type]
-    per_layer = in_layers / config.unit_layers
+    per_layer = _count(block.layers) / config.unit_layers  # type: ignore[arg-type]
     # Keys and values are computed by the clean stream alone.
     kv = 2 * model.width**2
     weights = streams * (per_layer - kv) + config.unit_layers * kv
-    weights += _count(block) - in_layers
     attention = streams * model.width * model.window  # causal: half of T keys, two products
-    return float(6 * positions * (weights + attention))
+    return float(6 * positions * (weights + attention + _outside_layers(config)))
+
+
+def _outside_layers(config: Config) -> int:
+    """Weights of the products around the layers: the head, or z in and F out with the table."""
+    width = config.model.width
+    if config.objective.kind == "end_to_end":
+        return BYTES * width
+    return 2 * BYTES * width + 3 * BYTES * config.objective.target_dim

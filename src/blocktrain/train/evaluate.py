@@ -52,9 +52,7 @@ class Evaluation:
     product_weights: list[float] | None = field(default=None)
 
     def find(self, start: str, name: str, draws: int = 1) -> Score:
-        return next(
-            s for s in self.scores if (s.start, s.readout, s.draws) == (start, name, draws)
-        )
+        return next(s for s in self.scores if (s.start, s.readout, s.draws) == (start, name, draws))
 
     @property
     def default(self) -> Score:
@@ -130,14 +128,13 @@ def _readings(
     if stack.config.objective.kind == "end_to_end":
         return [(("none", "final", 1), stack.log_probs(ids)[0])]
     contexts = stack.read_contexts(ids)
-    shape = (ids.size(0), ids.size(1))
-    mean = stack.traverse(contexts, stack.starting_point("mean", shape, seed))
+    mean = stack.traverse(contexts, stack.starting_point("mean", ids.shape, seed))
     result = [(("mean", name, 1), log_probs) for name, log_probs in _named(mean)]
     if weights is not None:
         result.append((("mean", "product fitted", 1), readout.product(mean, weights)))
     drawn: dict[str, list[Tensor]] = {}
     for draw in range(draws):
-        noise = stack.starting_point("noise", shape, seed + draw)
+        noise = stack.starting_point("noise", ids.shape, seed + draw)
         for name, log_probs in _named(stack.traverse(contexts, noise)):
             drawn.setdefault(name, []).append(log_probs)
     for name, log_probs_of_draws in drawn.items():

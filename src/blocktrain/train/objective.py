@@ -105,11 +105,11 @@ def hide_context(context: Ids, draws: np.random.Generator, share: float) -> Ids:
     if share == 0.0:
         return context
     count, length = context.shape
-    chosen = draws.random(count) < share
-    cuts = draws.integers(1, length, count)
-    after = chosen[:, None] & (np.arange(length) >= cuts[:, None])
-    masked = draws.random(count)[:, None] < 0.5
+    chosen = draws.random((count, 1)) < share
+    cuts = draws.integers(1, length, (count, 1))
+    after = chosen & (np.arange(length) >= cuts)
+    masked = draws.random((count, 1)) < 0.5
     wrong = draws.random(context.shape) < WRONG_BYTES_RATE
     noise = draws.integers(0, BYTES, context.shape)
-    context = np.where(after & masked, MASK, context)
-    return np.where(after & ~masked & wrong, noise, context)
+    hidden = np.where(after & masked, MASK, context)
+    return np.where(after & ~masked & wrong, noise, hidden).astype(context.dtype)

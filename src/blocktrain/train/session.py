@@ -83,7 +83,7 @@ def _child(run: RunDir, block: int, config: Config, threads: int, on_progress: O
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
-    assert process.stdout and process.stderr
+    assert process.stdout
     errors: list[str] = []
     drain = threading.Thread(target=lambda: errors.extend(process.stderr or ()))
     drain.start()
@@ -121,15 +121,15 @@ def torch_writer(run: RunDir, block: int) -> Iterator[OnProgress]:
         raise BlocktrainError(
             "train.tensorboard needs the extra: pip install 'blocktrain[tensorboard]'"
         ) from None
-    writer = SummaryWriter(str(run.path / "tensorboard" / f"block-{block}"))  # type: ignore[no-untyped-call]
+    writer = SummaryWriter(str(run.path / "tensorboard" / f"block-{block}"))
 
     def write(progress: Progress) -> None:
         for name in ("loss", "ce", "lr", "bytes_per_s", "valid_ce"):
             value = getattr(progress, name)
             if value is not None:
-                writer.add_scalar(name, value, progress.step)  # type: ignore[no-untyped-call]
+                writer.add_scalar(name, value, progress.step)
 
     try:
         yield write
     finally:
-        writer.close()  # type: ignore[no-untyped-call]
+        writer.close()

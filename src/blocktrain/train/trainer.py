@@ -9,7 +9,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +22,7 @@ from blocktrain.data.windows import TrainingWindows, evaluation_windows, mixed_s
 from blocktrain.errors import DivergedError, RunError
 from blocktrain.model.stack import new_block
 from blocktrain.storage.run_dir import BlockDir, RunDir, Snapshot, Tensors
+from blocktrain.train.assemble import load_block
 from blocktrain.train.device import Compute
 from blocktrain.train.evaluate import solo_ce
 from blocktrain.train.graph import GraphedStep
@@ -27,6 +31,7 @@ from blocktrain.train.schedule import learning_rate
 
 INIT_STREAM, DATA_STREAM, STEP_STREAM = 1, 2, 3
 REPORT_EVERY = 10
+ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 NO_DECAY_ROWS = 16  # tensors with fewer rows are filters, modulations or scalars, not matrices
 
 
@@ -55,8 +60,8 @@ class BlockTrainer:
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(mixed_seed(settings.seed, block, INIT_STREAM))
         self.module: nn.Module = new_block(config)
-        self.module.compute_dtype = compute.dtype  # type: ignore[assignment]
-        self.module.recompute = settings.checkpoint_layers  # type: ignore[assignment]
+        self.module.compute_dtype = compute.dtype
+        self.module.recompute = settings.checkpoint_layers
         self.module.to(compute.device)
         self.forward: nn.Module = torch.compile(self.module) if settings.compile else self.module  # type: ignore[assignment]
         self.objective = new_objective(config, block, compute.device)
@@ -69,9 +74,8 @@ class BlockTrainer:
         # On a CUDA device the rate is read there, so that a captured step can go on using it.
         self._lr = torch.tensor(settings.lr, device=compute.device)
         self.optimizer = _optimizer(self.module, config, self._lr)
-        self._update: Callable[[Batch], None] = self._gradient_step
-        if compute.device.type == "cuda" and settings.cuda_graph and not settings.checkpoint_layers:
-            self._update = GraphedStep(self._gradient_step)
+        graphed = settings.cuda_graph and not settings.checkpoint_layers
+        self._graph = GraphedStep() if graphed and compute.device.type == "cuda" else None
         self.step = 0
         self.best: tuple[float, int] | None = None  # (valid CE, step)
         self.last_loss = torch.zeros((), device=compute.device)
@@ -111,7 +115,11 @@ class BlockTrainer:
         batch = self.objective.prepare(self.windows[self.step], seed)
         torch.manual_seed(seed)
         self._lr.fill_(learning_rate(self.step, self.config.train))
-        self._update(batch.to(self.compute.device))
+        batch = batch.to(self.compute.device)
+        if self._graph:
+            self._graph(self._gradient_step, batch)
+        else:
+            self._gradient_step(batch)
         self.step += 1
 
     def _gradient_step(self, batch: Batch) -> None:
@@ -128,9 +136,6 @@ class BlockTrainer:
 
     def weights(self) -> Tensors:
         return {name: _to_numpy(p) for name, p in self.module.named_parameters()}
-
-    def load_weights(self, weights: Tensors, origin: str) -> None:
-        load_block(self.module, weights, origin)
 
     def _apply_gradients(self, total: Tensor) -> None:
         limit = self.config.train.clip or math.inf
@@ -153,14 +158,11 @@ class BlockTrainer:
 
     def _load_snapshot(self, snapshot: Snapshot) -> None:
         assert self.store
-        self.load_weights(snapshot.weights, str(self.store.path))
+        load_block(self.module, snapshot.weights, str(self.store.path))
         for name, parameter in self.module.named_parameters():
             self.optimizer.state[parameter] = {
-                "step": torch.from_numpy(snapshot.state[f"{name}.step"]).to(parameter.device),
-                "exp_avg": torch.from_numpy(snapshot.state[f"{name}.exp_avg"]).to(parameter.device),
-                "exp_avg_sq": torch.from_numpy(snapshot.state[f"{name}.exp_avg_sq"]).to(
-                    parameter.device
-                ),
+                key: torch.from_numpy(snapshot.state[f"{name}.{key}"]).to(parameter.device)
+                for key in ADAM_STATE
             }
         self.step = snapshot.step
         self._skipped.fill_(snapshot.counters["skipped"])
@@ -169,12 +171,12 @@ class BlockTrainer:
         self.store.forget_metrics_after(self.step)
 
     def _warm_start(self) -> None:
-        from pathlib import Path
-
         origin = RunDir.open(Path(self.config.train.warm_start))
         if origin.config.units != self.config.units:
-            raise RunError(f"{origin.path} has {origin.config.units} blocks, this run another number")
-        self.load_weights(origin.weights()[self.block], str(origin.path))
+            raise RunError(
+                f"{origin.path} has {origin.config.units} blocks, this run another number"
+            )
+        load_block(self.module, origin.weights()[self.block], str(origin.path))
 
     def _score_if_due(self) -> float | None:
         every = self.config.train.eval_every
@@ -202,7 +204,7 @@ class BlockTrainer:
         state = {
             f"{name}.{key}": _to_numpy(self.optimizer.state[parameter][key])
             for name, parameter in self.module.named_parameters()
-            for key in ("step", "exp_avg", "exp_avg_sq")
+            for key in ADAM_STATE
         }
         counters = {"skipped": int(self._skipped), "best": self.best}
         snapshot = Snapshot(
@@ -252,25 +254,10 @@ class BlockTrainer:
             )
 
 
-def load_block(module: nn.Module, weights: Tensors, origin: str) -> None:
-    """Copy weights into a module; a name or shape that differs is an error that names it."""
-    expected = dict(module.named_parameters())
-    if differing := sorted(set(expected) ^ set(weights)):
-        raise RunError(f"{origin} does not fit this model: {differing[0]} is on one side only")
-    for name, parameter in expected.items():
-        stored = torch.from_numpy(weights[name])
-        if stored.shape != parameter.shape:
-            raise RunError(
-                f"{origin} does not fit this model: {name} is {tuple(stored.shape)},"
-                f" not {tuple(parameter.shape)}"
-            )
-        with torch.no_grad():
-            parameter.copy_(stored)
-
-
 def _optimizer(module: nn.Module, config: Config, lr: Tensor) -> torch.optim.Optimizer:
     settings = config.train
-    matrices, others = [], []
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
     for parameter in module.parameters():
         is_matrix = parameter.ndim == 2 and parameter.size(0) > NO_DECAY_ROWS
         (matrices if is_matrix else others).append(parameter)
@@ -287,5 +274,6 @@ def _optimizer(module: nn.Module, config: Config, lr: Tensor) -> torch.optim.Opt
     )
 
 
-def _to_numpy(tensor: Tensor) -> "Tensors[str]":  # type: ignore[type-arg]
-    return tensor.detach().cpu().numpy()  # type: ignore[return-value]
+def _to_numpy(tensor: Tensor) -> npt.NDArray[np.float32]:
+    array: npt.NDArray[np.float32] = tensor.detach().cpu().numpy()
+    return array

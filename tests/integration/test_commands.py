@@ -1,0 +1,226 @@
+"""The commands as a user runs them: real processes, exit codes, what they print."""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from blocktrain import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKTRAIN = [sys.executable, "-m", "blocktrain.cli.main"]
+SMALL = ["model.layers=2", "model.blocks=2", "model.width=32", "model.window=32",
+         "train.batch=4", "train.warmup=2", "train.precision=fp32", "train.device=cpu"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text corpus and a cache of its own."""
+    folder = tmp_path_factory.mktemp("home")
+    words = (ROOT / "src/blocktrain/core/noise.py").read_bytes()
+    (folder / "corpus.txt").write_bytes(words * 8)
+    return folder
+
+
+def run(home: Path, *arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*BLOCKTRAIN, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=home,
+        env=environment(home),
+        check=False,
+    )
+
+
+def environment(home: Path) -> dict[str, str]:
+    return {**os.environ, "BLOCKTRAIN_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"}
+
+
+def training(home: Path, out: str, *extra: str) -> list[str]:
+    settings = [*SMALL, f"data.source=text:{home}/corpus.txt", "train.steps=20", *extra]
+    flags = [part for setting in settings for part in ("--set", setting)]
+    return ["train", "--config", "tiny", "--out", out, *flags]
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path) -> Path:
+    done = run(home, *training(home, "trained"))
+    assert done.returncode == 0, done.stderr
+    return home / "trained"
+
+
+def weights(run_dir: Path, block: int) -> dict[str, bytes]:
+    newest = sorted((run_dir / f"block-{block}").glob("v*.safetensors"))[-1]
+    return {name: array.tobytes() for name, array in load_file(newest).items()}
+
+
+def test_help_answers_in_under_half_a_second(home: Path):
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = run(home, "--help")
+        seconds.append(time.perf_counter() - started)
+        assert done.returncode == 0
+    assert statistics.median(seconds) < 0.5
+    for verb in ("train", "eval", "generate", "export", "info", "estimate", "demo"):
+        assert f"  {verb} " in done.stdout
+    assert __version__ in run(home, "--version").stdout
+
+
+def test_train_then_everything_else(home: Path, trained: Path):
+    info = json.loads(run(home, "info", "trained", "--json").stdout)
+    assert [block["finished"] for block in info["blocks"]] == [True, True]
+    assert len({block["versions"][-1]["bytes_seen"] for block in info["blocks"]}) == 1
+    assert "block 1: finished" in run(home, "info", "trained").stdout
+
+    scored = json.loads(run(home, "eval", "trained", "--json", "--windows", 8).stdout)
+    assert scored["ce"] < 5.0
+    assert scored["windows"]["count"] == 8
+    assert {s["readout"] for s in scored["scores"]} >= {"final", "product", "block 0", "block 1"}
+
+    exported = run(home, "export", "trained", "--out", "out", "--json")
+    assert exported.returncode == 0, exported.stderr
+    again = json.loads(run(home, "eval", "out", "--json", "--windows", 8).stdout)
+    assert again["ce"] == scored["ce"]
+    assert again["windows"]["digest"] == scored["windows"]["digest"]
+
+    made = run(home, "generate", "out", "--prompt", "def ", "--bytes", 40, "--seed", 3)
+    assert made.stdout.startswith("def ")
+    assert len(made.stdout.encode()) >= 44
+    same = run(home, "generate", "trained", "--prompt", "def ", "--bytes", 40, "--seed", 3)
+    assert same.stdout == made.stdout
+
+    resumed = run(home, *training(home, "trained"))
+    assert resumed.returncode == 0
+    assert "block" not in resumed.stdout.replace("blocktrain", "")
+
+
+def test_side_by_side_gives_the_same_weights(home: Path, trained: Path):
+    done = run(home, *training(home, "parallel"), "--parallel", "2")
+    assert done.returncode == 0, done.stderr
+    for block in range(2):
+        assert weights(home / "parallel", block) == weights(trained, block)
+
+
+def test_one_block_alone_gives_the_same_weights(home: Path, trained: Path):
+    assert run(home, *training(home, "alone"), "--block", "1").returncode == 0
+    assert weights(home / "alone", 1) == weights(trained, 1)
+    missing = run(home, "eval", "alone", "--windows", 4)
+    assert missing.returncode == 4
+    assert missing.stderr.startswith("error: block 0 has no version")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_run_resumes_bit_for_bit(home: Path, how: signal.Signals):
+    longer = ["train.steps=150", "train.save_every=10"]
+    straight = run(home, *training(home, f"straight-{how.name}", *longer), "--block", "0")
+    assert straight.returncode == 0
+    out = home / f"killed-{how.name}"
+    command = [*BLOCKTRAIN, *training(home, out.name, *longer), "--block", "0"]
+    process = subprocess.Popen(
+        command, cwd=home, env=environment(home), stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    manifest = out / "block-0" / "manifest.json"
+    wait_for(lambda: manifest.exists() and not json.loads(manifest.read_text())["finished"])
+    process.send_signal(how)
+    _, errors = process.communicate(timeout=60)
+    assert json.loads(manifest.read_text())["finished"] is False
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert "resumes" in errors
+    assert run(home, *training(home, out.name, *longer), "--block", "0").returncode == 0
+    assert weights(out, 0) == weights(home / f"straight-{how.name}", 0)
+    steps = [
+        json.loads(x)["step"] for x in (out / "block-0/metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 150
+
+
+def wait_for(condition: object, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["train", "--config", "nowhere.toml", "--out", "x"], 2, "nowhere.toml"),
+        (["train", "--config", "tiny", "--out", "x", "--set", "model.wdth=3"], 2, "model.wdth"),
+        (["train", "--config", "tiny", "--out", "x", "--block", "9"], 2, "--block 9"),
+        (["train", "--config", "tiny", "--out", "x", "--set", "data.source=text:no/*"], 3, "no/*"),
+        (["train", "--config", "tiny", "--out", "x", "--set", "train.device=cuda:7"], 6, "cuda:7"),
+        (["eval", "nowhere"], 4, "nowhere"),
+        (["generate", "nowhere"], 4, "nowhere"),
+        (["export", "nowhere", "--out", "y"], 4, "nowhere"),
+        (["info", "."], 4, "config.toml"),
+        (["estimate", "--config", "tiny", "--on", "abacus"], 2, "abacus"),
+        (["fly"], 2, "fly"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(home: Path, arguments: list[str], code: int, says: str):
+    done = run(home, *arguments)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_altered_checkpoint_is_named(home: Path, trained: Path):
+    copy = home / "altered"
+    assert run(home, *training(home, "altered")).returncode == 0
+    newest = sorted((copy / "block-0").glob("v*.safetensors"))[-1]
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    done = run(home, "eval", "altered", "--windows", 4)
+    assert done.returncode == 4
+    assert newest.name in done.stderr
+
+
+def test_estimate_prints_what_a_run_needs(home: Path):
+    needs = json.loads(run(home, "estimate", "--config", "wikitext2-38m", "--json").stdout)
+    assert needs["parameters"] / needs["end_to_end_parameters"] < 1.15
+    assert needs["seconds_per_block"] > 0
+    shown = run(home, "estimate", "--config", "wikitext2-38m").stdout
+    assert "on the wire" in shown
+    assert "per block" in shown
+
+
+def test_a_leaking_sigma_warns(home: Path):
+    leaky = ["objective.sigma_min=0.5", "train.steps=2"]
+    done = run(home, *training(home, "leaky", *leaky), "--block", "0")
+    assert done.returncode == 0
+    assert "leak" in done.stderr
+
+
+def test_tensorboard_events_are_written(home: Path):
+    events = ["train.tensorboard=true", "train.steps=10"]
+    done = run(home, *training(home, "board", *events), "--block", "0")
+    assert done.returncode == 0, done.stderr
+    assert list((home / "board/tensorboard/block-0").glob("events.*"))
+
+
+def test_the_demo_shows_blocks_beside_their_twins(home: Path):
+    settings = [*SMALL, f"data.source=text:{home}/corpus.txt", "train.steps=10"]
+    flags = [part for setting in settings for part in ("--set", setting)]
+    done = run(home, "demo", "--out", "demo", *flags, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "end-to-end, 2 layers" in done.stdout
+    assert "2 blocks x 1 layers" in done.stdout
+    assert "generated by the assembled blocks" in done.stdout
+    again = run(home, "demo", "--out", "demo", *flags, "--json")
+    assert again.returncode == 0, again.stderr
+    digests = {score["digest"] for score in json.loads(again.stdout)["scores"].values()}
+    assert len(digests) == 1

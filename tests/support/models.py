@@ -1,0 +1,41 @@
+"""Models for tests: awake (no zero-initialised path is silent) and deliberately leaky."""
+
+from types import MethodType
+
+import torch
+from torch import nn
+
+from blocktrain.config import Config
+from blocktrain.model.layer import Context, Layer
+from blocktrain.model.stack import Stack, new_block
+
+
+def awake_block(config: Config, seed: int = 0) -> nn.Module:
+    """A block whose every parameter is random, so that no part of it multiplies by zero."""
+    torch.manual_seed(seed)
+    block = new_block(config)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return block
+
+
+def awake_stack(config: Config) -> Stack:
+    return Stack.assemble(config, [awake_block(config, unit) for unit in range(config.units)])
+
+
+def untrained_stack(config: Config) -> Stack:
+    torch.manual_seed(0)
+    return Stack.assemble(config, [new_block(config) for _ in range(config.units)])
+
+
+def leak(stack: Stack) -> Stack:
+    """Remove the causal mask from every layer: the positive control of the perturbation test."""
+    for block in stack.blocks:
+        for layer in block.layers:  # type: ignore[union-attr]
+            layer.context = MethodType(_open_context, layer)
+    return stack
+
+
+def _open_context(layer: Layer, *arguments: object) -> Context:
+    return Layer.context(layer, *arguments)._replace(causal=False)  # type: ignore[arg-type]

@@ -1,0 +1,39 @@
+import torch
+from tests.support.models import awake_stack
+
+from blocktrain.config import Config
+from blocktrain.core import readout
+from blocktrain.core.vocabulary import BOS
+from blocktrain.model.generate import Sampling, generate, pick
+
+
+def test_generation_is_fixed_by_its_seed(config: Config):
+    stack = awake_stack(config)
+    first = bytes(generate(stack, b"abc", 20, Sampling(seed=1)))
+    assert first == bytes(generate(stack, b"abc", 20, Sampling(seed=1)))
+    assert first != bytes(generate(stack, b"abc", 20, Sampling(seed=2)))
+
+
+def test_greedy_takes_the_likeliest_byte_of_whole_window_scoring(config: Config):
+    stack = awake_stack(config)
+    text = list(b"hello")
+    for byte in generate(stack, b"hello", 12, Sampling(temperature=0.0)):
+        ids = torch.tensor([[BOS, *text]])
+        expected = readout.product(stack.log_probs(ids))[0, -1].argmax()
+        assert byte == expected
+        text.append(byte)
+
+
+def test_generation_goes_on_past_the_window_and_with_a_long_prompt(config: Config):
+    stack = awake_stack(config)
+    assert len(bytes(generate(stack, b"x" * 100, 80, Sampling()))) == 80
+    assert len(bytes(generate(stack, b"", 3, Sampling(start="noise", readout="final")))) == 3
+
+
+def test_samples_follow_the_distribution():
+    log_probs = torch.log(torch.tensor([0.7, 0.2, 0.1]))
+    counts = [0, 0, 0]
+    for position in range(3000):
+        counts[pick(log_probs, 1.0, 5, position)] += 1
+    for count, share in zip(counts, (0.7, 0.2, 0.1), strict=True):
+        assert abs(count / 3000 - share) < 0.03
