@@ -45,7 +45,5 @@ def _device(name: str) -> torch.device:
 def _fast_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # Without instructions for it, bf16 on a CPU is emulated and slower than fp32.
-    return device.type == "cpu" and bool(
-        torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    )
+    # Without matrix units for it, bf16 on a CPU is no faster than fp32.
+    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())
