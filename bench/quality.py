@@ -125,7 +125,7 @@ def score(run_dir: Path, data: str, splits: list[str], most: int | None) -> dict
     window = run.config.model.window
     weights = None
     if len(stack.blocks) > 1:
-        weights = fit_product_weights(stack, evaluation_windows(corpus.split("valid"), window, 64))
+        weights = fit_product_weights(stack, corpus.split("valid", window))
     result: dict[str, Any] = {"parameters": stack.parameters, "product_weights": weights}
     for split in splits:
         windows = evaluation_windows(corpus.split(split), window, most)
@@ -186,6 +186,15 @@ def table(results: list[dict[str, Any]], split: str) -> list[str]:
     return lines
 
 
+def data_seen(config_path: Path, overrides: list[str]) -> str:
+    """Equal bytes for every model and block; the blocks together see as many times more."""
+    from blocktrain.config import load_config
+
+    config = load_config(config_path, overrides)
+    each = config.train.steps * config.train.batch * config.model.window / 1e6
+    return f"{each:.1f} MB seen per model and per block, {each * config.units:.1f} MB by all blocks"
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", type=Path, required=True)
@@ -241,6 +250,7 @@ def main() -> None:
     out.write_text(json.dumps(report, indent=1))
     for split in args.splits:
         print("\n".join(table(results, split)), end="\n\n")
+    print(data_seen(args.config, args.set))
     print(f"seeds {args.seeds}, {time.perf_counter() - started:.0f} s, details in {out}")
 
 

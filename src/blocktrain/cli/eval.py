@@ -62,8 +62,7 @@ def command(
     stack = load_stack(opened, compute)
     weights = None
     if fit_weights and len(stack.blocks) > 1:
-        valid = evaluation_windows(corpus.split("valid", window), window, 64)
-        weights = fit_product_weights(stack, valid)
+        weights = fit_product_weights(stack, corpus.split("valid", window))
     evaluation = evaluate(stack, chosen, draws, seed, weights)
     if as_json:
         click.echo(json.dumps(_as_dict(evaluation, corpus.source, split)))

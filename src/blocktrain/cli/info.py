@@ -3,10 +3,14 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from blocktrain.cli import options
+
+if TYPE_CHECKING:
+    from blocktrain.storage.run_dir import BlockDir
 
 
 @click.command("info")
@@ -42,20 +46,20 @@ def command(run: Path, as_json: bool) -> None:
     if exported:
         click.echo(f"exported: {run / EXPORTED}")
     for block in blocks:
-        click.echo(_line(block.index, block, config.train.steps))
+        click.echo(_line(block, config.train.steps))
+    if len(blocks) > 1:
+        seen = sum(block.current().bytes_seen for block in blocks if block.versions())
+        click.echo(f"all blocks together: {seen / 1e6:.1f} MB seen")
 
 
-def _line(index: int, block: "object", steps: int) -> str:
-    from blocktrain.storage.run_dir import BlockDir
-
-    assert isinstance(block, BlockDir)
+def _line(block: "BlockDir", steps: int) -> str:
     if not block.versions():
-        return f"block {index}: not trained yet"
+        return f"block {block.index}: not trained yet"
     current = block.current()
     state = "finished" if block.finished() else f"{block.versions()[-1].step} of {steps} steps"
     score = f", valid CE {current.valid_ce:.4f}" if current.valid_ce is not None else ""
     size = current.weights.size / 1e6
     return (
-        f"block {index}: {state}, at version {current.step}, {current.bytes_seen / 1e6:.1f} MB"
+        f"block {block.index}: {state}, at version {current.step}, {current.bytes_seen / 1e6:.1f} MB"
         f" seen{score}, {size:.1f} MB on disk"
     )

@@ -15,6 +15,7 @@ VERBS = {
     "export": "Write one assembled safetensors file.",
     "info": "Show what a run holds.",
     "estimate": "Tell what a run will need, before anything runs.",
+    "settings": "List every setting a config may have.",
     "demo": "Train, score and sample a small model, beside its end-to-end twin.",
 }
 

@@ -16,12 +16,13 @@ from blocktrain.config import Config
 from blocktrain.core import readout
 from blocktrain.core.noise import precondition
 from blocktrain.data.corpus import Bytes
-from blocktrain.data.windows import Ids, shifted
+from blocktrain.data.windows import Ids, evaluation_windows, shifted
 from blocktrain.model.block import NoiseLevel
 from blocktrain.model.stack import Stack
 from blocktrain.model.targets import target_table
 
 POSITIONS_PER_BATCH = 1 << 15
+FITTED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,10 @@ def evaluate(
     return Evaluation(scores, count, window, digest, stack.parameters, product_weights)
 
 
-def fit_product_weights(stack: Stack, windows: Bytes) -> list[float]:
-    """Weights of the product that suit held-out windows best; never fit on what is reported."""
+def fit_product_weights(stack: Stack, valid: Bytes) -> list[float]:
+    """Weights of the product that suit the start of valid best; never fit on what is reported."""
+    window = stack.config.model.window
+    windows = evaluation_windows(valid, window, max(1, FITTED_BYTES // window))
     log_probs: list[list[Tensor]] = []
     targets: list[Tensor] = []
     for batch in _batches(windows):

@@ -66,7 +66,7 @@ def test_solo_ce_is_block_0s_mean_reading(config: Config):
 
 def test_fitted_weights_are_at_least_as_good_where_they_were_fitted(config: Config):
     stack = awake_stack(config)
-    weights = fit_product_weights(stack, WINDOWS)
+    weights = fit_product_weights(stack, WINDOWS.reshape(-1))
     evaluation = evaluate(stack, WINDOWS, draws=1, product_weights=weights)
     fitted = evaluation.find("mean", "product fitted").ce
     assert fitted <= evaluation.find("mean", "product").ce + 1e-6

@@ -1,0 +1,50 @@
+"""Gate 5: every result has two baselines beside it, paired by seed on the same windows."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = ROOT / "configs" / "wikitext2-38m.toml"
+
+
+@pytest.fixture(scope="module")
+def quality():
+    spec = importlib.util.spec_from_file_location("quality", ROOT / "bench" / "quality.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_both_baselines_stand_beside_the_blocks(quality):
+    found = quality.variants(CONFIG, [], {})
+    assert [v.name for v in found] == [
+        "end-to-end, 12 layers", "end-to-end, 3 layers", "blocks, 4 x 3 layers",
+    ]  # fmt: skip
+    assert [v.units for v in found] == [1, 1, 4]
+
+
+def test_a_grid_gives_every_kind_at_every_point(quality):
+    found = quality.variants(CONFIG, ["model.dropout=0.1"], {"model.blocks": ["2", "6"]})
+    assert [v.name for v in found if v.units > 1] == [
+        "blocks, 2 x 6 layers, model.blocks=2", "blocks, 6 x 2 layers, model.blocks=6",
+    ]  # fmt: skip
+    assert all("model.dropout=0.1" in v.settings for v in found)
+
+
+def test_gaps_are_paired_by_seed(quality):
+    def result(variant: str, seed: int, ce: float) -> dict:
+        scores = {"scores": {"mean product": ce}}
+        return {"variant": variant, "seed": seed, "parameters": 1_000_000, "test": scores}
+
+    rows = quality.table(
+        [
+            result("end-to-end, 12 layers", 0, 1.0),
+            result("end-to-end, 12 layers", 1, 2.0),
+            result("blocks", 0, 1.1),
+            result("blocks", 1, 2.1),
+        ],
+        "test",
+    )
+    assert rows[-1] == "| blocks | 1.00M | mean product | 1.6000 ± 6.3530 | 0.1000 ± 0.0000 |"
