@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export BLOCKTRAIN_CACHE ?= $(CURDIR)/.cache
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check format clean bench-quality bench-speed
+.PHONY: demo test check format clean bench-quality bench-speed bench-memory
 
 demo: $(VENV)/installed
 	$(BIN)/blocktrain demo --out runs/demo
@@ -28,6 +28,9 @@ bench-quality: $(VENV)/installed
 
 bench-speed: $(VENV)/installed
 	$(BIN)/python bench/speed.py --config configs/demo.toml --out runs/bench-speed
+
+bench-memory: $(VENV)/installed
+	$(BIN)/python bench/memory.py --config configs/demo.toml --out runs/bench-memory
 
 # torch first and pinned: an unpinned torch brings gigabytes of CUDA packages.
 $(VENV)/installed: pyproject.toml constraints.txt

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch._dynamo
-from plain import PlainLoop
 from torch import Tensor
 
 from blocktrain.config import Config
@@ -29,6 +29,7 @@ from blocktrain.core.vocabulary import BYTES
 from blocktrain.data.corpus import Corpus
 from blocktrain.train.device import Compute
 from blocktrain.train.trainer import BlockTrainer
+from plain import PlainLoop
 
 CORPUS_BYTES = 1 << 24
 WORKER_COMPILE_THREADS = 4  # of each worker: they run side by side
@@ -108,7 +109,7 @@ def refuse_eager_fallback() -> None:
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
     """The options of every bench; `--worker KEY` marks a process that run_worker has started."""
-    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser = argparse.ArgumentParser(description=description.split("\n", maxsplit=1)[0])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value ...")
@@ -127,7 +128,10 @@ def run_worker(
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-def write_report(path: Path, config: Config, compute: Compute, sections: dict[str, Any]) -> None:
+def write_report(
+    path: Path, config: Config, compute: Compute, started: float, sections: dict[str, Any]
+) -> None:
+    """Write a bench's JSON, and say where and how; `started`: time.perf_counter() then."""
     report = {
         "torch": torch.__version__,
         "device": compute.name,
@@ -137,12 +141,13 @@ def write_report(path: Path, config: Config, compute: Compute, sections: dict[st
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1))
-    print(f"{compute.name}, torch {torch.__version__}, seed {config.train.seed}, {path}")
+    took = time.perf_counter() - started
+    print(
+        f"{compute.name}, torch {torch.__version__}, seed {config.train.seed}, {took:.0f} s, {path}"
+    )
 
 
 def markdown(title: str, header: str, rows: Sequence[Sequence[str]]) -> list[str]:
     columns = header.count("|") + 1
     lines = [f"### {title}", "", f"| {header} |", "|" + "---|" * columns]
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
-
-

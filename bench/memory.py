@@ -11,12 +11,16 @@ DIR, prints the tables last. Needs torch, numpy, safetensors and filelock only.
 import argparse
 import json
 import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from blocktrain.config import load_config
+from blocktrain.train.device import Compute, resolve
 from contenders import (
     Contender,
     argument_parser,
@@ -30,9 +34,6 @@ from contenders import (
     write_report,
 )
 from plain import check_like
-
-from blocktrain.config import load_config
-from blocktrain.train.device import Compute, resolve
 
 WARMUP_STEPS = 2  # after them the optimizer's moments and the allocator's pools exist
 
@@ -55,21 +56,22 @@ CAP_SETTINGS = (
 NOT_ON_CPU = "not measured on CPU"
 
 
-def worker(contender: Contender, block: int, cap: int | None) -> dict[str, Any]:
+def worker(contender: Contender, args: argparse.Namespace, compute: Compute) -> dict[str, Any]:
     """Train a few steps and say what they took; under a cap, running out is an answer too."""
-    compute = resolve(contender.config.train.device, contender.config.train.precision)
-    if cap is not None:
+    if args.cap is not None:
         total = torch.cuda.get_device_properties(compute.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(cap / total, compute.device)
+        torch.cuda.set_per_process_memory_fraction(args.cap / total, compute.device)
     try:
-        return memory_of_steps(contender, block, compute)
+        return memory_of_steps(contender, args.block, args.steps, compute)
     except torch.cuda.OutOfMemoryError:
-        if cap is None:
+        if args.cap is None:
             raise
         return {"out_of_memory": True}
 
 
-def memory_of_steps(contender: Contender, block: int, compute: Compute) -> dict[str, Any]:
+def memory_of_steps(
+    contender: Contender, block: int, steps: int, compute: Compute
+) -> dict[str, Any]:
     refuse_eager_fallback()
     # A replayed graph allocates nothing that the allocator counts: measure the step itself.
     contender = replace(contender, config=contender.config.with_settings(train__cuda_graph=False))
@@ -77,10 +79,10 @@ def memory_of_steps(contender: Contender, block: int, compute: Compute) -> dict[
     fixed: list[int] = []
     # Gradients live until the optimizer has stepped: count at the moment it is about to.
     runner.optimizer.register_step_pre_hook(lambda optimizer, *_: fixed.append(held(optimizer)))
-    for _ in range(MEMORY_WARMUP_STEPS):
+    for _ in range(WARMUP_STEPS):
         runner.step()
     torch.cuda.reset_peak_memory_stats(compute.device)
-    for _ in range(MEMORY_STEPS):
+    for _ in range(steps):
         runner.step()
     return {
         "out_of_memory": False,
@@ -88,7 +90,7 @@ def memory_of_steps(contender: Contender, block: int, compute: Compute) -> dict[
         "fixed_bytes": fixed[-1],
         "peak_bytes": torch.cuda.max_memory_allocated(compute.device),
         "loss": runner.last_loss(),
-        "steps": MEMORY_WARMUP_STEPS + MEMORY_STEPS,
+        "steps": WARMUP_STEPS + steps,
     }
 
 
@@ -210,14 +212,6 @@ def cap_table(cap: dict[str, Any]) -> list[str]:
     return markdown(title, "trained | outcome | loss | weights, gradients, moments | peak", rows)
 
 
-def tables(report: dict[str, Any]) -> list[str]:
-    lines = speed_table(report["speed"])
-    for section, table in (("memory", memory_table), ("cap", cap_table)):
-        found = report[section]
-        lines += [f"{section}: {found}"] if isinstance(found, str) else table(found)
-    return lines
-
-
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a process")
@@ -232,11 +226,16 @@ def main() -> None:
         chosen = next(c for c in plan if c.key == args.worker)
         print(json.dumps(worker(chosen, args, compute)))
         return
+    started = time.perf_counter()
     check_like(config)
-    measured = compute.device.type == "cuda"
-    sections = measure_memory(args, plan) if measured else dict.fromkeys(SECTIONS, NOT_MEASURED)
-    write_report(args.out / "memory.json", config, compute, sections)
-    print("\n".join(["", *tables(sections)]))
+    out = args.out / "memory.json"
+    if compute.device.type != "cuda":
+        write_report(out, config, compute, started, dict.fromkeys(("memory", "cap"), NOT_ON_CPU))
+        print(f"memory and cap: {NOT_ON_CPU}")
+        return
+    sections = measure_memory(args, plan)
+    write_report(out, config, compute, started, sections)
+    print("\n".join(["", *memory_table(sections["memory"]), *cap_table(sections["cap"])]))
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def _rope(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
 class PlainLoop:
     def __init__(self, config: Config, corpus: Corpus, compute: Compute) -> None:
         settings = config.train
-        if compute.dtype == torch.bfloat16:  # as the project's trainer sets it, for all processes
+        if compute.dtype == torch.bfloat16:  # the project's trainer does the same
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(settings.seed)
         self.settings, self.compute = settings, compute
@@ -162,5 +162,3 @@ class PlainLoop:
 
     def last_loss(self) -> float:
         return float(self.loss)
-
-

@@ -16,6 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
+
+from blocktrain.config import Config, load_config
+from blocktrain.train.device import Compute, resolve
+from blocktrain.train.estimate import estimate
 from contenders import (
     Contender,
     Runner,
@@ -30,11 +35,6 @@ from contenders import (
     write_report,
 )
 from plain import check_like
-from torch._dynamo.utils import counters
-
-from blocktrain.config import Config, load_config
-from blocktrain.train.device import Compute, resolve
-from blocktrain.train.estimate import estimate
 
 WARMUP_STEPS = 10  # the first one compiles
 PEAK_ROUNDS, PEAK_PRODUCTS = 5, 20
@@ -228,11 +228,12 @@ def main() -> None:
     if args.worker:
         compile_worker(next(c for c in plan if c.key == args.worker), compute)
         return
+    started = time.perf_counter()
     check_like(config)
     if config.train.compile and compute.device.type == "cuda":
         compile_ahead(plan, args)
     speed = measure_speed(plan, compute, args.steps, args.rounds)
-    write_report(args.out / "speed.json", config, compute, {"speed": speed})
+    write_report(args.out / "speed.json", config, compute, started, {"speed": speed})
     print("\n".join(["", *speed_table(speed)]))
 
 

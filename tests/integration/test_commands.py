@@ -224,3 +224,21 @@ def test_the_demo_shows_blocks_beside_their_twins(home: Path):
     assert again.returncode == 0, again.stderr
     digests = {score["digest"] for score in json.loads(again.stdout)["scores"].values()}
     assert len(digests) == 1
+
+
+def test_a_stop_of_the_parent_stops_blocks_side_by_side(home: Path):
+    """SIGTERM to the parent alone: its children save and stop, and the rest never start."""
+    longer = ["train.steps=2000", "train.save_every=5", "model.layers=4", "model.blocks=4"]
+    command = [*BLOCKTRAIN, *training(home, "stopped", *longer), "--parallel", "2"]
+    process = subprocess.Popen(
+        command, cwd=home, env=environment(home), stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    manifests = [home / f"stopped/block-{k}/manifest.json" for k in range(4)]
+    wait_for(lambda: manifests[0].exists() and manifests[1].exists())
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "resumes" in errors
+    assert [m.exists() for m in manifests] == [True, True, False, False]
+    assert not any(json.loads(m.read_text())["finished"] for m in manifests[:2])

@@ -65,6 +65,7 @@ def _variants(config: "Config") -> dict[str, "Config"]:
 def _train_all(config: "Config", out: Path, console: "Console") -> dict[str, "RunDir"]:
     import os
 
+    from blocktrain.cli.interrupt import stop_on_signal
     from blocktrain.cli.progress import shown
     from blocktrain.storage.run_dir import RunDir
     from blocktrain.train import session
@@ -75,10 +76,9 @@ def _train_all(config: "Config", out: Path, console: "Console") -> dict[str, "Ru
         console.print(f"[bold]{name}[/bold]")
         label = "  block" if variant.units > 1 else "  model"
         jobs = min(variant.units, os.cpu_count() or 1)
-        with shown(label, err=console.stderr) as on_progress:
-            done = session.train_side_by_side(
-                variant, folder, list(range(variant.units)), jobs, on_progress
-            )
+        blocks = list(range(variant.units))
+        with stop_on_signal() as stop, shown(label, err=console.stderr) as on_progress:
+            done = session.train_side_by_side(variant, folder, blocks, jobs, on_progress, stop)
         if not done:
             console.print("stopped; the same command goes on from here")
             raise SystemExit(130)

@@ -58,8 +58,8 @@ def _line(block: "BlockDir", steps: int) -> str:
     current = block.current()
     state = "finished" if block.finished() else f"{block.versions()[-1].step} of {steps} steps"
     score = f", valid CE {current.valid_ce:.4f}" if current.valid_ce is not None else ""
-    size = current.weights.size / 1e6
+    seen, size = current.bytes_seen / 1e6, current.weights.size / 1e6
     return (
-        f"block {block.index}: {state}, at version {current.step}, {current.bytes_seen / 1e6:.1f} MB"
-        f" seen{score}, {size:.1f} MB on disk"
+        f"block {block.index}: {state}, at version {current.step}, {seen:.1f} MB seen{score},"
+        f" {size:.1f} MB on disk"
     )

@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish: the first one asks for a clean stop, the second one means now."""
+"""Ctrl-C as a wish: the first one asks for a clean stop, a second of its kind means now."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
     asked: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if asked:
+        if number == signal.SIGINT and number in asked:
             raise KeyboardInterrupt
         asked.append(number)
 

@@ -47,7 +47,7 @@ def command(
     chosen = list(blocks) or list(range(config.units))
     with stop_on_signal() as stop, shown("block", as_json=as_json) as on_progress:
         if parallel > 1:
-            done = session.train_side_by_side(config, out, chosen, parallel, on_progress)
+            done = session.train_side_by_side(config, out, chosen, parallel, on_progress, stop)
         else:
             done = session.train_in_turn(config, out, chosen, on_progress, stop)
     if not done:

@@ -29,6 +29,8 @@ from blocktrain.train.trainer import BlockTrainer, Progress
 OnProgress = Callable[[Progress], None]
 ShouldStop = Callable[[], bool]
 
+INTERRUPTED = 130  # the exit code of a child that stopped because it was asked to
+
 
 def open_run(config: Config, out: Path, corpus: Corpus, compute: Compute) -> RunDir:
     """Start or reopen the run; an adaptive partition is fitted once, when the run starts."""
@@ -62,20 +64,35 @@ def train_in_turn(
 
 
 def train_side_by_side(
-    config: Config, out: Path, blocks: Sequence[int], jobs: int, on_progress: OnProgress
+    config: Config,
+    out: Path,
+    blocks: Sequence[int],
+    jobs: int,
+    on_progress: OnProgress,
+    stop: ShouldStop,
 ) -> bool:
-    """Train each block in a process of its own, `jobs` at a time. False: one was interrupted."""
+    """Train each block in a process of its own, `jobs` at a time. False: stopped before the end."""
     compute = resolve(config.train.device, config.train.precision)
     run = open_run(config, out, load_corpus(config.data), compute)
     threads = max(1, torch.get_num_threads() // jobs)
+
+    def train(block: int) -> bool:
+        # Ctrl-C reaches the processes that run by itself; those not started stay so.
+        return not stop() and _child(run, block, config, threads, on_progress, stop)
+
     with ThreadPoolExecutor(jobs) as pool:
-        codes = list(
-            pool.map(lambda block: _child(run, block, config, threads, on_progress), blocks)
-        )
-    return 130 not in codes
+        return all(list(pool.map(train, blocks)))
 
 
-def _child(run: RunDir, block: int, config: Config, threads: int, on_progress: OnProgress) -> int:
+def _child(
+    run: RunDir,
+    block: int,
+    config: Config,
+    threads: int,
+    on_progress: OnProgress,
+    stop: ShouldStop,
+) -> bool:
+    """Train one block in a process. False: it stopped because it, or all of this, was asked to."""
     command = [sys.executable, "-m", "blocktrain.cli.main", "train", "--json"]
     command += ["--config", str(run.path / "config.toml"), "--out", str(run.path)]
     command += ["--block", str(block), "--set", f"train.device={config.train.device}"]
@@ -92,12 +109,14 @@ def _child(run: RunDir, block: int, config: Config, threads: int, on_progress: O
         record = json.loads(line)
         if names <= record.keys():
             on_progress(Progress(**{name: record[name] for name in names}))
+        if stop():  # a signal sent to this process alone
+            process.terminate()
     code = process.wait()
     drain.join()
-    if code not in (0, 130):
+    if code not in (0, INTERRUPTED) and not stop():
         reason = errors[-1].strip().removeprefix("error: ") if errors else f"exit code {code}"
         raise BlocktrainError(f"block {block} failed: {reason}")
-    return code
+    return code == 0
 
 
 @contextmanager
