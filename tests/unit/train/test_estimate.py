@@ -50,6 +50,6 @@ def test_billions_are_estimated_without_allocating_them():
     ],
 )
 def test_memory_is_near_what_was_measured(overrides: list[str], measured_gb: float):
-    """Peaks of bench/speed.py on one H200 (docs/RESULTS.md), compiled, bf16."""
+    """Peaks of bench/memory.py on one H200 (docs/RESULTS.md), compiled, bf16."""
     needs = estimate(load_config(CONFIGS / "wikitext2-38m.toml", overrides))
     assert needs.memory_per_worker / 1e9 == pytest.approx(measured_gb, rel=0.2)
