@@ -12,13 +12,14 @@ import argparse
 import itertools
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,18 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCAL_REPORTS = 10
-T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}  # Student's t, by degrees of freedom
+REFERENCE_READING = "none final"
+T_975 = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+}  # Student's t, by degrees of freedom
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,7 @@ class Variant:
     name: str
     settings: tuple[str, ...]
     units: int
+    point: str  # of the grid; gaps are taken to the reference of the same point
 
 
 def variants(config: Path, overrides: list[str], grid: dict[str, list[str]]) -> list[Variant]:
@@ -46,7 +59,7 @@ def variants(config: Path, overrides: list[str], grid: dict[str, list[str]]) -> 
         chosen = [f"{key}={value}" for key, value in zip(grid, values, strict=True)]
         suffix = "".join(f", {setting}" for setting in chosen)
         result += [
-            Variant(name + suffix, (*overrides, *chosen, *settings), units)
+            Variant(name + suffix, (*overrides, *chosen, *settings), units, suffix)
             for name, settings, units in kinds(config, [*overrides, *chosen])
         ]
     return result
@@ -83,34 +96,24 @@ def train_unit(config: Path, settings: list[str], block: int, run_dir: Path, alo
 
 
 def worker(config_path: Path, settings: list[str], block: int, run_dir: Path) -> str:
+    """Train one unit, or find it trained already."""
     import torch
 
     from blocktrain.config import load_config
-    from blocktrain.data.corpus import load_corpus
-    from blocktrain.train.device import resolve
-    from blocktrain.train.session import open_run
-    from blocktrain.train.trainer import BlockTrainer, Progress
+    from blocktrain.train.session import open_session
 
     started = time.perf_counter()
     torch.compiler.reset()  # every model compiles afresh, so none hits the recompile limit
-    config = load_config(config_path, settings)
-    compute = resolve(config.train.device, config.train.precision)
-    corpus = load_corpus(config.data)
-    run = open_run(config, run_dir, corpus, compute)
-    trainer = BlockTrainer(run.config, block, corpus, compute, run.block(block))
-    last: list[Progress] = []
-    trainer.train(last.append)
-    best = f", best valid {trainer.best[0]:.4f} at {trainer.best[1]}" if trainer.best else ""
-    return (
-        f"{time.perf_counter() - started:.0f} s, local ce {last[-1].ce:.4f}{best},"
-        f" {last[-1].bytes_per_s / 1e6:.2f} MB/s"
-    )
+    session = open_session(load_config(config_path, settings), run_dir)
+    rates: list[float] = []
+    session.train_in_turn([block], lambda p: rates.append(p.bytes_per_s), lambda: False)
+    rate = f"{statistics.median(rates) / 1e6:.2f} MB/s" if rates else "trained before"
+    return f"{time.perf_counter() - started:.0f} s, {rate}"
 
 
 def score(run_dir: Path, data: str, splits: list[str], most: int | None) -> dict[str, Any]:
     import torch
 
-    from blocktrain.config import DataConfig
     from blocktrain.data.corpus import load_corpus
     from blocktrain.data.windows import evaluation_windows
     from blocktrain.storage.run_dir import RunDir
@@ -121,7 +124,8 @@ def score(run_dir: Path, data: str, splits: list[str], most: int | None) -> dict
     run = RunDir.open(run_dir)
     compute = resolve(run.config.train.device, "auto")
     stack = load_stack(run, compute)
-    corpus = load_corpus(DataConfig(data or run.config.data.source))
+    settings = run.config.data
+    corpus = load_corpus(replace(settings, source=data) if data else settings)
     window = run.config.model.window
     weights = None
     if len(stack.blocks) > 1:
@@ -129,7 +133,9 @@ def score(run_dir: Path, data: str, splits: list[str], most: int | None) -> dict
     result: dict[str, Any] = {"parameters": stack.parameters, "product_weights": weights}
     for split in splits:
         windows = evaluation_windows(corpus.split(split), window, most)
-        evaluation = evaluate(stack, windows, 4, product_weights=weights)
+        # Weights fitted on valid are no score on valid.
+        fitted = weights if split != "valid" else None
+        evaluation = evaluate(stack, windows, 4, product_weights=fitted)
         result[split] = {
             "digest": evaluation.digest,
             "windows": evaluation.windows,
@@ -151,8 +157,9 @@ def local_losses(run: "RunDir") -> dict[str, float]:
     result = {}
     for index in range(run.config.units):
         lines = run.block(index).metrics_path.read_text().splitlines()[-LOCAL_REPORTS:]
+        losses = [json.loads(line)["ce"] for line in lines]
         result[f"local loss of block {index}"] = statistics.fmean(
-            json.loads(line)["ce"] for line in lines
+            loss for loss in losses if loss is not None
         )
     return result
 
@@ -168,22 +175,53 @@ def interval(values: list[float]) -> str:
 
 def table(results: list[dict[str, Any]], split: str) -> list[str]:
     """One row per variant and readout; gaps are paired by seed with the deepest end-to-end."""
-    by_row: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
-    parameters: dict[str, int] = {}
+    rows: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
+    references: dict[tuple[str, int], dict[str, Any]] = {}
     for result in results:
-        parameters[result["variant"]] = result["parameters"]
+        if result["variant"].startswith("end-to-end"):
+            references.setdefault((result["point"], result["seed"]), result)
+    for result in results:
+        reference = references.get((result["point"], result["seed"]))
         for name, ce in result[split]["scores"].items():
-            by_row[result["variant"], name][result["seed"]] = ce
-    reference = next((row for row in by_row if row[0].startswith("end-to-end")), None)
-    base = by_row[reference] if reference else {}
+            rows[result["variant"], name][result["seed"]] = ce
+            if reference:
+                gaps[result["variant"], name].append(ce - reference_ce(reference, result, split))
+    parameters = {result["variant"]: result["parameters"] for result in results}
     lines = [f"| model | params | readout ({split}) | CE | gap |", "|---|---|---|---|---|"]
-    for (variant, name), scores in by_row.items():
-        gaps = [ce - base[seed] for seed, ce in scores.items() if seed in base]
+    for (variant, name), scores in rows.items():
+        gap = interval(gaps[variant, name]) if gaps[variant, name] else "-"
         lines.append(
             f"| {variant} | {parameters[variant] / 1e6:.2f}M | {name} |"
-            f" {interval(list(scores.values()))} | {interval(gaps) if gaps else '-'} |"
+            f" {interval(list(scores.values()))} | {gap} |"
         )
     return lines
+
+
+def reference_ce(reference: dict[str, Any], result: dict[str, Any], split: str) -> float:
+    """The reference's score, on the very windows the other was scored on."""
+    if reference[split]["digest"] != result[split]["digest"]:
+        raise SystemExit(f"{result['variant']} and its reference were scored on other windows")
+    ce: float = reference[split]["scores"][REFERENCE_READING]
+    return ce
+
+
+def provenance() -> dict[str, Any]:
+    """What a number in a document needs beside it."""
+    import torch
+
+    from blocktrain.train.device import resolve
+
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return {
+        "command": " ".join(sys.argv),
+        "commit": commit.stdout.strip() or os.environ.get("BLOCKTRAIN_COMMIT", "unknown"),
+        "device": resolve("auto", "auto").name,
+        "torch": torch.__version__,
+    }
 
 
 def data_seen(config_path: Path, overrides: list[str]) -> str:
@@ -239,18 +277,20 @@ def main() -> None:
     results = [
         {
             "variant": variant.name,
+            "point": variant.point,
             "seed": seed,
             "settings": list(variant.settings),
             **score(folders[variant.name, seed], args.data, args.splits, args.windows),
         }
         for variant, seed in plan
     ]
-    report = {"config": str(args.config), "seeds": args.seeds, "results": results}
+    report = {**provenance(), "seeds": args.seeds, "results": results}
     out = args.json or args.out / "quality.json"
     out.write_text(json.dumps(report, indent=1))
     for split in args.splits:
         print("\n".join(table(results, split)), end="\n\n")
     print(data_seen(args.config, args.set))
+    print(", ".join(f"{key} {report[key]}" for key in ("commit", "device", "torch")))
     print(f"seeds {args.seeds}, {time.perf_counter() - started:.0f} s, details in {out}")
 
 

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import StatisticsError
 from typing import Any, get_type_hints
 
 from blocktrain.core.noise import LogNormal, Partition, lognormal_partition
@@ -105,7 +106,7 @@ class TrainConfig:
     beta1: float = setting(0.9, "AdamW beta1", low=0.0, high=0.9999)
     beta2: float = setting(0.95, "AdamW beta2", low=0.0, high=0.99999)
     clip: float = setting(1.0, "largest gradient norm", low=0.0)
-    seed: int = setting(0, "seed of weights, data order and noise", low=0)
+    seed: int = setting(0, "seed of weights, data order and noise", low=0, high=2**63 - 1)
     device: str = setting("auto", "auto, cpu, mps, cuda or cuda:N")
     precision: str = setting(
         "auto",
@@ -140,10 +141,22 @@ class Config:
     def __post_init__(self) -> None:
         _check_shape(self.model)
         _check_sigmas(self.model, self.objective)
+        self._check_partition()
         if self.train.batch % self.train.accumulate:
             raise ConfigError("train.batch must be a multiple of train.accumulate")
         if self.train.keep == "best" and not self.train.eval_every:
             raise ConfigError('train.keep = "best" needs train.eval_every')
+
+    def _check_partition(self) -> None:
+        try:
+            bounds = self.partition().bounds
+        except (StatisticsError, OverflowError):
+            bounds = ()
+        if len(set(bounds)) != self.model.blocks + 1 or list(bounds) != sorted(bounds):
+            raise ConfigError(
+                "objective.p_mean and objective.p_std leave too little probability between"
+                " objective.sigma_min and sigma_max to cut it into blocks"
+            )
 
     @property
     def units(self) -> int:
@@ -187,10 +200,15 @@ class Config:
         lines = []
         for section, values in self.to_dict().items():
             lines.append(f"[{section}]")
-            # A JSON string, number, boolean or flat array is also valid TOML.
-            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+            lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
             lines.append("")
         return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    """A JSON string, number, boolean or flat array is also valid TOML, but for two things:
+    surrogate pairs and a bare DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
@@ -237,7 +255,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word is a string
-    values.setdefault(section, {})[key] = value
+    if not isinstance(values.setdefault(section, {}), dict):
+        raise ConfigError(f"[{section}] must be a section, not a value")
+    values[section][key] = value
 
 
 def _build_section(section: str, kind: Any, values: Any) -> Any:
@@ -271,7 +291,9 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
         value = float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if kind == tuple[float, ...] and isinstance(value, (list, tuple)):
+    if kind == tuple[float, ...]:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{name} = {value!r} must be a list of numbers")
         return tuple(_coerce(name, item, float) for item in value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ConfigError(f"{name} = {value!r} must be of type {kind.__name__}")

@@ -15,6 +15,11 @@ A message is one line, says what is wrong and, where there is one, what to do ab
 class BlocktrainError(Exception):
     exit_code = 1
 
+    @classmethod
+    def of_exit_code(cls, code: int) -> type["BlocktrainError"]:
+        """The class that leaves with this code: how a child process's error becomes ours."""
+        return next((kind for kind in cls.__subclasses__() if kind.exit_code == code), cls)
+
 
 class ConfigError(BlocktrainError):
     exit_code = 2

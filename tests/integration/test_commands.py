@@ -167,6 +167,10 @@ def wait_for(condition: object, seconds: float = 60) -> None:
         (["export", "nowhere", "--out", "y"], 4, "nowhere"),
         (["info", "."], 4, "config.toml"),
         (["estimate", "--config", "tiny", "--on", "abacus"], 2, "abacus"),
+        (["train", "--config", "tiny", "--out", "corpus.txt"], 1, "corpus.txt"),
+        (["train", "--config", "tiny", "--out", "x", "--set", "train.device=meta"], 6, "meta"),
+        (["eval", "nowhere", "--fit-weights"], 2, "--split test"),
+        (["generate", "nowhere", "--temperature", "nan"], 2, "--temperature"),
         (["fly"], 2, "fly"),
     ],
 )
@@ -196,6 +200,23 @@ def test_estimate_prints_what_a_run_needs(home: Path):
     shown = run(home, "estimate", "--config", "wikitext2-38m").stdout
     assert "on the wire" in shown
     assert "per block" in shown
+
+
+def test_a_failing_block_stops_the_others_and_keeps_its_code(home: Path):
+    """Block 1's checkpoint is damaged: its message and code, long before block 0 could finish."""
+    longer = ["train.steps=100000", "train.save_every=5"]
+    command = [*BLOCKTRAIN, *training(home, "hurt", *longer), "--block", "1"]
+    process = subprocess.Popen(command, cwd=home, env=environment(home), stdout=subprocess.DEVNULL)
+    block = home / "hurt/block-1"
+    wait_for((block / "manifest.json").exists)
+    process.send_signal(signal.SIGINT)
+    process.wait(60)
+    newest = sorted(block.glob("v*.safetensors"))[-1]
+    newest.write_bytes(newest.read_bytes()[:-1])
+    done = run(home, *training(home, "hurt", *longer), "--parallel", "2", timeout=60)
+    assert done.returncode == 4, done.stderr
+    assert done.stderr.startswith("error: block 1: ")
+    assert newest.name in done.stderr
 
 
 def test_a_leaking_sigma_warns(home: Path):

@@ -40,6 +40,10 @@ def test_the_five_presets_are_there():
         ("objective.bounds=[1.0,10.0]", "objective.bounds"),
         ("objective.bounds=[1.0,3.0,2.0,4.0,10.0]", "objective.bounds"),
         ("objective.bounds=[0.5,2.0,3.0,4.0,10.0]", "objective.bounds"),
+        ("objective.bounds=5", "objective.bounds"),
+        ("objective.p_mean=-12", "objective.p_mean"),
+        ("objective.p_std=0.1", "objective.p_std"),
+        ("train.seed=99999999999999999999", "train.seed"),
         ("train.lr=nan", "train.lr"),
         ("train.accumulate=7", "train.accumulate"),
         ("train.keep=best", "train.eval_every"),
@@ -80,6 +84,12 @@ def test_a_leaking_sigma_min_warns():
     assert Config().warnings == []
     leaky = Config().with_settings(objective__sigma_min=0.5)
     assert "leak" in leaky.warnings[0]
+
+
+def test_any_text_survives_the_round_trip(tmp_path: Path):
+    config = Config().with_settings(data__source='text:d\U0001f600/\x7f"\\é/*.txt')
+    (tmp_path / "c.toml").write_text(config.to_toml())
+    assert load_config(tmp_path / "c.toml") == config
 
 
 def test_every_setting_is_documented():

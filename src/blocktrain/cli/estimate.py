@@ -30,7 +30,16 @@ def command(config_path: Path, overrides: tuple[str, ...], device: str, as_json:
     needs = estimate(config)
     seconds = needs.seconds(DEVICES[device])
     if as_json:
-        click.echo(json.dumps({**asdict(needs), "device": device, "seconds_per_block": seconds}))
+        click.echo(
+            json.dumps(
+                {
+                    **asdict(needs),
+                    "memory_per_worker": needs.memory_per_worker,
+                    "device": device,
+                    "seconds_per_block": seconds,
+                }
+            )
+        )
         return
     ratio = needs.parameters / needs.end_to_end_parameters
     rows = [
@@ -42,6 +51,7 @@ def command(config_path: Path, overrides: tuple[str, ...], device: str, as_json:
         ("per worker", f"{needs.parameters_per_block / 1e6:,.2f} M parameters"),
         ("  weights, gradients, optimizer", f"{needs.fixed_bytes_per_worker / 1e9:,.3f} GB"),
         ("  activations (estimate)", f"{needs.activation_bytes_per_worker / 1e9:,.3f} GB"),
+        ("  together", f"{needs.memory_per_worker / 1e9:,.3f} GB"),
         ("arithmetic", f"{needs.flops_per_step / 1e12:,.4f} TFLOP per step, {needs.steps} steps"),
         ("data", f"{needs.bytes_per_block / 1e6:,.1f} MB per block"),
         (

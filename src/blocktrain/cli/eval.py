@@ -1,6 +1,7 @@
 """blocktrain eval: an honest cross entropy, every way of reading the model beside the others."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
     help="Noise draws of the mixture.",
 )
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the noise."
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Seed of the noise.",
 )
 @click.option("--fit-weights", is_flag=True, help="Also the product with weights fitted on valid.")
 @options.device
@@ -46,7 +51,6 @@ def command(
     as_json: bool,
 ) -> None:
     """Score RUN: non-overlapping windows, every byte predicted once, nothing leaked."""
-    from blocktrain.config import DataConfig
     from blocktrain.data.corpus import load_corpus
     from blocktrain.data.windows import evaluation_windows
     from blocktrain.storage.run_dir import RunDir
@@ -54,9 +58,12 @@ def command(
     from blocktrain.train.device import resolve
     from blocktrain.train.evaluate import evaluate, fit_product_weights
 
+    if fit_weights and split == "valid":
+        raise click.UsageError("--fit-weights fits on valid: score it on --split test")
     opened = RunDir.open(run)
     compute = resolve(device, precision)
-    corpus = load_corpus(DataConfig(data or opened.config.data.source))
+    settings = opened.config.data
+    corpus = load_corpus(replace(settings, source=data) if data else settings)
     window = opened.config.model.window
     chosen = evaluation_windows(corpus.split(split, window), window, windows)
     stack = load_stack(opened, compute)
@@ -104,8 +111,9 @@ def _as_dict(evaluation: "Evaluation", source: str, split: str) -> dict[str, Any
 def _show(evaluation: "Evaluation", run: Path, source: str, split: str, compute: str) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"{run} on {source} {split}", title_justify="left")
+    table = Table(title=Text(f"{run} on {source} {split}"), title_justify="left")
     for column in ("start", "readout", "CE (nats/byte)", "perplexity", "bits/byte"):
         table.add_column(column, justify="left" if column in ("start", "readout") else "right")
     for score in evaluation.scores:

@@ -2,6 +2,8 @@
 
 import codecs
 import json
+import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -22,7 +24,7 @@ from blocktrain.cli import options
     show_default=True,
     help="0 takes the likeliest byte.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option("--start", type=click.Choice(["mean", "noise"]), default="mean", show_default=True)
 @click.option(
     "--readout", type=click.Choice(["product", "final"]), default="product", show_default=True
@@ -43,6 +45,8 @@ def command(
     as_json: bool,
 ) -> None:
     """Continue a prompt with RUN, one traversal per byte, keys and values cached."""
+    if not math.isfinite(temperature):
+        raise click.BadParameter("must be a finite number", param_hint="--temperature")
     from blocktrain.model.generate import Sampling, generate
     from blocktrain.storage.run_dir import RunDir
     from blocktrain.train.assemble import load_stack
@@ -51,7 +55,7 @@ def command(
     stack = load_stack(RunDir.open(run), resolve(device, precision))
     sampling = Sampling(temperature, seed, start, readout)
     started = time.perf_counter()
-    stream = generate(stack, prompt.encode(), count, sampling)
+    stream = generate(stack, os.fsencode(prompt), count, sampling)
     if as_json:
         text = bytes(stream)
         seconds = time.perf_counter() - started

@@ -80,8 +80,8 @@ def _lines(title: str, err: bool) -> Callable[["Progress"], None]:
 def _numbers(progress: "Progress") -> str:
     left = int(progress.seconds_left)
     parts = [
-        f"loss {progress.loss:.3f}",
-        f"ce {progress.ce:.3f}",
+        "loss -" if progress.loss is None else f"loss {progress.loss:.3f}",
+        "ce -" if progress.ce is None else f"ce {progress.ce:.3f}",
         f"{progress.bytes_per_s / 1e3:,.0f} kB/s",
         f"{left // 60}:{left % 60:02d} left" if left else "done",
     ]

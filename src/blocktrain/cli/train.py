@@ -36,7 +36,7 @@ def command(
     from blocktrain.cli.progress import shown
     from blocktrain.config import load_config
     from blocktrain.errors import ConfigError
-    from blocktrain.train import session
+    from blocktrain.train.session import open_session
 
     config = load_config(resolve_config(config_path), overrides)
     for block in blocks:
@@ -45,11 +45,12 @@ def command(
     for warning in config.warnings:
         click.echo(f"warning: {warning}", err=True)
     chosen = list(blocks) or list(range(config.units))
+    session = open_session(config, out)
     with stop_on_signal() as stop, shown("block", as_json=as_json) as on_progress:
         if parallel > 1:
-            done = session.train_side_by_side(config, out, chosen, parallel, on_progress, stop)
+            done = session.train_side_by_side(chosen, parallel, on_progress, stop)
         else:
-            done = session.train_in_turn(config, out, chosen, on_progress, stop)
+            done = session.train_in_turn(chosen, on_progress, stop)
     if not done:
         click.echo(f"stopped; the same command resumes {out}", err=True)
         raise SystemExit(130)

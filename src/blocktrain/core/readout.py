@@ -1,11 +1,10 @@
-"""From the blocks' distributions to one: `final`, `product`, and mixtures over noise draws.
+"""From the blocks' distributions to one: `final` and `product`.
 
 Everything is log-probabilities in, log-probabilities out, over the last dimension. Both
 readouts are normalised distributions, so their mean negative log-likelihood is a true cross
 entropy.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -31,11 +30,6 @@ def product(log_probs: Sequence[Tensor], weights: Sequence[float] | None = None)
 
 def read(name: str, log_probs: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
     return final(log_probs) if name == "final" else product(log_probs, weights)
-
-
-def mixture(draws: Sequence[Tensor]) -> Tensor:
-    """The arithmetic mean of distributions: what averaging over noise draws predicts."""
-    return torch.logsumexp(torch.stack(list(draws)), dim=0) - math.log(len(draws))
 
 
 def fit_weights(log_probs: Sequence[Tensor], targets: Tensor, steps: int = 50) -> list[float]:

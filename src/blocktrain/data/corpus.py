@@ -36,13 +36,13 @@ class Corpus:
     splits: dict[str, Bytes]
     digests: dict[str, str]
 
-    def split(self, name: str, window: int = 1) -> Bytes:
-        """A split that holds at least one window."""
+    def split(self, name: str, window: int = 1, windows: int = 1) -> Bytes:
+        """A split that holds at least so many windows."""
         data = self.splits[name]
-        if len(data) < window:
+        if len(data) < window * windows:
             raise DataError(
                 f"{self.source}: the {name} split has {len(data)} bytes,"
-                f" less than one window of {window}"
+                f" less than {windows} x a window of {window}"
             )
         return data
 

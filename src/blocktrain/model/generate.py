@@ -30,12 +30,17 @@ def generate(stack: Stack, prompt: bytes, count: int, sampling: Sampling) -> Ite
     text = list(prompt)
     fresh = [BOS, *text[-(window - 1) :]]
     caches = stack.new_caches()
-    for position in range(count):
+    for _ in range(count):
         if caches[0].length + len(fresh) > window:
             caches = stack.new_caches()
             fresh = [BOS, *text[-(window // 2) :]]
         ids = torch.tensor([fresh], device=stack.device)
-        blocks = stack.advance(ids, caches, sampling.start, sampling.seed + position)
+        # Only the newest position is read, and the noisy stream of the others leaves no trace.
+        z = stack.starting_point("mean", ids.shape)
+        z[:, -1:] = stack.starting_point(
+            sampling.start, torch.Size([1, 1]), noise_seed(sampling.seed, len(text))
+        )
+        blocks = stack.advance(ids, caches, z)
         name = sampling.readout if len(blocks) > 1 else "final"
         log_probs = readout.read(name, [block[:, -1] for block in blocks])[0]
         byte = pick(log_probs, sampling.temperature, sampling.seed, len(text))
@@ -50,4 +55,10 @@ def pick(log_probs: Tensor, temperature: float, seed: int, position: int) -> int
         return int(log_probs.argmax())
     draws = np.random.Generator(np.random.Philox(key=[seed, position]))
     gumbel = torch.from_numpy(draws.gumbel(size=log_probs.size(-1)))
-    return int((log_probs.double().cpu() / temperature + gumbel).argmax())
+    return int((log_probs.cpu().double() / temperature + gumbel).argmax())
+
+
+def noise_seed(seed: int, position: int) -> int:
+    """Seed of the noise a position starts from."""
+    draws = np.random.Generator(np.random.Philox(key=[seed, position]))
+    return int(draws.integers(1 << 62))

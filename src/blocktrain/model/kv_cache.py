@@ -1,7 +1,7 @@
 """Keys and values of the clean stream, kept between steps of generation.
 
 The clean stream never sees sigma, so what is cached here serves every noise draw. A cache grows
-by doubling, and can be cut back to a shorter length.
+by doubling.
 """
 
 import torch

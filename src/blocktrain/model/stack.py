@@ -55,7 +55,7 @@ class Stack:
     def parameters(self) -> int:
         return sum(p.numel() for block in self.blocks for p in block.parameters())
 
-    def starting_point(self, start: str, shape_BT: torch.Size, seed: int) -> Tensor:
+    def starting_point(self, start: str, shape_BT: torch.Size, seed: int = 0) -> Tensor:
         """z before the first block; it never depends on the targets."""
         shape = (*shape_BT, self.config.objective.target_dim)
         if start == "mean":
@@ -80,10 +80,10 @@ class Stack:
     def traverse(self, contexts: list[BlockContext], z_BTE: Tensor) -> list[Tensor]:
         """One traversal: each block reads z once, guesses, and moves z down to the next sigma."""
         result = []
-        steps = self.partition.inference_sigmas()
-        for block, context, (sigma, sigma_next) in zip(
-            self._denoising(), contexts, steps, strict=True
-        ):
+        blocks = list(self._denoising())
+        for sigma, sigma_next in self.partition.inference_sigmas():
+            owner = self.partition.block_of(sigma)
+            block, context = blocks[owner], contexts[owner]
             level = precondition(sigma, self.config.objective.sigma_data)
             noise_level = NoiseLevel.constant(level, z_BTE.size(0), self.device)
             logits = block.denoise(context, z_BTE, noise_level, self.table_VE)
@@ -97,16 +97,21 @@ class Stack:
 
     @torch.no_grad()
     def advance(
-        self, ids_BT: Tensor, caches: list[BlockCache], start: str = "mean", seed: int = 0
+        self, ids_BT: Tensor, caches: list[BlockCache], z_BTE: Tensor | None = None
     ) -> list[Tensor]:
-        """Append ids to the caches; every block's log-probabilities at the new positions."""
+        """Append ids to the caches; every block's log-probabilities at the new positions.
+
+        z starts from the mean where none is given.
+        """
         if self.config.objective.kind == "end_to_end":
             return [torch.log_softmax(self.blocks[0](ids_BT, caches[0]), dim=-1)]
         contexts = [
             block.read_context(ids_BT, cache)
             for block, cache in zip(self._denoising(), caches, strict=True)
         ]
-        return self.traverse(contexts, self.starting_point(start, ids_BT.shape, seed))
+        if z_BTE is None:
+            z_BTE = self.starting_point("mean", ids_BT.shape)
+        return self.traverse(contexts, z_BTE)
 
     def _denoising(self) -> Iterator[DenoisingBlock]:
         for block in self.blocks:

@@ -4,6 +4,8 @@ Computed in float64 and rounded once, so that machines with different linear alg
 arrive at the same float32 numbers.
 """
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from blocktrain.core.vocabulary import BYTES
 TABLE_STREAM = 0x7AB1E  # keeps the table's randomness apart from every other use of the seed
 
 
+@lru_cache(maxsize=4)
 def target_table(seed: int, dimensions: int) -> Tensor:
     """BYTES x dimensions; orthonormal rows where the dimensions allow it."""
     draws = np.random.Generator(np.random.Philox(key=[seed, TABLE_STREAM]))

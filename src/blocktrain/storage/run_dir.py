@@ -1,6 +1,6 @@
 """A run as a directory: the resolved config, and per block its versions with their hashes.
 
-    RUN/config.toml
+    RUN/config.toml                      its hash stands in every manifest
     RUN/block-0/manifest.json            the commit point: names every file with its sha256
     RUN/block-0/v000500.safetensors      weights after 500 steps
     RUN/block-0/state-000500.safetensors what training needs to go on (optimizer)
@@ -31,6 +31,8 @@ from blocktrain.errors import CorruptFileError, RunError
 FORMAT = 1
 KEPT_VERSIONS = 2
 EXPORTED = "model.safetensors"
+LOCK = ".lock"
+LOCAL_SETTINGS = ("device", "tensorboard")  # of [train]; they change nothing that is computed
 
 Tensors = dict[str, npt.NDArray[Any]]
 
@@ -60,6 +62,7 @@ class Snapshot:
     weights: Tensors
     state: Tensors  # what only training needs: the optimizer's moments
     counters: Mapping[str, Any]
+    data: str = ""  # digest of the text it was trained on
     chosen: int | None = None  # the step of the version to use, where it is not the newest
     finished: bool = False
 
@@ -77,8 +80,8 @@ class RunDir:
         if (path / "config.toml").exists():
             run = cls.open(path)
             _refuse_other_settings(run.config, config, path)
-            return run
-        if path.exists() and any(path.iterdir()):
+            return cls(path, _with_local_settings(run.config, config))
+        if path.is_dir() and any(not _is_leftover(entry) for entry in path.iterdir()):
             raise RunError(f"{path} is not empty and is not a run")
         path.mkdir(parents=True, exist_ok=True)
         write_atomically(path / "config.toml", config.to_toml().encode())
@@ -92,17 +95,32 @@ class RunDir:
             raise RunError(f"{path} is not a run: it has no config.toml")
         return cls(path, load_config(path / "config.toml"))
 
+    @property
+    def exported(self) -> bool:
+        """One assembled file, to be used but not trained."""
+        return (self.path / EXPORTED).exists()
+
+    def lock(self) -> filelock.BaseFileLock:
+        """Held while a run is started, so that processes starting it together agree."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        return filelock.FileLock(self.path / LOCK)
+
     def block(self, index: int) -> "BlockDir":
-        return BlockDir(self.path / f"block-{index}", index)
+        return BlockDir(self.path / f"block-{index}", index, self._config_digest())
+
+    def block_weights(self, index: int) -> Tensors:
+        return self.weights()[index] if self.exported else self.block(index).load_weights()
 
     def weights(self) -> list[Tensors]:
         """The current weights of every block, from the blocks or from an exported file."""
-        if (self.path / EXPORTED).exists():
+        if self.exported:
             return self._exported_weights()
         return [self.block(index).load_weights() for index in range(self.config.units)]
 
     def export(self, out: Path) -> Path:
         """Write all blocks as one safetensors file, with the config and its hash beside it."""
+        if any(out.glob("block-*")):
+            raise RunError(f"{out} holds a run's blocks; export to another directory")
         exported = RunDir.create(out, self.config)
         tensors = {
             f"block.{index}.{name}": tensor
@@ -110,12 +128,13 @@ class RunDir:
             for name, tensor in weights.items()
         }
         stored = store_tensors(exported.path / EXPORTED, tensors)
-        manifest = {"format": FORMAT, "model": asdict(stored)}
+        digest = exported._config_digest()
+        manifest = {"format": FORMAT, "config": digest, "model": asdict(stored)}
         write_atomically(out / "manifest.json", json.dumps(manifest, indent=1).encode())
         return out / EXPORTED
 
     def _exported_weights(self) -> list[Tensors]:
-        manifest = read_manifest(self.path / "manifest.json")
+        manifest = read_manifest(self.path / "manifest.json", self._config_digest())
         tensors = load_tensors(self.path, StoredFile(**manifest["model"]))
         blocks: list[Tensors] = [{} for _ in range(self.config.units)]
         for name, tensor in tensors.items():
@@ -123,13 +142,17 @@ class RunDir:
             blocks[int(index)][rest] = tensor
         return blocks
 
+    def _config_digest(self) -> str:
+        return hashlib.sha256((self.path / "config.toml").read_bytes()).hexdigest()
+
 
 class BlockDir:
     """One block's versions, training state and metrics."""
 
-    def __init__(self, path: Path, index: int) -> None:
+    def __init__(self, path: Path, index: int, config_digest: str) -> None:
         self.path = path
         self.index = index
+        self.config_digest = config_digest
 
     @property
     def metrics_path(self) -> Path:
@@ -138,7 +161,7 @@ class BlockDir:
     def lock(self) -> filelock.BaseFileLock:
         """Held while training, so that two processes never train one block of one run."""
         self.path.mkdir(parents=True, exist_ok=True)
-        return filelock.FileLock(self.path / "lock", timeout=0)
+        return filelock.FileLock(self.path / LOCK, timeout=0)
 
     def versions(self) -> list[Version]:
         return [_version(entry) for entry in self._manifest().get("versions", [])]
@@ -171,6 +194,7 @@ class BlockDir:
             load_tensors(self.path, newest.weights),
             load_tensors(self.path, StoredFile(**manifest["state"])),
             manifest["counters"],
+            manifest["data"],
             manifest["chosen"],
             manifest["finished"],
         )
@@ -186,6 +210,8 @@ class BlockDir:
         kept = [v for v in kept if v in kept[-KEPT_VERSIONS:] or v.step == snapshot.chosen]
         manifest = {
             "format": FORMAT,
+            "config": self.config_digest,
+            "data": snapshot.data,
             "finished": snapshot.finished,
             "chosen": snapshot.chosen,
             "counters": dict(snapshot.counters),
@@ -210,7 +236,7 @@ class BlockDir:
 
     def _manifest(self) -> dict[str, Any]:
         path = self.path / "manifest.json"
-        return read_manifest(path) if path.exists() else {}
+        return read_manifest(path, self.config_digest) if path.exists() else {}
 
     def _remove_all_but(self, names: set[str]) -> None:
         for path in self.path.glob("*.safetensors*"):
@@ -219,7 +245,7 @@ class BlockDir:
 
 
 def store_tensors(path: Path, tensors: Tensors) -> StoredFile:
-    data = safetensors.save({name: np.ascontiguousarray(t) for name, t in tensors.items()})
+    data = safetensors.save({name: np.asarray(t, order="C") for name, t in tensors.items()})
     write_atomically(path, data)
     return StoredFile(path.name, hashlib.sha256(data).hexdigest(), len(data))
 
@@ -241,7 +267,7 @@ def load_tensors(folder: Path, stored: StoredFile) -> Tensors:
     return tensors
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path, config_digest: str) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
     except OSError as error:
@@ -250,6 +276,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CorruptFileError(f"{path} is not valid JSON") from None
     if manifest.get("format") != FORMAT:
         raise RunError(f"{path} has format {manifest.get('format')}, this is format {FORMAT}")
+    if manifest["config"] != config_digest:
+        raise CorruptFileError(f"config.toml was altered: its hash is not the one in {path}")
     return manifest
 
 
@@ -275,6 +303,17 @@ def _whole_lines(path: Path) -> Iterable[dict[str, Any]]:
             continue  # the line a kill cut short
 
 
+def _is_leftover(path: Path) -> bool:
+    """What a start that was killed may leave behind."""
+    return path.name == LOCK or path.name.endswith(".partial")
+
+
+def _with_local_settings(stored: Config, asked: Config) -> Config:
+    """The run's own settings, but for those that say where and how this process works."""
+    local = {f"train__{name}": getattr(asked.train, name) for name in LOCAL_SETTINGS}
+    return stored.with_settings(**local)
+
+
 def _refuse_other_settings(old: Config, new: Config, path: Path) -> None:
     """Settings that change what is computed may not change inside a run."""
     before, after = old.to_dict(), new.to_dict()
@@ -285,7 +324,7 @@ def _refuse_other_settings(old: Config, new: Config, path: Path) -> None:
         f"{section}.{key}"
         for section, values in before.items()
         for key, value in values.items()
-        if after[section][key] != value and key not in ("device", "tensorboard")
+        if after[section][key] != value and key not in LOCAL_SETTINGS
     ]
     if differing:
         raise RunError(

@@ -32,6 +32,8 @@ def _device(name: str) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda", 0)
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if name.partition(":")[0] not in ("cpu", "cuda", "mps"):
+        raise DeviceError(f"device {name!r} is not auto, cpu, mps, cuda or cuda:N")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

@@ -16,10 +16,12 @@ from blocktrain.config import Config
 from blocktrain.core import readout
 from blocktrain.core.noise import precondition
 from blocktrain.data.corpus import Bytes
-from blocktrain.data.windows import Ids, evaluation_windows, shifted
+from blocktrain.data.windows import Ids, evaluation_windows, mixed_seed, shifted
 from blocktrain.model.block import NoiseLevel
 from blocktrain.model.stack import Stack
 from blocktrain.model.targets import target_table
+
+Reading = tuple[str, str, int]  # start, readout, draws
 
 POSITIONS_PER_BATCH = 1 << 15
 FITTED_BYTES = 1 << 16
@@ -72,18 +74,20 @@ def evaluate(
     product_weights: list[float] | None = None,
 ) -> Evaluation:
     """Score every start, block and readout on the given windows."""
-    sums: dict[tuple[str, str, int], Tensor] = {}
-    for batch in _batches(windows):
+    sums: dict[Reading, float] = {}
+    for number, batch in enumerate(_batches(windows)):
         targets = to_device(batch, stack.device)
-        for key, log_probs in _readings(stack, batch, draws, seed, product_weights):
-            nll = -log_probs.gather(-1, targets[..., None]).double().sum()
-            sums[key] = sums.get(key, torch.zeros_like(nll)) + nll
+        seeds = [mixed_seed(seed, draw, number) for draw in range(draws)]
+        for key, log_probs in _readings(stack, batch, seeds, product_weights):
+            nll = -log_probs.gather(-1, targets[..., None]).cpu().double().sum()
+            sums[key] = sums.get(key, 0.0) + float(nll)
     scores = [
-        Score(start, name, float(total) / windows.size, count)
+        Score(start, name, total / windows.size, count)
         for (start, name, count), total in sums.items()
     ]
     count, window = windows.shape
-    digest = hashlib.sha256(windows.tobytes()).hexdigest()[:16]
+    named = f"{count}x{window} ".encode() + windows.tobytes()
+    digest = hashlib.sha256(named).hexdigest()[:16]
     return Evaluation(scores, count, window, digest, stack.parameters, product_weights)
 
 
@@ -117,33 +121,38 @@ def solo_ce(config: Config, block: int, module: nn.Module, windows: Bytes) -> fl
             z = torch.zeros(*ids.shape, config.objective.target_dim, device=device)
             logits = module(ids, z, NoiseLevel.constant(level, len(ids), device), table)
         total += float(
-            nn.functional.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), reduction="sum"
-            ).double()
+            nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         )
     return total / windows.size
 
 
 def _readings(
-    stack: Stack, batch: Bytes, draws: int, seed: int, weights: list[float] | None
-) -> list[tuple[tuple[str, str, int], Tensor]]:
+    stack: Stack, batch: Bytes, seeds: list[int], weights: list[float] | None
+) -> list[tuple[Reading, Tensor]]:
     ids = to_device(shifted(batch), stack.device)
     if stack.config.objective.kind == "end_to_end":
         return [(("none", "final", 1), stack.log_probs(ids)[0])]
     contexts = stack.read_contexts(ids)
-    mean = stack.traverse(contexts, stack.starting_point("mean", ids.shape, seed))
-    result = [(("mean", name, 1), log_probs) for name, log_probs in _named(mean)]
+    mean = stack.traverse(contexts, stack.starting_point("mean", ids.shape))
+    result: list[tuple[Reading, Tensor]] = [
+        (("mean", name, 1), log_probs) for name, log_probs in _named(mean)
+    ]
     if weights is not None:
         result.append((("mean", "product fitted", 1), readout.product(mean, weights)))
-    drawn: dict[str, list[Tensor]] = {}
-    for draw in range(draws):
-        noise = stack.starting_point("noise", ids.shape, seed + draw)
+    mixed: dict[str, Tensor] = {}  # log of the sum over the draws so far
+    for draw, seed in enumerate(seeds):
+        noise = stack.starting_point("noise", ids.shape, seed)
         for name, log_probs in _named(stack.traverse(contexts, noise)):
-            drawn.setdefault(name, []).append(log_probs)
-    for name, log_probs_of_draws in drawn.items():
-        result.append((("noise", name, 1), log_probs_of_draws[0]))
-        if draws > 1:
-            result.append((("noise", name, draws), readout.mixture(log_probs_of_draws)))
+            if draw == 0:
+                result.append((("noise", name, 1), log_probs))
+                mixed[name] = log_probs
+            else:
+                mixed[name] = torch.logaddexp(mixed[name], log_probs)
+    if len(seeds) > 1:
+        result += [
+            (("noise", name, len(seeds)), total - math.log(len(seeds)))
+            for name, total in mixed.items()
+        ]
     return result
 
 

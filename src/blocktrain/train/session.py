@@ -10,9 +10,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import filelock
@@ -20,7 +20,7 @@ import torch
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus, load_corpus
-from blocktrain.errors import BlocktrainError, RunError
+from blocktrain.errors import BlocktrainError, DeviceError, RunError
 from blocktrain.storage.run_dir import BlockDir, RunDir
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.pilot import with_fitted_bounds
@@ -29,94 +29,123 @@ from blocktrain.train.trainer import BlockTrainer, Progress
 OnProgress = Callable[[Progress], None]
 ShouldStop = Callable[[], bool]
 
-INTERRUPTED = 130  # the exit code of a child that stopped because it was asked to
+INTERRUPTED = 130  # the exit code of a process that stopped because it was asked to
+POLL_SECONDS = 0.2
 
 
-def open_run(config: Config, out: Path, corpus: Corpus, compute: Compute) -> RunDir:
-    """Start or reopen the run; an adaptive partition is fitted once, when the run starts."""
-    if not (out / "config.toml").exists():
-        config = with_fitted_bounds(config, corpus, compute)
-    return RunDir.create(out, config)
+@dataclass(frozen=True)
+class Session:
+    """An open run, its text, and what it computes with here."""
 
+    run: RunDir
+    corpus: Corpus
+    compute: Compute
 
-def train_in_turn(
-    config: Config, out: Path, blocks: Sequence[int], on_progress: OnProgress, stop: ShouldStop
-) -> bool:
-    """Train blocks one after another in this process. False: stopped before the end."""
-    compute = resolve(config.train.device, config.train.precision)
-    corpus = load_corpus(config.data)
-    run = open_run(config, out, corpus, compute)
-    for block in blocks:
-        store = run.block(block)
-        with training_lock(store), torch_writer(run, block) as write:
+    def train_in_turn(
+        self, blocks: Sequence[int], on_progress: OnProgress, stop: ShouldStop
+    ) -> bool:
+        """Train blocks one after another in this process. False: stopped before the end."""
+        return all(self._train(block, on_progress, stop) for block in blocks)
+
+    def train_side_by_side(
+        self, blocks: Sequence[int], jobs: int, on_progress: OnProgress, stop: ShouldStop
+    ) -> bool:
+        """Train each block in a process of its own, `jobs` at a time. False: stopped before the
+        end. When one fails, the others are stopped and its error is raised."""
+        threads = max(1, torch.get_num_threads() // jobs)
+        failed = threading.Event()
+
+        def halt() -> bool:
+            return stop() or failed.is_set()
+
+        def train(block: int) -> bool:
+            return not halt() and _train_in_child(self.run, block, threads, on_progress, halt)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            tasks = [pool.submit(train, block) for block in blocks]
+            if any(task.exception() for task in wait(tasks, return_when=FIRST_EXCEPTION).done):
+                failed.set()
+        finished = [task.result() for task in tasks]  # raises what a block raised
+        return all(finished)
+
+    def _train(self, block: int, on_progress: OnProgress, stop: ShouldStop) -> bool:
+        store = self.run.block(block)
+        with training_lock(store), tensorboard_writer(self.run, block) as write:
             if store.finished():
-                continue
-            trainer = BlockTrainer(run.config, block, corpus, compute, store)
+                return True
 
-            def report(progress: Progress, write: OnProgress = write) -> None:
+            def report(progress: Progress) -> None:
                 write(progress)
                 on_progress(progress)
 
-            if not trainer.train(report, stop):
-                return False
-            del trainer
-    return True
+            try:
+                trainer = BlockTrainer(self.run.config, block, self.corpus, self.compute, store)
+                return trainer.train(report, stop)
+            except torch.OutOfMemoryError:
+                raise DeviceError(
+                    f"block {block} does not fit into the memory of {self.compute.device}: raise"
+                    " train.accumulate, lower train.batch, or set train.checkpoint_layers=true"
+                ) from None
 
 
-def train_side_by_side(
-    config: Config,
-    out: Path,
-    blocks: Sequence[int],
-    jobs: int,
-    on_progress: OnProgress,
-    stop: ShouldStop,
-) -> bool:
-    """Train each block in a process of its own, `jobs` at a time. False: stopped before the end."""
+def open_session(config: Config, out: Path) -> Session:
+    """Start or reopen a run; an adaptive partition is fitted once, when the run starts."""
     compute = resolve(config.train.device, config.train.precision)
-    run = open_run(config, out, load_corpus(config.data), compute)
-    threads = max(1, torch.get_num_threads() // jobs)
+    corpus = load_corpus(config.data)
+    with RunDir(out, config).lock():
+        if not (out / "config.toml").exists():
+            config = with_fitted_bounds(config, corpus, compute)
+        run = RunDir.create(out, config)
+    if run.exported:
+        raise RunError(f"{out} is an exported model: it can be used, or warm-start another run")
+    return Session(run, corpus, compute)
 
-    def train(block: int) -> bool:
-        # Ctrl-C reaches the processes that run by itself; those not started stay so.
-        return not stop() and _child(run, block, config, threads, on_progress, stop)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        return all(list(pool.map(train, blocks)))
-
-
-def _child(
-    run: RunDir,
-    block: int,
-    config: Config,
-    threads: int,
-    on_progress: OnProgress,
-    stop: ShouldStop,
+def _train_in_child(
+    run: RunDir, block: int, threads: int, on_progress: OnProgress, halt: ShouldStop
 ) -> bool:
     """Train one block in a process. False: it stopped because it, or all of this, was asked to."""
     command = [sys.executable, "-m", "blocktrain.cli.main", "train", "--json"]
     command += ["--config", str(run.path / "config.toml"), "--out", str(run.path)]
-    command += ["--block", str(block), "--set", f"train.device={config.train.device}"]
+    command += ["--block", str(block), "--set", f"train.device={run.config.train.device}"]
+    command += ["--set", f"train.tensorboard={str(run.config.train.tensorboard).lower()}"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
-    assert process.stdout
     errors: list[str] = []
-    drain = threading.Thread(target=lambda: errors.extend(process.stderr or ()))
-    drain.start()
-    names = {item.name for item in fields(Progress)}
-    for line in process.stdout:
-        record = json.loads(line)
-        if names <= record.keys():
-            on_progress(Progress(**{name: record[name] for name in names}))
-        if stop():  # a signal sent to this process alone
-            process.terminate()
-    code = process.wait()
-    drain.join()
-    if code not in (0, INTERRUPTED) and not stop():
+    readers = [
+        threading.Thread(target=_report, args=(process, on_progress)),
+        threading.Thread(target=lambda: errors.extend(process.stderr or ())),
+    ]
+    for reader in readers:
+        reader.start()
+    code = _wait(process, halt)
+    for reader in readers:
+        reader.join()
+    if code not in (0, INTERRUPTED) and not halt():
         reason = errors[-1].strip().removeprefix("error: ") if errors else f"exit code {code}"
-        raise BlocktrainError(f"block {block} failed: {reason}")
+        raise BlocktrainError.of_exit_code(code)(f"block {block}: {reason}")
     return code == 0
+
+
+def _report(process: "subprocess.Popen[str]", on_progress: OnProgress) -> None:
+    names = [item.name for item in fields(Progress)]
+    for line in process.stdout or ():
+        record = json.loads(line)
+        on_progress(Progress(**{name: record[name] for name in names}))
+
+
+def _wait(process: "subprocess.Popen[str]", halt: ShouldStop) -> int:
+    """Wait for a child; pass on a stop that was asked of this process alone, once."""
+    told = False
+    while True:
+        try:
+            return process.wait(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            if halt() and not told:
+                process.terminate()
+                told = True
 
 
 @contextmanager
@@ -129,7 +158,7 @@ def training_lock(store: BlockDir) -> Iterator[None]:
 
 
 @contextmanager
-def torch_writer(run: RunDir, block: int) -> Iterator[OnProgress]:
+def tensorboard_writer(run: RunDir, block: int) -> Iterator[OnProgress]:
     """TensorBoard events beside the run, where the settings ask for them."""
     if not run.config.train.tensorboard:
         yield lambda progress: None

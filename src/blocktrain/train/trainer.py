@@ -31,8 +31,8 @@ from blocktrain.train.schedule import learning_rate
 
 INIT_STREAM, DATA_STREAM, STEP_STREAM = 1, 2, 3
 REPORT_EVERY = 10
+NOT_DECAYED = ("taps", "sigma_in", "log_scale")
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
-NO_DECAY_ROWS = 16  # tensors with fewer rows are filters, modulations or scalars, not matrices
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Progress:
     block: int
     step: int
     steps: int
-    loss: float
-    ce: float  # of the local objective; denoising sees the noisy target, so this is not honest
+    loss: float | None  # None where every step since the last report was skipped
+    ce: float | None  # of the local objective: denoising sees the noisy target, so not a score
     lr: float
     bytes_per_s: float
     seconds_left: float
@@ -56,8 +56,9 @@ class BlockTrainer:
         settings = config.train
         self.config, self.block, self.corpus = config, block, corpus
         self.compute, self.store = compute, store
-        if compute.dtype == torch.bfloat16:  # what stays fp32 (z, logits) may use TF32 units
-            torch.set_float32_matmul_precision("high")
+        # In a bf16 run, what stays fp32 (z, logits) may use TF32 units.
+        exact = compute.dtype == torch.float32
+        torch.set_float32_matmul_precision("highest" if exact else "high")
         torch.manual_seed(mixed_seed(settings.seed, block, INIT_STREAM))
         self.module: nn.Module = new_block(config)
         self.module.compute_dtype = compute.dtype
@@ -66,7 +67,7 @@ class BlockTrainer:
         self.forward: nn.Module = torch.compile(self.module) if settings.compile else self.module  # type: ignore[assignment]
         self.objective = new_objective(config, block, compute.device)
         self.windows = TrainingWindows(
-            corpus.split("train", 2 * config.model.window),
+            corpus.split("train", config.model.window, windows=2),
             config.model.window,
             settings.batch,
             mixed_seed(settings.seed, block, DATA_STREAM),
@@ -81,7 +82,9 @@ class BlockTrainer:
         self.last_loss = torch.zeros((), device=compute.device)
         self._skipped = torch.zeros((), device=compute.device)
         self._streak = torch.zeros((), device=compute.device)
-        self._sums = torch.zeros(2, device=compute.device)  # loss and CE since the last report
+        self._worst_streak = torch.zeros((), device=compute.device)
+        # Since the last report: loss, CE, and how many steps they sum over.
+        self._sums = torch.zeros(3, device=compute.device)
 
     def train(
         self,
@@ -126,7 +129,7 @@ class BlockTrainer:
         """All of a step's device work: nothing here waits for the host."""
         parts = self.config.train.accumulate
         size = self.config.train.batch // parts
-        total = torch.zeros_like(self._sums)
+        total = torch.zeros(2, device=self.compute.device)
         for part in range(parts):
             loss = self.objective.loss(self.forward, batch.rows(part * size, (part + 1) * size))
             (loss.value / parts).backward()  # type: ignore[no-untyped-call]
@@ -139,15 +142,21 @@ class BlockTrainer:
 
     def _apply_gradients(self, total: Tensor) -> None:
         limit = self.config.train.clip or math.inf
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), limit, foreach=True)
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), limit)
         bad = (~torch.isfinite(total.sum() + norm)).float()
-        # The fused optimizer reads this flag on the device and skips: no wait for the host.
-        self.optimizer.found_inf = bad  # type: ignore[attr-defined]
-        self.optimizer.step()
+        if self.compute.device.type == "mps":  # its fused optimizer does not read the flag
+            if not bad:
+                self.optimizer.step()
+        else:
+            # The fused optimizer reads the flag on the device and skips: no wait for the host.
+            self.optimizer.found_inf = bad  # type: ignore[attr-defined]
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._skipped += bad
         self._streak.add_(bad).mul_(bad)
-        self._sums += torch.where(bad.bool(), torch.zeros_like(total), total)
+        torch.maximum(self._worst_streak, self._streak, out=self._worst_streak)
+        counted = torch.cat([total, torch.ones_like(total[:1])])
+        self._sums += torch.where(bad.bool(), torch.zeros_like(counted), counted)
 
     def _restore(self) -> None:
         snapshot = self.store.load_snapshot() if self.store else None
@@ -155,9 +164,16 @@ class BlockTrainer:
             self._load_snapshot(snapshot)
         elif self.config.train.warm_start:
             self._warm_start()
+        if self.store:
+            self.store.forget_metrics_after(self.step)
 
     def _load_snapshot(self, snapshot: Snapshot) -> None:
         assert self.store
+        if snapshot.data != self.corpus.digests.get("train", ""):
+            raise RunError(
+                f"{self.store.path} was trained on other text than {self.corpus.source} holds now;"
+                " put the old text back, or start another run"
+            )
         load_block(self.module, snapshot.weights, str(self.store.path))
         for name, parameter in self.module.named_parameters():
             self.optimizer.state[parameter] = {
@@ -168,7 +184,6 @@ class BlockTrainer:
         self._skipped.fill_(snapshot.counters["skipped"])
         best = snapshot.counters["best"]
         self.best = (best[0], best[1]) if best else None
-        self.store.forget_metrics_after(self.step)
 
     def _warm_start(self) -> None:
         origin = RunDir.open(Path(self.config.train.warm_start))
@@ -176,7 +191,7 @@ class BlockTrainer:
             raise RunError(
                 f"{origin.path} has {origin.config.units} blocks, this run another number"
             )
-        load_block(self.module, origin.weights()[self.block], str(origin.path))
+        load_block(self.module, origin.block_weights(self.block), str(origin.path))
 
     def _score_if_due(self) -> float | None:
         every = self.config.train.eval_every
@@ -188,7 +203,7 @@ class BlockTrainer:
         )
         ce = solo_ce(self.config, self.block, self.module, valid)
         self.module.train()
-        if self.best is None or ce < self.best[0]:
+        if math.isfinite(ce) and (self.best is None or ce < self.best[0]):
             self.best = (ce, self.step)
         return ce
 
@@ -214,6 +229,7 @@ class BlockTrainer:
             self.weights(),
             state,
             counters,
+            self.corpus.digests.get("train", ""),
             chosen,
             finished,
         )
@@ -223,7 +239,7 @@ class BlockTrainer:
         return steps * self.config.train.batch * self.config.model.window
 
     def _progress(self, seconds: float, since: int, valid_ce: float | None) -> Progress:
-        loss, ce = (self._sums / max(1, self.step - since)).tolist()
+        loss, ce, counted = self._sums.tolist()
         self._sums.zero_()
         rate = self._bytes(self.step - since) / max(seconds, 1e-9)
         left = self._bytes(self.config.train.steps - self.step) / max(rate, 1e-9)
@@ -231,8 +247,8 @@ class BlockTrainer:
             block=self.block,
             step=self.step,
             steps=self.config.train.steps,
-            loss=loss,
-            ce=ce,
+            loss=loss / counted if counted else None,
+            ce=ce / counted if counted else None,
             lr=learning_rate(self.step - 1, self.config.train),
             bytes_per_s=rate,
             seconds_left=left,
@@ -245,7 +261,7 @@ class BlockTrainer:
             self.store.append_metrics(progress.__dict__)
 
     def _refuse_divergence(self) -> None:
-        streak = int(self._streak)
+        streak = int(self._worst_streak)
         if streak >= self.config.train.max_skipped:
             raise DivergedError(
                 f"block {self.block} stopped at step {self.step}: {streak} steps in a row had a"
@@ -258,9 +274,9 @@ def _optimizer(module: nn.Module, config: Config, lr: Tensor) -> torch.optim.Opt
     settings = config.train
     matrices: list[Tensor] = []
     others: list[Tensor] = []
-    for parameter in module.parameters():
-        is_matrix = parameter.ndim == 2 and parameter.size(0) > NO_DECAY_ROWS
-        (matrices if is_matrix else others).append(parameter)
+    for name, parameter in module.named_parameters():
+        spared = any(part in NOT_DECAYED for part in name.split("."))
+        (others if spared else matrices).append(parameter)
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": others, "weight_decay": 0.0},

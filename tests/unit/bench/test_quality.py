@@ -34,9 +34,11 @@ def test_a_grid_gives_every_kind_at_every_point(quality):
 
 
 def test_gaps_are_paired_by_seed(quality):
-    def result(variant: str, seed: int, ce: float) -> dict:
-        scores = {"scores": {"mean product": ce}}
-        return {"variant": variant, "seed": seed, "parameters": 1_000_000, "test": scores}
+    def result(variant: str, seed: int, ce: float, digest: str = "aa") -> dict:
+        scores = {"digest": digest, "scores": {"none final": ce}}
+        return {
+            "variant": variant, "point": "", "seed": seed, "parameters": 1_000_000, "test": scores,
+        }  # fmt: skip
 
     rows = quality.table(
         [
@@ -47,4 +49,6 @@ def test_gaps_are_paired_by_seed(quality):
         ],
         "test",
     )
-    assert rows[-1] == "| blocks | 1.00M | mean product | 1.6000 ± 6.3530 | 0.1000 ± 0.0000 |"
+    assert rows[-1] == "| blocks | 1.00M | none final | 1.6000 ± 6.3530 | 0.1000 ± 0.0000 |"
+    with pytest.raises(SystemExit, match="other windows"):
+        quality.table([result("end-to-end", 0, 1.0), result("blocks", 0, 1.1, "bb")], "test")

@@ -16,7 +16,6 @@ def test_every_readout_is_a_normalised_distribution():
         readout.final(blocks),
         readout.product(blocks),
         readout.product(blocks, [0.4, 0.1, 0.9, 0.2]),
-        readout.mixture(blocks),
     ):
         assert torch.allclose(log_probs.exp().sum(-1), torch.ones(2, 5), atol=1e-5)
 
@@ -31,11 +30,6 @@ def test_product_is_the_renormalised_geometric_mean():
 def test_product_of_equals_is_each_of_them():
     a = distributions(1)[0]
     assert torch.allclose(readout.product([a, a, a]), a, atol=1e-5)
-
-
-def test_mixture_is_the_arithmetic_mean():
-    a, b = distributions(2)
-    assert torch.allclose(readout.mixture([a, b]).exp(), (a.exp() + b.exp()) / 2, atol=1e-6)
 
 
 def test_fitted_weights_find_the_informative_block():

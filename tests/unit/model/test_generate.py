@@ -1,3 +1,4 @@
+import pytest
 import torch
 from tests.support.models import awake_stack
 
@@ -12,6 +13,15 @@ def test_generation_is_fixed_by_its_seed(config: Config):
     first = bytes(generate(stack, b"abc", 20, Sampling(seed=1)))
     assert first == bytes(generate(stack, b"abc", 20, Sampling(seed=1)))
     assert first != bytes(generate(stack, b"abc", 20, Sampling(seed=2)))
+
+
+@pytest.mark.parametrize("start", ["mean", "noise"])
+def test_randomness_belongs_to_the_position(config: Config, start: str):
+    """Stopping after a byte and going on gives what not stopping gives."""
+    stack = awake_stack(config)
+    whole = bytes(generate(stack, b"ab", 6, Sampling(seed=3, start=start)))
+    rest = bytes(generate(stack, b"ab" + whole[:1], 5, Sampling(seed=3, start=start)))
+    assert whole[1:] == rest
 
 
 def test_greedy_takes_the_likeliest_byte_of_whole_window_scoring(config: Config):

@@ -82,7 +82,7 @@ def test_a_garbled_or_foreign_manifest_is_named(run: RunDir):
     (block.path / "manifest.json").write_text("{")
     with pytest.raises(CorruptFileError, match=r"manifest\.json"):
         block.current()
-    (block.path / "manifest.json").write_text(json.dumps({"format": 99}))
+    (block.path / "manifest.json").write_text(json.dumps({"format": 99, "config": ""}))
     with pytest.raises(RunError, match="format 99"):
         block.current()
 
@@ -107,7 +107,36 @@ def test_a_run_keeps_its_settings(run: RunDir):
     with pytest.raises(RunError, match=r"train\.lr"):
         RunDir.create(run.path, other)
     elsewhere = run.config.with_settings(train__device="cuda:3")
-    assert RunDir.create(run.path, elsewhere).config == run.config
+    again = RunDir.create(run.path, elsewhere)
+    assert again.config.train.device == "cuda:3"
+    assert RunDir.open(run.path).config == run.config
+
+
+def test_an_altered_config_is_named(run: RunDir):
+    run.block(0).save(snapshot(5))
+    path = run.path / "config.toml"
+    path.write_text(path.read_text().replace("heads = 8", "heads = 4"))
+    with pytest.raises(CorruptFileError, match=r"config\.toml"):
+        RunDir.open(run.path).block(0).load_weights()
+
+
+def test_what_a_killed_start_leaves_does_not_block_the_next(tmp_path: Path):
+    (tmp_path / "config.toml.partial").write_bytes(b"[mod")
+    with RunDir(tmp_path, Config()).lock():
+        assert RunDir.create(tmp_path, Config()).config == Config()
+
+
+def test_scalars_keep_their_shape(run: RunDir):
+    scalar = {"log_scale": np.array(2.5, np.float32)}
+    run.block(0).save(Snapshot(1, 10, None, scalar, {}, {}))
+    assert run.block(0).load_weights()["log_scale"].shape == ()
+
+
+def test_a_run_is_not_exported_into_itself(run: RunDir):
+    for index in range(2):
+        run.block(index).save(snapshot(1))
+    with pytest.raises(RunError, match="export to another directory"):
+        run.export(run.path)
 
 
 def test_what_is_not_a_run_is_refused(tmp_path: Path):
@@ -127,7 +156,7 @@ def test_a_block_without_a_version_says_so(run: RunDir):
 
 
 def test_metrics_past_the_checkpoint_are_forgotten(tmp_path: Path):
-    block = BlockDir(tmp_path / "block-0", 0)
+    block = BlockDir(tmp_path / "block-0", 0, "")
     for step in (10, 20, 30):
         block.append_metrics({"step": step})
     with block.metrics_path.open("a") as out:

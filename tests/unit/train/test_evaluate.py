@@ -7,7 +7,7 @@ from tests.support.models import awake_stack
 
 from blocktrain.config import Config
 from blocktrain.core import readout
-from blocktrain.data.windows import shifted
+from blocktrain.data.windows import mixed_seed, shifted
 from blocktrain.train.evaluate import evaluate, fit_product_weights, solo_ce
 
 WINDOWS = np.random.default_rng(0).integers(97, 123, (6, 32)).astype(np.uint8)
@@ -27,9 +27,10 @@ def test_scores_are_the_mean_negative_log_likelihood(config: Config):
     )
     assert evaluation.find("mean", "block 0").ce == pytest.approx(ce(mean[0]), rel=1e-5)
     assert evaluation.find("mean", "final").ce == pytest.approx(ce(mean[-1]), rel=1e-5)
-    draws = [readout.product(stack.log_probs(ids, "noise", seed)) for seed in (4, 5, 6)]
+    seeds = [mixed_seed(4, draw, 0) for draw in range(3)]
+    draws = [readout.product(stack.log_probs(ids, "noise", seed)) for seed in seeds]
     assert evaluation.find("noise", "product").ce == pytest.approx(ce(draws[0]), rel=1e-5)
-    mixture = ce(readout.mixture(draws))
+    mixture = ce(torch.stack([draw.exp() for draw in draws]).mean(dim=0).log())
     assert evaluation.find("noise", "product", 3).ce == pytest.approx(mixture, rel=1e-5)
     assert mixture <= sum(map(ce, draws)) / 3
 
@@ -46,6 +47,7 @@ def test_the_digest_names_the_bytes_scored(config: Config):
     digest = evaluate(stack, WINDOWS, draws=1).digest
     assert digest == evaluate(stack, WINDOWS.copy(), draws=1).digest
     assert digest != evaluate(stack, WINDOWS[:5], draws=1).digest
+    assert digest != evaluate(stack, WINDOWS.reshape(12, 16), draws=1).digest
 
 
 def test_batching_changes_no_score(config: Config, monkeypatch: pytest.MonkeyPatch):

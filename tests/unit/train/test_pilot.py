@@ -7,7 +7,7 @@ from blocktrain.data.corpus import Corpus
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
 from blocktrain.train.pilot import loss_by_sigma, with_fitted_bounds
-from blocktrain.train.session import open_run
+from blocktrain.train.session import open_session
 
 CPU = resolve("cpu", "fp32")
 
@@ -26,14 +26,17 @@ def test_the_measured_loss_rises_with_sigma(adaptive: Config, corpus: Corpus):
 
 
 def test_cuts_are_fitted_once_and_stay_with_the_run(
-    adaptive: Config, corpus: Corpus, tmp_path: Path
+    adaptive: Config, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    run = open_run(adaptive, tmp_path / "run", corpus, CPU)
+    monkeypatch.setenv("BLOCKTRAIN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_bytes(corpus.splits["train"].tobytes())
+    adaptive = adaptive.with_settings(data__source=f"text:{tmp_path}/text.txt")
+    run = open_session(adaptive, tmp_path / "run").run
     bounds = run.config.objective.bounds
     assert len(bounds) == 5
     assert bounds != adaptive.partition().bounds
     assert run.config.partition().bounds == bounds
-    assert open_run(adaptive, run.path, corpus, CPU).config == run.config
+    assert open_session(adaptive, run.path).run.config == run.config
     assert RunDir.open(run.path).config.objective.bounds == bounds
 
 

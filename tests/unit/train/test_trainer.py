@@ -1,5 +1,6 @@
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ from blocktrain.data.corpus import Corpus
 from blocktrain.errors import DivergedError, RunError
 from blocktrain.model.block import DenoisingBlock
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train import session
 from blocktrain.train.device import resolve
 from blocktrain.train.objective import Batch, Loss, Objective
+from blocktrain.train.session import open_session, training_lock
 from blocktrain.train.trainer import BlockTrainer, Progress
 
 CPU = resolve("cpu", "fp32")
@@ -120,14 +121,17 @@ def test_a_non_finite_step_never_reaches_weights_or_moments(config: Config, corp
 def test_skipped_steps_are_counted_and_reported(config: Config, corpus: Corpus, tmp_path: Path):
     run = RunDir.create(tmp_path / "run", config)
     trainer = BlockTrainer(config, 0, corpus, CPU, run.block(0))
-    trainer.objective = FaultPlan(trainer.objective, {2, 5}, trainer.module)
+    trainer.objective = FaultPlan(trainer.objective, {2, 5, 11, 12}, trainer.module)
     reports: list[Progress] = []
     trainer.train(reports.append)
-    assert reports[-1].skipped == 2
-    assert all(np.isfinite([r.loss, r.ce]).all() for r in reports)
+    assert reports[-1].skipped == 4
+    clean: list[Progress] = []
+    BlockTrainer(config, 0, corpus, CPU, None).train(clean.append)
+    assert reports[0].loss == pytest.approx(clean[0].loss, rel=0.2)  # skipped steps do not count
+    assert reports[-1].loss is None
     snapshot = run.block(0).load_snapshot()
     assert snapshot is not None
-    assert snapshot.counters["skipped"] == 2
+    assert snapshot.counters["skipped"] == 4
 
 
 def test_a_run_that_keeps_failing_stops_and_says_why(config: Config, corpus: Corpus):
@@ -136,6 +140,45 @@ def test_a_run_that_keeps_failing_stops_and_says_why(config: Config, corpus: Cor
     trainer.objective = FaultPlan(trainer.objective, set(range(13, 200)), trainer.module)
     with pytest.raises(DivergedError, match=r"block 0 stopped at step 20: 8 steps in a row"):
         trainer.train(quiet)
+
+
+def test_a_long_streak_between_two_reports_stops_the_run(config: Config, corpus: Corpus):
+    config = config.with_settings(train__steps=40, train__max_skipped=3)
+    trainer = BlockTrainer(config, 0, corpus, CPU, None)
+    trainer.objective = FaultPlan(trainer.objective, set(range(12, 18)), trainer.module)
+    with pytest.raises(DivergedError, match="6 steps in a row"):
+        trainer.train(quiet)
+
+
+def test_other_text_is_refused_on_resume(config: Config, corpus: Corpus, tmp_path: Path):
+    run = RunDir.create(tmp_path / "run", config)
+    first = replace(corpus, digests={"train": "aa"})
+    stops = iter([False] * 3 + [True])
+    BlockTrainer(config, 0, first, CPU, run.block(0)).train(quiet, lambda: next(stops))
+    other = replace(corpus, digests={"train": "bb"})
+    with pytest.raises(RunError, match="other text"):
+        BlockTrainer(config, 0, other, CPU, run.block(0)).train(quiet)
+
+
+def test_a_learned_scale_can_be_resumed(config: Config, corpus: Corpus, tmp_path: Path):
+    config = config.with_settings(objective__logit_scale="learned")
+    run = RunDir.create(tmp_path / "run", config)
+    stops = iter([False] * 3 + [True])
+    BlockTrainer(config, 0, corpus, CPU, run.block(0)).train(quiet, lambda: next(stops))
+    assert BlockTrainer(config, 0, corpus, CPU, run.block(0)).train(quiet)
+
+
+def test_a_torn_line_before_the_first_checkpoint_is_forgotten(
+    config: Config, corpus: Corpus, tmp_path: Path
+):
+    run = RunDir.create(tmp_path / "run", config)
+    store = run.block(0)
+    store.append_metrics({"step": 10})
+    with store.metrics_path.open("a") as out:
+        out.write('{"step": 1')
+    BlockTrainer(config, 0, corpus, CPU, store).train(quiet)
+    steps = [json.loads(x)["step"] for x in store.metrics_path.read_text().splitlines()]
+    assert steps == [10, 12]
 
 
 def test_accumulation_is_the_same_step_in_less_memory(config: Config, corpus: Corpus):
@@ -206,7 +249,8 @@ def test_one_after_another_only_one_block_is_in_memory(
 
     gc.collect()
     before = sum(type(o) is DenoisingBlock for o in gc.get_objects())
-    assert session.train_in_turn(config, tmp_path / "run", [0, 1], count, lambda: False)
+    session = open_session(config, tmp_path / "run")
+    assert session.train_in_turn([0, 1], count, lambda: False)
     assert {n - before for n in alive} == {1}
     run = RunDir.open(tmp_path / "run")
     seen = [run.block(k).current().bytes_seen for k in (0, 1)]
@@ -216,8 +260,8 @@ def test_one_after_another_only_one_block_is_in_memory(
 def test_two_processes_cannot_train_one_block(config: Config, tmp_path: Path):
     run = RunDir.create(tmp_path / "run", config)
     with (
-        session.training_lock(run.block(0)),
+        training_lock(run.block(0)),
         pytest.raises(RunError, match="another process"),
-        session.training_lock(RunDir.open(run.path).block(0)),
+        training_lock(RunDir.open(run.path).block(0)),
     ):
         pass
