@@ -1,10 +1,11 @@
 """Honest cross entropy of blocks beside their end-to-end twins, on the same windows.
 
     python bench/quality.py --config configs/wikitext2-small.toml --data text:DIR/*.txt \
-        --split test --seeds 0 1 2 --out DIR
+        --seeds 0 1 2 --out DIR
 
 For every seed: end-to-end with all layers, end-to-end with as many layers as one block has, and
-the blocks. Runs are processes side by side on one device (--jobs). Prints a table, writes JSON.
+the blocks. `--grid model.dropout=0.0,0.1 --choose` tunes all of them alike on valid with the first
+seed. Run again, it goes on where it stopped. Prints a table, writes JSON after every run.
 Needs torch, numpy, safetensors and filelock only; PYTHONPATH=src is enough to run it.
 """
 
@@ -13,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -178,9 +180,9 @@ def table(results: list[dict[str, Any]], split: str) -> list[str]:
     rows: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
     references: dict[tuple[str, int], dict[str, Any]] = {}
-    for result in results:
+    for result in sorted(results, key=lambda result: result["parameters"]):
         if result["variant"].startswith("end-to-end"):
-            references.setdefault((result["point"], result["seed"]), result)
+            references[result["point"], result["seed"]] = result  # the largest comes last
     for result in results:
         reference = references.get((result["point"], result["seed"]))
         for name, ce in result[split]["scores"].items():
@@ -239,6 +241,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value ...")
     parser.add_argument("--grid", nargs="*", default=[], help="section.key=a,b,c ...")
+    parser.add_argument(
+        "--choose", action="store_true", help="take each kind's best point of the grid on valid"
+    )
     parser.add_argument("--only", default="", help="only variants whose name starts so")
     parser.add_argument("--data", default="", help="corpus to score on; default: the config's")
     parser.add_argument("--splits", nargs="+", default=["valid", "test"])
@@ -250,48 +255,76 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+class Bench:
+    """Trains and scores runs one after another; every score is on disk before the next run."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.out: Path = args.json or args.out / "quality.json"
+        self.report: dict[str, Any] = {**provenance(), "results": []}
+
+    def measure(self, found: list[Variant], seeds: list[int]) -> list[dict[str, Any]]:
+        return [self._measure(variant, seed) for seed in seeds for variant in found]
+
+    def _measure(self, variant: Variant, seed: int) -> dict[str, Any]:
+        args = self.args
+        slug = re.sub(r"[^a-z0-9.=]+", "-", f"{variant.name}-seed-{seed}".lower())
+        settings = [*variant.settings, f"train.seed={seed}"]
+
+        def train(block: int) -> None:
+            line = train_unit(args.config, settings, block, args.out / slug, args.jobs == 1)
+            print(f"{variant.name}, seed {seed}, unit {block}: {line}", flush=True)
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(train, range(variant.units)))
+        result = {
+            "variant": variant.name,
+            "point": variant.point,
+            "seed": seed,
+            "settings": settings,
+            **score(args.out / slug, args.data, args.splits, args.windows),
+        }
+        self.report["results"].append(result)
+        self.out.write_text(json.dumps(self.report, indent=1))
+        return result
+
+
+def choose(bench: Bench, found: list[Variant], seeds: list[int]) -> list[dict[str, Any]]:
+    """Each kind of model at the grid point that suits it best on valid with the first seed; the
+    other seeds at that point alone. All kinds are tuned alike, and test plays no part."""
+    tried = bench.measure(found, seeds[:1])
+    best: dict[str, dict[str, Any]] = {}
+    for result in tried:
+        kind = result["variant"].removesuffix(result["point"])
+        if kind not in best or default_ce(result) < default_ce(best[kind]):
+            best[kind] = result
+    names = {result["variant"] for result in best.values()}
+    picked = [variant for variant in found if variant.name in names]
+    results = [*best.values(), *bench.measure(picked, seeds[1:])]
+    return [{**result, "point": "chosen"} for result in results]
+
+
+def default_ce(result: dict[str, Any]) -> float:
+    scores: dict[str, float] = result["valid"]["scores"]
+    return scores.get("mean product", scores.get(REFERENCE_READING, math.inf))
+
+
 def main() -> None:
     args = parse()
     if args.worker is not None:
         print(worker(args.config, args.set, args.worker, args.out))
         return
     started = time.perf_counter()
+    args.out.mkdir(parents=True, exist_ok=True)
     grid = {key: values.split(",") for key, _, values in (g.partition("=") for g in args.grid)}
-    chosen = [v for v in variants(args.config, args.set, grid) if v.name.startswith(args.only)]
-    plan = [(variant, seed) for seed in args.seeds for variant in chosen]
-    folders = {
-        (variant.name, seed): args.out / f"run-{index}-seed-{seed}"
-        for index, (variant, seed) in enumerate(plan)
-    }
-    units = [(variant, seed, block) for variant, seed in plan for block in range(variant.units)]
-
-    def train(unit: tuple[Variant, int, int]) -> None:
-        variant, seed, block = unit
-        settings = [*variant.settings, f"train.seed={seed}"]
-        folder = folders[variant.name, seed]
-        line = train_unit(args.config, settings, block, folder, alone=args.jobs == 1)
-        print(f"{variant.name}, seed {seed}, unit {block}: {line}", flush=True)
-
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(train, units))
-    results = [
-        {
-            "variant": variant.name,
-            "point": variant.point,
-            "seed": seed,
-            "settings": list(variant.settings),
-            **score(folders[variant.name, seed], args.data, args.splits, args.windows),
-        }
-        for variant, seed in plan
-    ]
-    report = {**provenance(), "seeds": args.seeds, "results": results}
-    out = args.json or args.out / "quality.json"
-    out.write_text(json.dumps(report, indent=1))
+    found = [v for v in variants(args.config, args.set, grid) if v.name.startswith(args.only)]
+    bench = Bench(args)
+    results = choose(bench, found, args.seeds) if args.choose else bench.measure(found, args.seeds)
     for split in args.splits:
         print("\n".join(table(results, split)), end="\n\n")
     print(data_seen(args.config, args.set))
-    print(", ".join(f"{key} {report[key]}" for key in ("commit", "device", "torch")))
-    print(f"seeds {args.seeds}, {time.perf_counter() - started:.0f} s, details in {out}")
+    print(", ".join(f"{key} {bench.report[key]}" for key in ("commit", "device", "torch")))
+    print(f"seeds {args.seeds}, {time.perf_counter() - started:.0f} s, details in {bench.out}")
 
 
 if __name__ == "__main__":

@@ -135,14 +135,14 @@ def _show(
     layers, count, depth = config.model.layers, config.units, config.unit_layers
     rows = [
         (f"end-to-end, {layers} layers", twin["parameters"], twin["ce"]),
-        (f"end-to-end, {depth} layers (one block's depth)", shallow["parameters"], shallow["ce"]),
+        (f"end-to-end, {depth} layers (as one block)", shallow["parameters"], shallow["ce"]),
         (
-            f"{count} blocks x {depth} layers, product of all blocks",
+            f"{count} blocks x {depth} layers, product",
             blocks["parameters"],
             blocks["ce"],
         ),
         (
-            f"{count} blocks x {depth} layers, the paper's inference",
+            f"{count} blocks x {depth} layers, paper's inference",
             blocks["parameters"],
             blocks["readings"]["noise start, final"],
         ),

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -31,6 +32,34 @@ def test_a_grid_gives_every_kind_at_every_point(quality):
         "blocks, 2 x 6 layers, model.blocks=2", "blocks, 6 x 2 layers, model.blocks=6",
     ]  # fmt: skip
     assert all("model.dropout=0.1" in v.settings for v in found)
+
+
+def test_every_kind_is_tuned_alike_on_valid(quality):
+    """The best point differs by kind; only the first seed tries them all; test plays no part."""
+    found = quality.variants(CONFIG, [], {"model.dropout": ["0.0", "0.1"]})
+    valid = {
+        "end-to-end, 12 layers, model.dropout=0.1": 1.0,
+        "blocks, 4 x 3 layers, model.dropout=0.0": 1.0,
+    }
+
+    class Recorded:
+        asked: ClassVar[list] = []
+
+        def measure(self, variants: list, seeds: list[int]) -> list[dict]:
+            self.asked += [(v.name, seed) for seed in seeds for v in variants]
+            return [
+                {"variant": v.name, "point": v.point, "seed": seed,
+                 "valid": {"scores": {"none final": valid.get(v.name, 2.0)}}}
+                for seed in seeds for v in variants
+            ]  # fmt: skip
+
+    results = quality.choose(Recorded(), found, [0, 1, 2])
+    names = {r["variant"] for r in results}
+    assert "end-to-end, 12 layers, model.dropout=0.1" in names
+    assert "blocks, 4 x 3 layers, model.dropout=0.0" in names
+    assert len(names) == 3
+    assert len(results) == 9
+    assert len(Recorded.asked) == 6 + 2 * 3
 
 
 def test_gaps_are_paired_by_seed(quality):

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Every table of docs/RESULTS.md, by name, on the device at hand:
+#
+#   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive
+#
+# DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. Needs only
+# torch, numpy, safetensors and filelock. A part that was stopped goes on when called again.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+data=$(realpath "$1") out=$2
+shift 2
+mkdir -p "$out"
+export PYTHONPATH=src PYTHONUNBUFFERED=1 BLOCKTRAIN_CACHE=${BLOCKTRAIN_CACHE:-$out/cache}
+runs=${RUNS:-$out/runs}
+
+quality() { # NAME CONFIG SOURCE OPTIONS...
+  local name=$1 config=$2 source=$3
+  shift 3
+  python3 bench/quality.py --config "configs/$config.toml" --out "$runs/$name" \
+    --json "$out/$name.json" --set "data.source=text:$data/$source" train.save_every=100000 "$@" |
+    tee "$out/$name.log"
+}
+
+for part in "$@"; do
+  case $part in
+    small) quality small wikitext2-small 'wikitext-2/*.txt' --seeds 0 1 2 ;;
+    38m) quality 38m wikitext2-38m 'wikitext-2/*.txt' --seeds 0 1 2 \
+      --grid model.dropout=0.0,0.1 --choose ;;
+    wikipedia) quality wikipedia wikipedia-38m 'wikipedia/*' --splits valid ;;
+    leak) quality leak wikitext2-small 'wikitext-2/*.txt' --only blocks --splits test \
+      --grid objective.sigma_min=0.1,0.5,1.0,2.0 ;;
+    counts) quality counts wikitext2-small 'wikitext-2/*.txt' model.layers=12 --splits test \
+      --only blocks --grid model.blocks=2,4,6,12 ;;
+    adaptive) quality adaptive wikitext2-small 'wikitext-2/*.txt' --only blocks --splits test \
+      --grid objective.partition=lognormal,adaptive ;;
+    speed | memory) python3 "bench/$part.py" --config configs/wikitext2-38m.toml --out "$out" |
+      tee "$out/$part.log" ;;
+    *) echo "no part named $part" >&2 && exit 2 ;;
+  esac
+done
