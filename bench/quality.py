@@ -105,7 +105,8 @@ def worker(config_path: Path, settings: list[str], block: int, run_dir: Path) ->
     from blocktrain.train.session import open_session
 
     started = time.perf_counter()
-    torch.compiler.reset()  # every model compiles afresh, so none hits the recompile limit
+    # Models of one shape share compiled code; past the limit others would silently run uncompiled.
+    torch._dynamo.config.recompile_limit = 64
     session = open_session(load_config(config_path, settings), run_dir)
     rates: list[float] = []
     session.train_in_turn([block], lambda p: rates.append(p.bytes_per_s), lambda: False)

@@ -8,7 +8,7 @@ Shapes: S streams (clean first), B batch, T positions, D width, E target dimensi
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from blocktrain.config import ModelConfig, ObjectiveConfig
 from blocktrain.core.noise import Preconditioning
 from blocktrain.core.vocabulary import BYTES, IDS
-from blocktrain.model.kv_cache import BlockCache
+from blocktrain.model.kv_cache import BlockCache, LayerCache
 from blocktrain.model.layer import (
     MODULATIONS,
     Context,
@@ -90,6 +90,10 @@ class ContextReader(nn.Module):
             for _ in range(layers)
         )
 
+    @property
+    def typed_layers(self) -> list[Layer]:
+        return cast("list[Layer]", list(self.layers))
+
     def new_cache(self) -> BlockCache:
         return BlockCache(len(self.layers))
 
@@ -108,6 +112,30 @@ class ContextReader(nn.Module):
         return function(*inputs)
 
 
+def _causal_step(layer: Layer, x_SBTD: Tensor, by: Rotation, memory: LayerCache | None) -> Tensor:
+    h = rms_norm(x_SBTD)
+    out: Tensor = layer(x_SBTD, h, layer.context(h[0], by, memory), by)
+    return out
+
+
+def _two_stream_step(
+    layer: Layer, x_SBTD: Tensor, by: Rotation, modulation: tuple[Tensor, ...]
+) -> Tensor:
+    h = rms_norm(x_SBTD)
+    out: Tensor = layer(x_SBTD, h, layer.context(h[0], by), by, modulation)
+    return out
+
+
+def _last_step(
+    layer: Layer, x_SBTD: Tensor, by: Rotation, modulation: tuple[Tensor, ...]
+) -> Tensor:
+    """In the last layer the clean stream is needed for its keys and values alone."""
+    h = rms_norm(x_SBTD)
+    noisy = tuple(part[1:] for part in modulation)
+    out: Tensor = layer(x_SBTD[1:], h[1:], layer.context(h[0], by), by, noisy)
+    return out
+
+
 class CausalBlock(ContextReader):
     """An ordinary causal language model over bytes."""
 
@@ -120,15 +148,9 @@ class CausalBlock(ContextReader):
         start = cache.length if cache else 0
         by = self.rotation(start, ids_BT.size(1), ids_BT.device)
         x = self.embedded(ids_BT)[None]
-        for index, layer in enumerate(self.layers):
-            memory = cache.layers[index] if cache else None
-
-            def step(x: Tensor, layer: nn.Module = layer, memory: object = memory) -> Tensor:
-                h = rms_norm(x)
-                out: Tensor = layer(x, h, layer.context(h[0], by, memory), by)  # type: ignore[operator]
-                return out
-
-            x = self.apply_layer(step, x)
+        memories = cache.layers if cache else [None] * len(self.layers)
+        for layer, memory in zip(self.typed_layers, memories, strict=True):
+            x = self.apply_layer(_causal_step, layer, x, by, memory)
         logits: Tensor = self.head(rms_norm(x[0]))
         return CAUSAL_GAIN * logits.float()
 
@@ -161,23 +183,10 @@ class DenoisingBlock(ContextReader):
         clean = self.embedded(ids_BT)
         x = torch.stack([clean, self._start(clean, z_BTE, level, table_VE)])
         modulations = self._modulations(level, streams=2)
-        for index, (layer, modulation) in enumerate(zip(self.layers, modulations, strict=True)):
-            # In the last layer the clean stream is needed for its keys and values alone.
-            keep = slice(1, None) if index == len(self.layers) - 1 else slice(None)
-
-            def step(
-                x: Tensor,
-                *modulation: Tensor,
-                layer: nn.Module = layer,
-                keep: slice = keep,
-            ) -> Tensor:
-                h = rms_norm(x)
-                context = layer.context(h[0], by)  # type: ignore[operator]
-                kept = tuple(m[keep] for m in modulation)
-                out: Tensor = layer(x[keep], h[keep], context, by, kept)
-                return out
-
-            x = self.apply_layer(step, x, *modulation)
+        *before, last = zip(self.typed_layers, modulations, strict=True)
+        for layer, modulation in before:
+            x = self.apply_layer(_two_stream_step, layer, x, by, modulation)
+        x = self.apply_layer(_last_step, last[0], x, by, last[1])
         return self._logits(x[-1], z_BTE, level, table_VE)
 
     def read_context(self, ids_BT: Tensor, cache: BlockCache | None = None) -> "BlockContext":
@@ -186,13 +195,13 @@ class DenoisingBlock(ContextReader):
         by = self.rotation(start, ids_BT.size(1), ids_BT.device)
         clean = self.embedded(ids_BT)
         contexts: list[Context] = []
+        memories = cache.layers if cache else [None] * len(self.layers)
         x = clean[None]
-        for index, layer in enumerate(self.layers):
+        for layer, memory in zip(self.typed_layers, memories, strict=True):
             h = rms_norm(x)
-            context = layer.context(h[0], by, cache.layers[index] if cache else None)  # type: ignore[operator]
-            contexts.append(context)
-            if index < len(self.layers) - 1:
-                x = layer(x, h, context, by)
+            contexts.append(layer.context(h[0], by, memory))
+            if len(contexts) < len(self.layers):
+                x = layer(x, h, contexts[-1], by)
         return BlockContext(clean, contexts, by)
 
     def denoise(
@@ -201,7 +210,9 @@ class DenoisingBlock(ContextReader):
         """The noisy stream alone, over a context read before."""
         x = self._start(context.clean_BTD, z_BTE, level, table_VE)[None]
         modulations = self._modulations(level, streams=1)
-        for layer, modulation, memory in zip(self.layers, modulations, context.layers, strict=True):
+        for layer, modulation, memory in zip(
+            self.typed_layers, modulations, context.layers, strict=True
+        ):
             x = layer(x, rms_norm(x), memory, context.by, modulation)
         return self._logits(x[0], z_BTE, level, table_VE)
 
