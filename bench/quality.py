@@ -99,14 +99,12 @@ def train_unit(config: Path, settings: list[str], block: int, run_dir: Path, alo
 
 def worker(config_path: Path, settings: list[str], block: int, run_dir: Path) -> str:
     """Train one unit, or find it trained already."""
-    import torch
-
     from blocktrain.config import load_config
     from blocktrain.train.session import open_session
+    from contenders import refuse_eager_fallback
 
     started = time.perf_counter()
-    # Models of one shape share compiled code; past the limit others would silently run uncompiled.
-    torch._dynamo.config.recompile_limit = 64
+    refuse_eager_fallback()
     session = open_session(load_config(config_path, settings), run_dir)
     rates: list[float] = []
     session.train_in_turn([block], lambda p: rates.append(p.bytes_per_s), lambda: False)
