@@ -19,6 +19,16 @@ class Compute:
             return f"{torch.cuda.get_device_name(self.device)}, {kind}"
         return f"{self.device.type}, {torch.get_num_threads()} threads, {kind}"
 
+    def seed(self, seed: int) -> None:
+        """Seed the device's own generator. torch.manual_seed seeds every device there could be,
+        which costs more than a small model's forward pass."""
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+        elif self.device.type == "mps":
+            torch.mps.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+
 
 def resolve(device: str, precision: str) -> Compute:
     chosen = _device(device)

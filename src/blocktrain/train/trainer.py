@@ -116,7 +116,7 @@ class BlockTrainer:
         """One optimizer step; every random draw in it comes from its own number."""
         seed = mixed_seed(self.config.train.seed, self.block, STEP_STREAM, self.step)
         batch = self.objective.prepare(self.windows[self.step], seed)
-        torch.manual_seed(seed)
+        self.compute.seed(seed)
         self._lr.fill_(learning_rate(self.step, self.config.train))
         batch = batch.to(self.compute.device)
         if self._graph:
