@@ -4,7 +4,8 @@ The clean stream holds the context and alone writes keys and values; every strea
 to them under the same causal mask. Knows nothing of sigma beyond a modulation handed in, and
 nothing of blocks.
 
-Shapes: S streams (clean first), B batch, T positions, D width, H heads, K = D / H.
+Shapes: S streams (clean first), B batch, T positions, D width, H heads, K = D / H,
+R = K / 2 rotated pairs.
 """
 
 from typing import NamedTuple
@@ -21,8 +22,8 @@ MODULATIONS = 6  # shift, scale and gate, for the attention and for the MLP
 class Rotation(NamedTuple):
     """Cosines and sines of the rotary embedding for the positions at hand."""
 
-    cos_TK: Tensor
-    sin_TK: Tensor
+    cos_TR: Tensor
+    sin_TR: Tensor
 
 
 class Context(NamedTuple):
@@ -58,14 +59,13 @@ def rotation(head_width: int, positions: Tensor, dtype: torch.dtype) -> Rotation
         torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width
     )
     angles = positions.float()[:, None] * frequencies[None, :]
-    angles = torch.cat([angles, angles], dim=-1)
     return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def rotate(x_NTHK: Tensor, by: Rotation) -> Tensor:
+    cos, sin = by.cos_TR[:, None, :], by.sin_TR[:, None, :]
     first, second = x_NTHK.chunk(2, dim=-1)
-    swapped = torch.cat([-second, first], dim=-1)
-    return x_NTHK * by.cos_TK[:, None, :] + swapped * by.sin_TK[:, None, :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class SwiGLU(nn.Module):
