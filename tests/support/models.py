@@ -33,9 +33,9 @@ def leak(stack: Stack) -> Stack:
     """Remove the causal mask from every layer: the positive control of the perturbation test."""
     for block in stack.blocks:
         for layer in block.layers:  # type: ignore[union-attr]
-            layer.context = MethodType(_open_context, layer)
+            layer._context = MethodType(_open_context, layer)
     return stack
 
 
 def _open_context(layer: Layer, *arguments: object) -> Context:
-    return Layer.context(layer, *arguments)._replace(causal=False)  # type: ignore[arg-type]
+    return Layer._context(layer, *arguments)._replace(causal=False)  # type: ignore[arg-type]

@@ -4,11 +4,11 @@ Both read bytes through a context embedding of their own and predict the next by
 block is an ordinary language model. A denoising block also reads a noisy target z at a noise
 level sigma, in a second stream that the clean stream never sees. Knows nothing of losses.
 
-Shapes: S streams (clean first), B batch, T positions, D width, E target dimensions, V bytes.
+Shapes: B batch, T positions, D width, E target dimensions, V bytes.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from blocktrain.model.layer import (
     rms_norm,
     rotation,
 )
+
+T = TypeVar("T")
+Modulation = tuple[Tensor, ...]
 
 SIGMA_FEATURES = 32
 EMBED_STD = 0.1
@@ -105,35 +108,29 @@ class ContextReader(nn.Module):
         positions = torch.arange(start, start + length, device=device)
         return rotation(self.head_width, positions, self.compute_dtype)
 
-    def apply_layer(self, function: Callable[..., Tensor], *inputs: object) -> Tensor:
+    def apply_layer(self, function: Callable[..., T], *inputs: object) -> T:
         if self.recompute and self.training:
-            out: Tensor = checkpoint(function, *inputs, use_reentrant=False)
+            out: T = checkpoint(function, *inputs, use_reentrant=False)
             return out
         return function(*inputs)
 
 
-def _causal_step(layer: Layer, x_SBTD: Tensor, by: Rotation, memory: LayerCache | None) -> Tensor:
-    h = rms_norm(x_SBTD)
-    out: Tensor = layer(x_SBTD, h, layer.context(h[0], by, memory), by)
-    return out
+def _causal_step(layer: Layer, x_BTD: Tensor, by: Rotation, memory: LayerCache | None) -> Tensor:
+    return layer.clean(x_BTD, by, memory)[0]
 
 
 def _two_stream_step(
-    layer: Layer, x_SBTD: Tensor, by: Rotation, modulation: tuple[Tensor, ...]
-) -> Tensor:
-    h = rms_norm(x_SBTD)
-    out: Tensor = layer(x_SBTD, h, layer.context(h[0], by), by, modulation)
-    return out
+    layer: Layer, clean_BTD: Tensor, noisy_BTD: Tensor, by: Rotation, modulation: Modulation
+) -> tuple[Tensor, Tensor]:
+    clean, context = layer.clean(clean_BTD, by)
+    return clean, layer.noisy(noisy_BTD, context, by, modulation)
 
 
 def _last_step(
-    layer: Layer, x_SBTD: Tensor, by: Rotation, modulation: tuple[Tensor, ...]
+    layer: Layer, clean_BTD: Tensor, noisy_BTD: Tensor, by: Rotation, modulation: Modulation
 ) -> Tensor:
     """In the last layer the clean stream is needed for its keys and values alone."""
-    h = rms_norm(x_SBTD)
-    noisy = tuple(part[1:] for part in modulation)
-    out: Tensor = layer(x_SBTD[1:], h[1:], layer.context(h[0], by), by, noisy)
-    return out
+    return layer.noisy(noisy_BTD, layer.offer(clean_BTD, by), by, modulation)
 
 
 class CausalBlock(ContextReader):
@@ -147,11 +144,11 @@ class CausalBlock(ContextReader):
         """Logits of the next byte at every position; a cache continues what it holds."""
         start = cache.length if cache else 0
         by = self.rotation(start, ids_BT.size(1), ids_BT.device)
-        x = self.embedded(ids_BT)[None]
+        x = self.embedded(ids_BT)
         memories = cache.layers if cache else [None] * len(self.layers)
         for layer, memory in zip(self.typed_layers, memories, strict=True):
             x = self.apply_layer(_causal_step, layer, x, by, memory)
-        logits: Tensor = self.head(rms_norm(x[0]))
+        logits: Tensor = self.head(rms_norm(x))
         return CAUSAL_GAIN * logits.float()
 
 
@@ -181,40 +178,37 @@ class DenoisingBlock(ContextReader):
         """Logits of the next byte at every position, both streams in one pass."""
         by = self.rotation(0, ids_BT.size(1), ids_BT.device)
         clean = self.embedded(ids_BT)
-        x = torch.stack([clean, self._start(clean, z_BTE, level, table_VE)])
-        modulations = self._modulations(level, streams=2)
-        *before, last = zip(self.typed_layers, modulations, strict=True)
+        noisy = self._start(clean, z_BTE, level, table_VE)
+        *before, last = zip(self.typed_layers, self._modulations(level), strict=True)
         for layer, modulation in before:
-            x = self.apply_layer(_two_stream_step, layer, x, by, modulation)
-        x = self.apply_layer(_last_step, last[0], x, by, last[1])
-        return self._logits(x[-1], z_BTE, level, table_VE)
+            clean, noisy = self.apply_layer(_two_stream_step, layer, clean, noisy, by, modulation)
+        noisy = self.apply_layer(_last_step, last[0], clean, noisy, by, last[1])
+        return self._logits(noisy, z_BTE, level, table_VE)
 
     def read_context(self, ids_BT: Tensor, cache: BlockCache | None = None) -> "BlockContext":
         """The clean stream alone: everything later noise draws need from the context."""
         start = cache.length if cache else 0
         by = self.rotation(start, ids_BT.size(1), ids_BT.device)
-        clean = self.embedded(ids_BT)
+        embedded = x = self.embedded(ids_BT)
         contexts: list[Context] = []
         memories = cache.layers if cache else [None] * len(self.layers)
-        x = clean[None]
-        for layer, memory in zip(self.typed_layers, memories, strict=True):
-            h = rms_norm(x)
-            contexts.append(layer.context(h[0], by, memory))
-            if len(contexts) < len(self.layers):
-                x = layer(x, h, contexts[-1], by)
-        return BlockContext(clean, contexts, by)
+        *before, last = zip(self.typed_layers, memories, strict=True)
+        for layer, memory in before:
+            x, context = layer.clean(x, by, memory)
+            contexts.append(context)
+        contexts.append(last[0].offer(x, by, last[1]))
+        return BlockContext(embedded, contexts, by)
 
     def denoise(
         self, context: "BlockContext", z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor
     ) -> Tensor:
         """The noisy stream alone, over a context read before."""
-        x = self._start(context.clean_BTD, z_BTE, level, table_VE)[None]
-        modulations = self._modulations(level, streams=1)
+        x = self._start(context.clean_BTD, z_BTE, level, table_VE)
         for layer, modulation, memory in zip(
-            self.typed_layers, modulations, context.layers, strict=True
+            self.typed_layers, self._modulations(level), context.layers, strict=True
         ):
-            x = layer(x, rms_norm(x), memory, context.by, modulation)
-        return self._logits(x[0], z_BTE, level, table_VE)
+            x = layer.noisy(x, memory, context.by, modulation)
+        return self._logits(x, z_BTE, level, table_VE)
 
     def _start(
         self, clean_BTD: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor
@@ -223,19 +217,16 @@ class DenoisingBlock(ContextReader):
         noisy: Tensor = self.target_in(seen_BTV.to(self.compute_dtype))
         return clean_BTD + noisy
 
-    def _modulations(self, level: NoiseLevel, streams: int) -> list[tuple[Tensor, ...]]:
-        """Per layer: six S x B x 1 x D tensors, zero for the clean stream."""
+    def _modulations(self, level: NoiseLevel) -> list[Modulation]:
+        """Per layer: six B x 1 x D tensors that depend on sigma alone."""
         frequencies = torch.arange(1, SIGMA_FEATURES // 2 + 1, device=level.c_noise_B.device)
         angles = level.c_noise_B[:, None] * frequencies * torch.pi
         features = torch.cat([angles.cos(), angles.sin()], dim=-1)
         hidden = nn.functional.silu(self.sigma_in(features))
-        result = []
-        for modulate in self.modulate:
-            noisy = modulate(hidden)[None, :, None, :].to(self.compute_dtype)
-            clean = torch.zeros_like(noisy)
-            both = torch.cat([clean, noisy]) if streams == 2 else noisy
-            result.append(both.chunk(MODULATIONS, dim=-1))
-        return result
+        return [
+            modulate(hidden)[:, None, :].to(self.compute_dtype).chunk(MODULATIONS, dim=-1)
+            for modulate in self.modulate
+        ]
 
     def _logits(self, n_BTD: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor) -> Tensor:
         f_BTE = DENOISING_GAIN * self.target_out(rms_norm(n_BTD)).float() @ table_VE

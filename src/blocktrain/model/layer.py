@@ -1,11 +1,10 @@
-"""One Transformer layer that serves a clean stream and a noisy stream at once.
+"""One Transformer layer that serves a clean stream and a noisy stream.
 
-The clean stream holds the context and alone writes keys and values; every stream sends queries
-to them under the same causal mask. Knows nothing of sigma beyond a modulation handed in, and
-nothing of blocks.
+The clean stream holds the context; its step is an ordinary causal layer, and it alone writes keys
+and values. The noisy stream sends queries to them under the same causal mask, through the same
+weights. Knows nothing of sigma beyond a modulation handed in, and nothing of blocks.
 
-Shapes: S streams (clean first), B batch, T positions, D width, H heads, K = D / H,
-R = K / 2 rotated pairs.
+Shapes: B batch, T positions, D width, H heads, K = D / H, R = K / 2 rotated pairs.
 """
 
 from typing import NamedTuple
@@ -27,7 +26,7 @@ class Rotation(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What the clean stream offers the others at one layer."""
+    """What the clean stream offers the noisy one at one layer."""
 
     k_BHTK: Tensor
     v_BHTK: Tensor
@@ -49,6 +48,10 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
+    def rows(self, x: Tensor, chosen: slice) -> Tensor:
+        """Some of the outputs alone."""
+        return F.linear(x, self.weight[chosen].to(x.dtype))
+
 
 def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
@@ -62,9 +65,9 @@ def rotation(head_width: int, positions: Tensor, dtype: torch.dtype) -> Rotation
     return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
-def rotate(x_NTHK: Tensor, by: Rotation) -> Tensor:
+def rotate(x_BTHK: Tensor, by: Rotation) -> Tensor:
     cos, sin = by.cos_TR[:, None, :], by.sin_TR[:, None, :]
-    first, second = x_NTHK.chunk(2, dim=-1)
+    first, second = x_BTHK.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
@@ -104,8 +107,7 @@ class Layer(nn.Module):
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        self.q = Linear(width, width)
-        self.kv = Linear(width, 2 * width)
+        self.qkv = Linear(width, 3 * width)
         self.out = Linear(width, width, zero=True)
         hidden = int(width * mlp_ratio)
         self.mlp: nn.Module = (
@@ -113,54 +115,65 @@ class Layer(nn.Module):
         )
         self.taps = nn.Parameter(torch.zeros(taps, width)) if taps else None
 
-    def context(self, h_BTD: Tensor, by: Rotation, cache: LayerCache | None = None) -> Context:
-        """Keys, values and local mix of the clean stream; a cache adds the positions before."""
-        local = self._local_mix(h_BTD, cache)
-        mixed = h_BTD + local
-        k, v = self.kv(mixed).chunk(2, dim=-1)
-        k = rotate(rms_norm(self._split(k)), by).transpose(1, 2)
-        v = self._split(v).transpose(1, 2)
-        if cache is None:
-            return Context(k, v, local, True, None)
-        past = cache.length
-        k, v = cache.append(k, v)
-        new = h_BTD.size(1)
-        mask = None
-        if past and new > 1:
-            mask = torch.ones(new, past + new, dtype=torch.bool, device=k.device).tril(past)
-        return Context(k, v, local, past == 0, mask)
+    def clean(
+        self, x_BTD: Tensor, by: Rotation, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Context]:
+        """The clean stream's step, and what it offers; a cache adds the positions before."""
+        h = rms_norm(x_BTD)
+        local = self._local_mix(h, cache)
+        q, k, v = self.qkv(h + local).chunk(3, dim=-1)
+        context = self._context(k, v, local, by, cache)
+        x = x_BTD + self._drop(self._attend(q, context, by))
+        return x + self._drop(self.mlp(rms_norm(x))), context
 
-    def forward(
-        self,
-        x_SBTD: Tensor,
-        h_SBTD: Tensor,
-        context: Context,
-        by: Rotation,
-        modulation_SB1D: tuple[Tensor, ...] | None = None,
+    def offer(self, x_BTD: Tensor, by: Rotation, cache: LayerCache | None = None) -> Context:
+        """The context alone, where nothing will read the clean stream any more."""
+        width = x_BTD.size(-1)
+        h = rms_norm(x_BTD)
+        local = self._local_mix(h, cache)
+        k, v = self.qkv.rows(h + local, slice(width, None)).chunk(2, dim=-1)
+        return self._context(k, v, local, by, cache)
+
+    def noisy(
+        self, x_BTD: Tensor, context: Context, by: Rotation, modulation_B1D: tuple[Tensor, ...]
     ) -> Tensor:
-        """Advance the streams: attend to the context, then the MLP. h is the normed x."""
-        h = h_SBTD + context.local_BTD
-        if modulation_SB1D is None:
-            x = x_SBTD + self._drop(self._attend(h, context, by))
-            return x + self._drop(self.mlp(rms_norm(x)))
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation_SB1D
-        attended = self._attend(h * (1 + scale_a) + shift_a, context, by)
-        x = x_SBTD + self._drop(attended) * (1 + gate_a)
+        """The noisy stream's step: modulated by sigma, reading the context, writing nothing."""
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation_B1D
+        h = (rms_norm(x_BTD) + context.local_BTD) * (1 + scale_a) + shift_a
+        q = self.qkv.rows(h, slice(0, x_BTD.size(-1)))
+        x = x_BTD + self._drop(self._attend(q, context, by)) * (1 + gate_a)
         mlp: Tensor = self.mlp(rms_norm(x) * (1 + scale_m) + shift_m)
         return x + self._drop(mlp) * (1 + gate_m)
 
-    def _attend(self, h_SBTD: Tensor, context: Context, by: Rotation) -> Tensor:
-        streams, batch, length, width = h_SBTD.shape
-        q = self._split(self.q(h_SBTD.reshape(streams * batch, length, width)))
-        q = rotate(rms_norm(q), by).transpose(1, 2)
-        k, v = context.k_BHTK, context.v_BHTK
-        if streams > 1:  # every stream reads the same keys: one call, stacked along the batch
-            k, v = k.repeat(streams, 1, 1, 1), v.repeat(streams, 1, 1, 1)
+    def _context(
+        self,
+        k_BTD: Tensor,
+        v_BTD: Tensor,
+        local_BTD: Tensor | float,
+        by: Rotation,
+        cache: LayerCache | None,
+    ) -> Context:
+        k = rotate(rms_norm(self._split(k_BTD)), by).transpose(1, 2)
+        v = self._split(v_BTD).transpose(1, 2)
+        if cache is None:
+            return Context(k, v, local_BTD, True, None)
+        past, new = cache.length, k.size(2)
+        k, v = cache.append(k, v)
+        mask = None
+        if past and new > 1:
+            mask = torch.ones(new, past + new, dtype=torch.bool, device=k.device).tril(past)
+        return Context(k, v, local_BTD, past == 0, mask)
+
+    def _attend(self, q_BTD: Tensor, context: Context, by: Rotation) -> Tensor:
+        q = rotate(rms_norm(self._split(q_BTD)), by).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=context.mask_QT, is_causal=context.causal and length > 1
+            q,
+            context.k_BHTK,
+            context.v_BHTK,
+            attn_mask=context.mask_QT,
+            is_causal=context.causal and q_BTD.size(1) > 1,
         )
-        mixed = mixed.transpose(1, 2).reshape(streams, batch, length, width)
-        out: Tensor = self.out(mixed)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(q_BTD.shape))
         return out
 
     def _local_mix(self, h_BTD: Tensor, cache: LayerCache | None) -> Tensor | float:
@@ -179,8 +192,8 @@ class Layer(nn.Module):
             mix = mix + taps[back - 1] * padded[:, count - back : count - back + length]
         return mix
 
-    def _split(self, x_NTD: Tensor) -> Tensor:
-        return x_NTD.view(*x_NTD.shape[:-1], self.heads, x_NTD.size(-1) // self.heads)
+    def _split(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.view(*x_BTD.shape[:-1], self.heads, x_BTD.size(-1) // self.heads)
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)
