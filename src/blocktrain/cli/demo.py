@@ -142,7 +142,7 @@ def _show(
             blocks["ce"],
         ),
         (
-            f"{count} blocks x {depth} layers, paper's inference",
+            f"{count} blocks x {depth} layers, as in the paper",
             blocks["parameters"],
             blocks["readings"]["noise start, final"],
         ),
