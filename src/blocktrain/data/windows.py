@@ -5,12 +5,12 @@ permutation computes which window comes n-th. Each epoch has its own order and i
 Evaluation takes non-overlapping windows from the start of a split.
 """
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from blocktrain.core.seeds import mixed_seed
 from blocktrain.core.vocabulary import BOS
 from blocktrain.data.corpus import Bytes
 
@@ -18,12 +18,6 @@ Ids = npt.NDArray[np.int16]
 Indices = npt.NDArray[np.uint64]
 
 FEISTEL_ROUNDS = 4
-
-
-def mixed_seed(*parts: int) -> int:
-    """One 63-bit seed out of several numbers; different numbers give unrelated seeds."""
-    text = ",".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from blocktrain.core import readout
+from blocktrain.core.seeds import mixed_seed
 from blocktrain.core.vocabulary import BOS
 from blocktrain.model.stack import Stack
+
+NOISE_STREAM, CHOICE_STREAM = 1, 2
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,8 @@ def generate(stack: Stack, prompt: bytes, count: int, sampling: Sampling) -> Ite
         ids = torch.tensor([fresh], device=stack.device)
         # Only the newest position is read, and the noisy stream of the others leaves no trace.
         z = stack.starting_point("mean", ids.shape)
-        z[:, -1:] = stack.starting_point(
-            sampling.start, torch.Size([1, 1]), noise_seed(sampling.seed, len(text))
-        )
+        seed = mixed_seed(sampling.seed, len(text), NOISE_STREAM)
+        z[:, -1:] = stack.starting_point(sampling.start, torch.Size([1, 1]), seed)
         blocks = stack.advance(ids, caches, z)
         name = sampling.readout if len(blocks) > 1 else "final"
         log_probs = readout.read(name, [block[:, -1] for block in blocks])[0]
@@ -53,12 +55,6 @@ def pick(log_probs: Tensor, temperature: float, seed: int, position: int) -> int
     """Sample by the Gumbel trick with noise fixed by (seed, position); temperature 0 is greedy."""
     if temperature == 0.0:
         return int(log_probs.argmax())
-    draws = np.random.Generator(np.random.Philox(key=[seed, position]))
+    draws = np.random.Generator(np.random.Philox(mixed_seed(seed, position, CHOICE_STREAM)))
     gumbel = torch.from_numpy(draws.gumbel(size=log_probs.size(-1)))
     return int((log_probs.cpu().double() / temperature + gumbel).argmax())
-
-
-def noise_seed(seed: int, position: int) -> int:
-    """Seed of the noise a position starts from."""
-    draws = np.random.Generator(np.random.Philox(key=[seed, position]))
-    return int(draws.integers(1 << 62))

@@ -22,8 +22,6 @@ from blocktrain.model.block import (
 from blocktrain.model.kv_cache import BlockCache
 from blocktrain.model.targets import target_table
 
-STARTS = ("mean", "noise")
-
 
 def new_block(config: Config) -> CausalBlock | DenoisingBlock:
     """One untrained unit of the run, randomly initialised."""

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from blocktrain.config import Config
 from blocktrain.core import readout
 from blocktrain.core.noise import precondition
+from blocktrain.core.seeds import mixed_seed
 from blocktrain.data.corpus import Bytes
-from blocktrain.data.windows import Ids, evaluation_windows, mixed_seed, shifted
+from blocktrain.data.windows import Ids, evaluation_windows, shifted
 from blocktrain.model.block import NoiseLevel
 from blocktrain.model.stack import Stack
 from blocktrain.model.targets import target_table
@@ -53,9 +54,6 @@ class Evaluation:
     digest: str
     parameters: int
     product_weights: list[float] | None = field(default=None)
-
-    def find(self, start: str, name: str, draws: int = 1) -> Score:
-        return next(s for s in self.scores if (s.start, s.readout, s.draws) == (start, name, draws))
 
     @property
     def default(self) -> Score:
@@ -109,16 +107,17 @@ def solo_ce(config: Config, block: int, module: nn.Module, windows: Bytes) -> fl
     """One block's honest score by itself: asked at its own highest sigma, z at the mean."""
     module.eval()
     device = next(module.parameters()).device
+    target_dim = config.objective.target_dim
+    table = target_table(config.train.seed, target_dim).to(device)
+    sigma = config.partition().owned_range(block)[1]
+    level = precondition(sigma, config.objective.sigma_data)
     total = 0.0
     for batch in _batches(windows):
         ids, targets = to_device(shifted(batch), device), to_device(batch, device)
         if config.objective.kind == "end_to_end":
             logits = module(ids)
         else:
-            sigma = config.partition().owned_range(block)[1]
-            level = precondition(sigma, config.objective.sigma_data)
-            table = target_table(config.train.seed, config.objective.target_dim).to(device)
-            z = torch.zeros(*ids.shape, config.objective.target_dim, device=device)
+            z = torch.zeros(*ids.shape, target_dim, device=device)
             logits = module(ids, z, NoiseLevel.constant(level, len(ids), device), table)
         total += float(
             nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.config import Config
+from blocktrain.core.seeds import mixed_seed
 from blocktrain.data.corpus import Corpus
-from blocktrain.data.windows import TrainingWindows, evaluation_windows, mixed_seed
+from blocktrain.data.windows import TrainingWindows, evaluation_windows
 from blocktrain.errors import DivergedError, RunError
 from blocktrain.model.stack import new_block
 from blocktrain.storage.run_dir import BlockDir, RunDir, Snapshot, Tensors

@@ -11,13 +11,14 @@ from blocktrain.config import Config
 from blocktrain.core import readout
 from blocktrain.data.corpus import Corpus
 from blocktrain.data.windows import evaluation_windows, shifted
-from blocktrain.model.stack import STARTS, Stack
+from blocktrain.model.stack import Stack
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
 from blocktrain.train.trainer import BlockTrainer
 
 UNIFORM = math.log(256)
 KINDS = ["denoise", "end_to_end"]
+STARTS = ["mean", "noise"]
 
 
 def of_kind(config: Config, kind: str) -> Config:

@@ -7,10 +7,16 @@ from tests.support.models import awake_stack
 
 from blocktrain.config import Config
 from blocktrain.core import readout
-from blocktrain.data.windows import mixed_seed, shifted
-from blocktrain.train.evaluate import evaluate, fit_product_weights, solo_ce
+from blocktrain.core.seeds import mixed_seed
+from blocktrain.data.windows import shifted
+from blocktrain.train.evaluate import Evaluation, Score, evaluate, fit_product_weights, solo_ce
 
 WINDOWS = np.random.default_rng(0).integers(97, 123, (6, 32)).astype(np.uint8)
+
+
+def found(evaluation: Evaluation, start: str, name: str, draws: int = 1) -> Score:
+    wanted = (start, name, draws)
+    return next(s for s in evaluation.scores if (s.start, s.readout, s.draws) == wanted)
 
 
 def test_scores_are_the_mean_negative_log_likelihood(config: Config):
@@ -22,16 +28,16 @@ def test_scores_are_the_mean_negative_log_likelihood(config: Config):
         return float(-log_probs.gather(-1, targets).mean())
 
     mean = stack.log_probs(ids)
-    assert evaluation.find("mean", "product").ce == pytest.approx(
+    assert found(evaluation, "mean", "product").ce == pytest.approx(
         ce(readout.product(mean)), rel=1e-5
     )
-    assert evaluation.find("mean", "block 0").ce == pytest.approx(ce(mean[0]), rel=1e-5)
-    assert evaluation.find("mean", "final").ce == pytest.approx(ce(mean[-1]), rel=1e-5)
+    assert found(evaluation, "mean", "block 0").ce == pytest.approx(ce(mean[0]), rel=1e-5)
+    assert found(evaluation, "mean", "final").ce == pytest.approx(ce(mean[-1]), rel=1e-5)
     seeds = [mixed_seed(4, draw, 0) for draw in range(3)]
     draws = [readout.product(stack.log_probs(ids, "noise", seed)) for seed in seeds]
-    assert evaluation.find("noise", "product").ce == pytest.approx(ce(draws[0]), rel=1e-5)
+    assert found(evaluation, "noise", "product").ce == pytest.approx(ce(draws[0]), rel=1e-5)
     mixture = ce(torch.stack([draw.exp() for draw in draws]).mean(dim=0).log())
-    assert evaluation.find("noise", "product", 3).ce == pytest.approx(mixture, rel=1e-5)
+    assert found(evaluation, "noise", "product", 3).ce == pytest.approx(mixture, rel=1e-5)
     assert mixture <= sum(map(ce, draws)) / 3
 
 
@@ -52,9 +58,9 @@ def test_the_digest_names_the_bytes_scored(config: Config):
 
 def test_batching_changes_no_score(config: Config, monkeypatch: pytest.MonkeyPatch):
     stack = awake_stack(config)
-    whole = evaluate(stack, WINDOWS, draws=1).find("mean", "product").ce
+    whole = found(evaluate(stack, WINDOWS, draws=1), "mean", "product").ce
     monkeypatch.setattr("blocktrain.train.evaluate.POSITIONS_PER_BATCH", 64)
-    assert evaluate(stack, WINDOWS, draws=1).find("mean", "product").ce == pytest.approx(
+    assert found(evaluate(stack, WINDOWS, draws=1), "mean", "product").ce == pytest.approx(
         whole, rel=1e-5
     )
 
@@ -62,7 +68,7 @@ def test_batching_changes_no_score(config: Config, monkeypatch: pytest.MonkeyPat
 def test_solo_ce_is_block_0s_mean_reading(config: Config):
     stack = awake_stack(config)
     solo = solo_ce(config, 0, stack.blocks[0], WINDOWS)
-    block_0 = evaluate(stack, WINDOWS, draws=1).find("mean", "block 0").ce
+    block_0 = found(evaluate(stack, WINDOWS, draws=1), "mean", "block 0").ce
     assert solo == pytest.approx(block_0, rel=1e-5)
 
 
@@ -70,5 +76,5 @@ def test_fitted_weights_are_at_least_as_good_where_they_were_fitted(config: Conf
     stack = awake_stack(config)
     weights = fit_product_weights(stack, WINDOWS.reshape(-1))
     evaluation = evaluate(stack, WINDOWS, draws=1, product_weights=weights)
-    fitted = evaluation.find("mean", "product fitted").ce
-    assert fitted <= evaluation.find("mean", "product").ce + 1e-6
+    fitted = found(evaluation, "mean", "product fitted").ce
+    assert fitted <= found(evaluation, "mean", "product").ce + 1e-6
