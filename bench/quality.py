@@ -5,7 +5,9 @@
 
 For every seed: end-to-end with all layers, end-to-end with as many layers as one block has, and
 the blocks. `--grid model.dropout=0.0,0.1 --choose` tunes all of them alike on valid with the first
-seed. Run again, it goes on where it stopped. Prints a table, writes JSON after every run.
+seed. Prints a table, writes JSON after every run. Called again, it goes on where it stopped;
+what the JSON holds already is not trained again, so that a long table can be put together from
+several machines. Every result names the commit it is of.
 Needs torch, numpy, safetensors and filelock only; PYTHONPATH=src is enough to run it.
 """
 
@@ -260,7 +262,9 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.out: Path = args.json or args.out / "quality.json"
-        self.report: dict[str, Any] = {**provenance(), "results": []}
+        self.here = provenance()
+        held = json.loads(self.out.read_text())["results"] if self.out.exists() else []
+        self.report: dict[str, Any] = {"results": held}
 
     def measure(self, found: list[Variant], seeds: list[int]) -> list[dict[str, Any]]:
         return [self._measure(variant, seed) for seed in seeds for variant in found]
@@ -269,6 +273,9 @@ class Bench:
         args = self.args
         slug = re.sub(r"[^a-z0-9.=]+", "-", f"{variant.name}-seed-{seed}".lower())
         settings = [*variant.settings, f"train.seed={seed}"]
+        for held in self.report["results"]:
+            if held["settings"] == settings and all(split in held for split in args.splits):
+                return dict(held)
 
         def train(block: int) -> None:
             line = train_unit(args.config, settings, block, args.out / slug, args.jobs == 1)
@@ -281,6 +288,7 @@ class Bench:
             "point": variant.point,
             "seed": seed,
             "settings": settings,
+            **self.here,
             **score(args.out / slug, args.data, args.splits, args.windows),
         }
         self.report["results"].append(result)
@@ -322,7 +330,8 @@ def main() -> None:
     for split in args.splits:
         print("\n".join(table(results, split)), end="\n\n")
     print(data_seen(args.config, args.set))
-    print(", ".join(f"{key} {bench.report[key]}" for key in ("commit", "device", "torch")))
+    for key in ("commit", "device", "torch"):
+        print(f"{key} {', '.join(sorted({result[key] for result in results}))}", end="; ")
     print(f"seeds {args.seeds}, {time.perf_counter() - started:.0f} s, details in {bench.out}")
 
 

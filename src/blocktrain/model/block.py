@@ -76,7 +76,6 @@ class ContextReader(nn.Module):
 
     def __init__(self, model: ModelConfig, layers: int) -> None:
         super().__init__()
-        self.head_width = model.width // model.heads
         self.compute_dtype = torch.float32
         self.recompute = False
         self.embed = nn.Embedding(IDS, model.width)
@@ -92,6 +91,11 @@ class ContextReader(nn.Module):
             )
             for _ in range(layers)
         )
+        # Held, not computed where they are used: a compiler would work every cosine out again
+        # for every sequence, head and layer, a third of the whole step.
+        tables = rotation(model.width // model.heads, torch.arange(model.window))
+        self.register_buffer("cos_TR", tables.cos_TR, persistent=False)
+        self.register_buffer("sin_TR", tables.sin_TR, persistent=False)
 
     @property
     def typed_layers(self) -> list[Layer]:
@@ -104,9 +108,12 @@ class ContextReader(nn.Module):
         out: Tensor = self.embed(ids_BT).to(self.compute_dtype)
         return out
 
-    def rotation(self, start: int, length: int, device: torch.device) -> Rotation:
-        positions = torch.arange(start, start + length, device=device)
-        return rotation(self.head_width, positions, self.compute_dtype)
+    def rotation(self, start: int, length: int) -> Rotation:
+        end = start + length
+        tables = Rotation(cast("Tensor", self.cos_TR), cast("Tensor", self.sin_TR))
+        if end > tables.cos_TR.size(0):
+            raise ValueError(f"position {end} is past the model's window")
+        return Rotation(*(table[start:end].to(self.compute_dtype) for table in tables))
 
     def apply_layer(self, function: Callable[..., T], *inputs: object) -> T:
         if self.recompute and self.training:
@@ -143,7 +150,7 @@ class CausalBlock(ContextReader):
     def forward(self, ids_BT: Tensor, cache: BlockCache | None = None) -> Tensor:
         """Logits of the next byte at every position; a cache continues what it holds."""
         start = cache.length if cache else 0
-        by = self.rotation(start, ids_BT.size(1), ids_BT.device)
+        by = self.rotation(start, ids_BT.size(1))
         x = self.embedded(ids_BT)
         memories = cache.layers if cache else [None] * len(self.layers)
         for layer, memory in zip(self.typed_layers, memories, strict=True):
@@ -176,7 +183,7 @@ class DenoisingBlock(ContextReader):
 
     def forward(self, ids_BT: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor) -> Tensor:
         """Logits of the next byte at every position, both streams in one pass."""
-        by = self.rotation(0, ids_BT.size(1), ids_BT.device)
+        by = self.rotation(0, ids_BT.size(1))
         clean = self.embedded(ids_BT)
         noisy = self._start(clean, z_BTE, level, table_VE)
         *before, last = zip(self.typed_layers, self._modulations(level), strict=True)
@@ -188,7 +195,7 @@ class DenoisingBlock(ContextReader):
     def read_context(self, ids_BT: Tensor, cache: BlockCache | None = None) -> "BlockContext":
         """The clean stream alone: everything later noise draws need from the context."""
         start = cache.length if cache else 0
-        by = self.rotation(start, ids_BT.size(1), ids_BT.device)
+        by = self.rotation(start, ids_BT.size(1))
         embedded = x = self.embedded(ids_BT)
         contexts: list[Context] = []
         memories = cache.layers if cache else [None] * len(self.layers)

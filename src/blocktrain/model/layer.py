@@ -57,12 +57,10 @@ def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
-def rotation(head_width: int, positions: Tensor, dtype: torch.dtype) -> Rotation:
-    frequencies = 10_000.0 ** -(
-        torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width
-    )
+def rotation(head_width: int, positions: Tensor) -> Rotation:
+    frequencies = 10_000.0 ** -(torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
     angles = positions.float()[:, None] * frequencies[None, :]
-    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+    return Rotation(angles.cos(), angles.sin())
 
 
 def rotate(x_BTHK: Tensor, by: Rotation) -> Tensor:

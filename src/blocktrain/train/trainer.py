@@ -102,7 +102,7 @@ class BlockTrainer:
             stopping = should_stop()
             valid_ce = self._score_if_due()
             if self.step % REPORT_EVERY == 0 or done or stopping or valid_ce is not None:
-                progress = self._progress(time.perf_counter() - mark, marked_step, valid_ce)
+                progress = self._progress(mark, marked_step, valid_ce)
                 mark, marked_step = time.perf_counter(), self.step
                 self._refuse_divergence()
                 self._log(progress)
@@ -239,8 +239,9 @@ class BlockTrainer:
     def _bytes(self, steps: int) -> int:
         return steps * self.config.train.batch * self.config.model.window
 
-    def _progress(self, seconds: float, since: int, valid_ce: float | None) -> Progress:
-        loss, ce, counted = self._sums.tolist()
+    def _progress(self, mark: float, since: int, valid_ce: float | None) -> Progress:
+        loss, ce, counted = self._sums.tolist()  # waits for the device: before the clock is read
+        seconds = time.perf_counter() - mark
         self._sums.zero_()
         rate = self._bytes(self.step - since) / max(seconds, 1e-9)
         left = self._bytes(self.config.train.steps - self.step) / max(rate, 1e-9)

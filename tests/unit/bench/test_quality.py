@@ -1,6 +1,8 @@
 """Gate 5: every result has two baselines beside it, paired by seed on the same windows."""
 
+import argparse
 import importlib.util
+import json
 from pathlib import Path
 from typing import ClassVar
 
@@ -81,3 +83,18 @@ def test_gaps_are_paired_by_seed(quality):
     assert rows[-1] == "| blocks | 1.00M | none final | 1.6000 ± 6.3530 | 0.1000 ± 0.0000 |"
     with pytest.raises(SystemExit, match="other windows"):
         quality.table([result("end-to-end", 0, 1.0), result("blocks", 0, 1.1, "bb")], "test")
+
+
+def test_what_the_json_holds_is_not_trained_again(quality, tmp_path, monkeypatch):
+    monkeypatch.setattr(quality, "provenance", lambda: {"commit": "here"})
+    variant = quality.Variant("blocks", ("model.blocks=2",), 2, "")
+    held = {
+        "variant": "blocks", "seed": 3, "settings": ["model.blocks=2", "train.seed=3"],
+        "commit": "elsewhere", "valid": {"scores": {"mean product": 1.0}},
+    }  # fmt: skip
+    path = tmp_path / "held.json"
+    path.write_text(json.dumps({"results": [held]}))
+    arguments = {"config": CONFIG, "out": tmp_path / "runs", "json": path, "jobs": 1}
+    bench = quality.Bench(argparse.Namespace(**arguments, splits=["valid"]))
+    assert bench.measure([variant], [3]) == [held]
+    assert not (tmp_path / "runs").exists()

@@ -1,12 +1,14 @@
 """The step as a CUDA graph; needs a CUDA device, and says so where there is none."""
 
+import time
+
 import pytest
 import torch
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.train.device import resolve
-from blocktrain.train.trainer import BlockTrainer
+from blocktrain.train.trainer import BlockTrainer, Progress
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,3 +44,17 @@ def test_many_models_are_captured_in_one_process(config: Config, corpus: Corpus)
 def test_recomputed_layers_train_too(config: Config, corpus: Corpus):
     config = config.with_settings(train__checkpoint_layers=True)
     assert losses(config, corpus)[-1] < losses(config, corpus)[0]
+
+
+def test_the_reported_rate_counts_the_device_s_time(config: Config, corpus: Corpus):
+    """Steps are queued in no time; what counts is when the device is done with them."""
+    config = config.with_settings(
+        model__width=512, model__heads=8, model__window=256, train__batch=64, train__steps=60
+    )
+    trainer = BlockTrainer(config, 0, corpus, resolve("cuda", "bf16"), None)
+    reports: list[Progress] = []
+    started = time.perf_counter()
+    trainer.train(reports.append)
+    took = time.perf_counter() - started
+    reported = sum(10 * 64 * 256 / report.bytes_per_s for report in reports)
+    assert reported == pytest.approx(took, rel=0.1)
