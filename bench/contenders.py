@@ -1,7 +1,8 @@
 """What bench/speed.py and bench/memory.py share: who is compared, on what data, shown how.
 
 Contenders, each a real training step on random bytes: end-to-end with all layers, end-to-end
-with the layers of one block, one denoising block, and `plain`, an ordinary PyTorch loop of the
+with the layers of one block, one denoising block, the last block of a cascade with all blocks
+before it, end-to-end with the layers it trains, and `plain`, an ordinary PyTorch loop of the
 first one's shape. Not run by itself; the benches import it:
 
     PYTHONPATH=src python bench/speed.py --config configs/wikitext2-38m.toml --out DIR
@@ -28,6 +29,7 @@ from blocktrain.config import Config
 from blocktrain.core.vocabulary import BYTES
 from blocktrain.data.corpus import Corpus
 from blocktrain.train.device import Compute
+from blocktrain.train.lockstep import Board
 from blocktrain.train.trainer import BlockTrainer
 from plain import PlainLoop
 
@@ -40,20 +42,35 @@ class Contender:
     key: str
     name: str
     config: Config
+    block: int = 0
 
 
 def contenders(config: Config) -> list[Contender]:
     model = config.model
     depth = model.layers // model.blocks
     whole = config.with_settings(objective__kind="end_to_end")
-    shallow = whole.with_settings(model__layers=depth, model__blocks=1, objective__bounds=())
     block = config.with_settings(objective__kind="denoise")
+    cascade = config.with_settings(objective__kind="cascade")
+    last, own = cascade.units - 1, cascade.depths[-1]
     return [
         Contender("end_to_end", f"end-to-end, {model.layers} layers", whole),
-        Contender("causal", f"causal LM, {depth} layers", shallow),
+        Contender("causal", f"causal LM, {depth} layers", _of_depth(whole, depth)),
         Contender("denoise", f"denoising block, {depth} layers", block),
+        Contender("fitting", f"causal LM, {own} layers", _of_depth(whole, own)),
+        Contender(
+            "cascade",
+            f"last block of a cascade, {own} layers, {model.layers - own} frozen",
+            cascade,
+            last,
+        ),
         Contender("plain", f"plain PyTorch loop, {model.layers} layers", whole),
     ]
+
+
+def _of_depth(whole: Config, layers: int) -> Config:
+    return whole.with_settings(
+        model__layers=layers, model__blocks=1, model__depths=(), objective__bounds=()
+    )
 
 
 def random_corpus(seed: int) -> Corpus:
@@ -65,7 +82,7 @@ class Ours:
     """The project's own trainer, one real step at a time."""
 
     def __init__(self, config: Config, block: int, corpus: Corpus, compute: Compute) -> None:
-        self.trainer = BlockTrainer(config, block, corpus, compute, None)
+        self.trainer = BlockTrainer(config, block, corpus, compute, None, Board())
         self.trainer.module.train()
         self.optimizer = self.trainer.optimizer
 

@@ -126,7 +126,7 @@ def run_job(job: Job, args: argparse.Namespace) -> dict[str, Any]:
 def memory_jobs(plan: Sequence[Contender]) -> list[Job]:
     """Every contender, first keeping its activations, then recomputing them."""
     return [
-        Job(contender.key, (f"train.checkpoint_layers={recompute}",))
+        Job(contender.key, (f"train.checkpoint_layers={recompute}",), contender.block)
         for recompute in ("false", "true")
         for contender in plan
     ]

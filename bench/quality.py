@@ -1,14 +1,13 @@
 """Honest cross entropy of blocks beside their end-to-end twins, on the same windows.
 
-    python bench/quality.py --config configs/wikitext2-small.toml --data text:DIR/*.txt \
-        --seeds 0 1 2 --out DIR
+    PYTHONPATH=src python bench/quality.py --config configs/wikitext2-small.toml --out DIR \
+        --seeds 0 1 2
 
-For every seed: end-to-end with all layers, end-to-end with as many layers as one block has, and
-the blocks. `--grid model.dropout=0.0,0.1 --choose` tunes all of them alike on valid with the first
-seed. Prints a table, writes JSON after every run. Called again, it goes on where it stopped;
-what the JSON holds already is not trained again, so that a long table can be put together from
-several machines. Every result names the commit it is of.
-Needs torch, numpy, safetensors and filelock only; PYTHONPATH=src is enough to run it.
+For every seed the kinds of models that bench/variants.py names; `--kinds` chooses among them.
+`--grid model.dropout=0.0,0.1 --choose` tunes all of them alike on valid with the first seed.
+Prints a table, writes JSON after every run. Called again, it goes on where it stopped; what the
+JSON holds already is not trained again, so that a long table can be put together from several
+machines. Every result names the commit it is of. Needs torch, numpy, safetensors, filelock only.
 """
 
 import argparse
@@ -22,13 +21,20 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from blocktrain.storage.run_dir import RunDir
+import torch
+
+from blocktrain.config import load_config
+from blocktrain.data.corpus import load_corpus
+from blocktrain.data.windows import evaluation_windows
+from blocktrain.model.stack import Stack
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.train.device import resolve
+from blocktrain.train.evaluate import evaluate, fit_product_weights
+from variants import DEFAULT_KINDS, KINDS, Variant, new_variant, train
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCAL_REPORTS = 10
@@ -46,90 +52,29 @@ T_975 = {
 }  # Student's t, by degrees of freedom
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One model to train, as overrides of the base config."""
-
-    name: str
-    settings: tuple[str, ...]
-    units: int
-    point: str  # of the grid; gaps are taken to the reference of the same point
-
-
-def variants(config: Path, overrides: list[str], grid: dict[str, list[str]]) -> list[Variant]:
-    """Three kinds of model for every point of the grid."""
+def variants(args: argparse.Namespace) -> list[Variant]:
+    """Every kind of model at every point of the grid; a cascade at every staleness asked for."""
+    grid = {key: values.split(",") for key, _, values in (g.partition("=") for g in args.grid)}
     result = []
     for values in itertools.product(*grid.values()):
         chosen = [f"{key}={value}" for key, value in zip(grid, values, strict=True)]
-        suffix = "".join(f", {setting}" for setting in chosen)
-        result += [
-            Variant(name + suffix, (*overrides, *chosen, *settings), units, suffix)
-            for name, settings, units in kinds(config, [*overrides, *chosen])
-        ]
+        point = "".join(f", {setting}" for setting in chosen)
+        settings = [*args.set, *chosen]
+        for kind in args.kinds:
+            if kind != "cascade":
+                result.append(new_variant(kind, args.config, settings, point))
+                continue
+            result += [
+                new_variant(kind, args.config, settings, point, stale, args.shares)
+                for stale in args.stale
+            ]
     return result
 
 
-def kinds(config: Path, overrides: list[str]) -> list[tuple[str, tuple[str, ...], int]]:
-    """(name, settings, units): the reference, the reference as deep as one block, the blocks."""
-    from blocktrain.config import load_config
-
-    model = load_config(config, overrides).model
-    depth = model.layers // model.blocks
-    whole = "objective.kind=end_to_end"
-    return [
-        (f"end-to-end, {model.layers} layers", (whole,), 1),
-        (
-            f"end-to-end, {depth} layers",
-            (whole, f"model.layers={depth}", "model.blocks=1"),
-            1,
-        ),
-        (f"blocks, {model.blocks} x {depth} layers", ("objective.kind=denoise",), model.blocks),
-    ]
-
-
-def train_unit(config: Path, settings: list[str], block: int, run_dir: Path, alone: bool) -> str:
-    """Train one unit of one run, here or in a process of its own; returns a line about it."""
-    if alone:
-        return worker(config, settings, block, run_dir)
-    command = [sys.executable, __file__, "--worker", str(block), "--config", str(config)]
-    command += ["--out", str(run_dir), "--set", *settings]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    if finished.returncode:
-        raise SystemExit(f"{run_dir} block {block} failed:\n{finished.stdout}{finished.stderr}")
-    return finished.stdout.strip()
-
-
-def worker(config_path: Path, settings: list[str], block: int, run_dir: Path) -> str:
-    """Train one unit, or find it trained already."""
-    from blocktrain.config import load_config
-    from blocktrain.train.session import open_session
-    from contenders import refuse_eager_fallback
-
-    started = time.perf_counter()
-    refuse_eager_fallback()
-    session = open_session(load_config(config_path, settings), run_dir)
-    rates: list[float] = []
-    session.train_in_turn([block], lambda p: rates.append(p.bytes_per_s), lambda: False)
-    rate = f"{statistics.median(rates) / 1e6:.2f} MB/s" if rates else "trained before"
-    return f"{time.perf_counter() - started:.0f} s, {rate}"
-
-
-def score(run_dir: Path, data: str, splits: list[str], most: int | None) -> dict[str, Any]:
-    import torch
-
-    from blocktrain.data.corpus import load_corpus
-    from blocktrain.data.windows import evaluation_windows
-    from blocktrain.storage.run_dir import RunDir
-    from blocktrain.train.assemble import load_stack
-    from blocktrain.train.device import resolve
-    from blocktrain.train.evaluate import evaluate, fit_product_weights
-
-    run = RunDir.open(run_dir)
-    compute = resolve(run.config.train.device, "auto")
-    stack = load_stack(run, compute)
-    settings = run.config.data
+def score(stack: Stack, data: str, splits: list[str], most: int | None) -> dict[str, Any]:
+    settings = stack.config.data
     corpus = load_corpus(replace(settings, source=data) if data else settings)
-    window = run.config.model.window
+    window = stack.config.model.window
     weights = None
     if len(stack.blocks) > 1:
         weights = fit_product_weights(stack, corpus.split("valid", window))
@@ -142,21 +87,19 @@ def score(run_dir: Path, data: str, splits: list[str], most: int | None) -> dict
         result[split] = {
             "digest": evaluation.digest,
             "windows": evaluation.windows,
+            "draft_agreement": evaluation.draft_agreement,
             "scores": {
                 f"{s.start} {s.readout}" + (f" x{s.draws}" if s.draws > 1 else ""): s.ce
                 for s in evaluation.scores
             },
         }
-        result[split]["scores"] |= local_losses(run)
-    del stack
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     return result
 
 
-def local_losses(run: "RunDir") -> dict[str, float]:
-    """What each block's own objective reported at the end of training, the noisy target in view:
-    not a score, shown to be compared with one."""
+def local_losses(folder: Path) -> dict[str, float]:
+    """What each block's own objective reported at the end of training, a denoising block with the
+    noisy target in view: not a score, shown to be compared with one."""
+    run = RunDir.open(folder)
     result = {}
     for index in range(run.config.units):
         lines = run.block(index).metrics_path.read_text().splitlines()[-LOCAL_REPORTS:]
@@ -177,16 +120,17 @@ def interval(values: list[float]) -> str:
 
 
 def table(results: list[dict[str, Any]], split: str) -> list[str]:
-    """One row per variant and readout; gaps are paired by seed with the deepest end-to-end."""
+    """One row per variant and readout; gaps are paired by seed with the end-to-end reference."""
     rows: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
-    references: dict[tuple[str, int], dict[str, Any]] = {}
-    for result in sorted(results, key=lambda result: result["parameters"]):
-        if result["variant"].startswith("end-to-end"):
-            references[result["point"], result["seed"]] = result  # the largest comes last
+    references = {
+        (result["point"], result["seed"]): result
+        for result in results
+        if result["kind"] == "end-to-end"
+    }
     for result in results:
         reference = references.get((result["point"], result["seed"]))
-        for name, ce in result[split]["scores"].items():
+        for name, ce in (result[split]["scores"] | result["local"]).items():
             rows[result["variant"], name][result["seed"]] = ce
             if reference:
                 gaps[result["variant"], name].append(ce - reference_ce(reference, result, split))
@@ -210,18 +154,15 @@ def reference_ce(reference: dict[str, Any], result: dict[str, Any], split: str) 
 
 
 def provenance() -> dict[str, Any]:
-    """What a number in a document needs beside it."""
-    import torch
-
-    from blocktrain.train.device import resolve
-
-    commit = subprocess.run(
+    """What a number in a document needs beside it; BLOCKTRAIN_COMMIT names the commit of a tree
+    that was copied without its history."""
+    described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return {
         "command": " ".join(sys.argv),
-        "commit": commit.stdout.strip() or os.environ.get("BLOCKTRAIN_COMMIT", "unknown"),
+        "commit": os.environ.get("BLOCKTRAIN_COMMIT") or described.stdout.strip() or "unknown",
         "device": resolve("auto", "auto").name,
         "torch": torch.__version__,
     }
@@ -229,8 +170,6 @@ def provenance() -> dict[str, Any]:
 
 def data_seen(config_path: Path, overrides: list[str]) -> str:
     """Equal bytes for every model and block; the blocks together see as many times more."""
-    from blocktrain.config import load_config
-
     config = load_config(config_path, overrides)
     each = config.train.steps * config.train.batch * config.model.window / 1e6
     return f"{each:.1f} MB seen per model and per block, {each * config.units:.1f} MB by all blocks"
@@ -241,18 +180,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value ...")
+    parser.add_argument("--kinds", nargs="+", default=DEFAULT_KINDS, choices=KINDS)
     parser.add_argument("--grid", nargs="*", default=[], help="section.key=a,b,c ...")
     parser.add_argument(
         "--choose", action="store_true", help="take each kind's best point of the grid on valid"
     )
-    parser.add_argument("--only", default="", help="only variants whose name starts so")
+    parser.add_argument(
+        "--stale", type=int, nargs="+", default=[50], help="steps a cascade's blocks are behind"
+    )
+    parser.add_argument(
+        "--shares", type=float, nargs="*", default=[], help="of a cascade's steps, per block"
+    )
     parser.add_argument("--data", default="", help="corpus to score on; default: the config's")
     parser.add_argument("--splits", nargs="+", default=["valid", "test"])
     parser.add_argument("--windows", type=int, help="score at most this many windows of a split")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
     parser.add_argument("--json", type=Path, help="where to write the results")
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -271,25 +214,22 @@ class Bench:
 
     def _measure(self, variant: Variant, seed: int) -> dict[str, Any]:
         args = self.args
-        slug = re.sub(r"[^a-z0-9.=]+", "-", f"{variant.name}-seed-{seed}".lower())
-        settings = [*variant.settings, f"train.seed={seed}"]
+        identity = variant.identity(seed)
         for held in self.report["results"]:
-            if held["settings"] == settings and all(split in held for split in args.splits):
+            if held["identity"] == identity and all(split in held for split in args.splits):
                 return dict(held)
-
-        def train(block: int) -> None:
-            line = train_unit(args.config, settings, block, args.out / slug, args.jobs == 1)
-            print(f"{variant.name}, seed {seed}, unit {block}: {line}", flush=True)
-
-        with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(train, range(variant.units)))
+        slug = re.sub(r"[^a-z0-9.=]+", "-", f"{variant.kind}-{variant.name}-seed-{seed}".lower())
+        folder = args.out / slug
+        load = train(variant, args.config, seed, folder)
         result = {
             "variant": variant.name,
+            "kind": variant.kind,
             "point": variant.point,
             "seed": seed,
-            "settings": settings,
+            "identity": identity,
             **self.here,
-            **score(args.out / slug, args.data, args.splits, args.windows),
+            **score(load(), args.data, args.splits, args.windows),
+            "local": local_losses(folder) if variant.kind != "swarm" else {},
         }
         self.report["results"].append(result)
         self.out.write_text(json.dumps(self.report, indent=1))
@@ -313,19 +253,16 @@ def choose(bench: Bench, found: list[Variant], seeds: list[int]) -> list[dict[st
 
 def default_ce(result: dict[str, Any]) -> float:
     scores: dict[str, float] = result["valid"]["scores"]
-    return scores.get("mean product", scores.get(REFERENCE_READING, math.inf))
+    readings = ("mean product", "none product", REFERENCE_READING)
+    return next(scores[name] for name in readings if name in scores)
 
 
 def main() -> None:
     args = parse()
-    if args.worker is not None:
-        print(worker(args.config, args.set, args.worker, args.out))
-        return
     started = time.perf_counter()
     args.out.mkdir(parents=True, exist_ok=True)
-    grid = {key: values.split(",") for key, _, values in (g.partition("=") for g in args.grid)}
-    found = [v for v in variants(args.config, args.set, grid) if v.name.startswith(args.only)]
     bench = Bench(args)
+    found = variants(args)
     results = choose(bench, found, args.seeds) if args.choose else bench.measure(found, args.seeds)
     for split in args.splits:
         print("\n".join(table(results, split)), end="\n\n")
@@ -336,5 +273,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT / "src"))
     main()

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
-#   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive
+#   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive \
+#     cascade stale uneven cascade-counts
 #
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. Needs only
 # torch, numpy, safetensors and filelock. A part that was stopped goes on when called again.
@@ -25,14 +26,22 @@ for part in "$@"; do
   case $part in
     small) quality small wikitext2-small 'wikitext-2/*.txt' --seeds 0 1 2 ;;
     38m) quality 38m wikitext2-38m 'wikitext-2/*.txt' --seeds 0 1 2 \
-      --grid model.dropout=0.0,0.1 --choose ;;
+      --grid model.dropout=0.0,0.1,0.2 --choose ;;
     wikipedia) quality wikipedia wikipedia-38m 'wikipedia/*' --splits valid ;;
-    leak) quality leak wikitext2-small 'wikitext-2/*.txt' --only blocks --splits test \
+    leak) quality leak wikitext2-small 'wikitext-2/*.txt' --kinds denoise --splits test \
       --grid objective.sigma_min=0.1,0.5,1.0,2.0 ;;
     counts) quality counts wikitext2-small 'wikitext-2/*.txt' model.layers=12 --splits test \
-      --only blocks --grid model.blocks=2,4,6,12 ;;
-    adaptive) quality adaptive wikitext2-small 'wikitext-2/*.txt' --only blocks --splits test \
+      --kinds denoise --grid model.blocks=2,4,6,12 ;;
+    adaptive) quality adaptive wikitext2-small 'wikitext-2/*.txt' --kinds denoise --splits test \
       --grid objective.partition=lognormal,adaptive ;;
+    cascade) quality cascade wikipedia-38m 'wikipedia/*' --splits valid \
+      --kinds end-to-end cascade fitting swarm ;;
+    stale) quality cascade wikipedia-38m 'wikipedia/*' --splits valid \
+      --kinds end-to-end cascade --stale 50 250 ;;
+    uneven) quality cascade wikipedia-38m 'wikipedia/*' --splits valid \
+      --kinds end-to-end cascade --shares 1 0.25 1 1 ;;
+    cascade-counts) quality cascade wikipedia-38m 'wikipedia/*' --splits valid \
+      --kinds cascade --grid model.blocks=2,4,6,12 ;;
     speed | memory) python3 "bench/$part.py" --config configs/wikitext2-38m.toml --out "$out" |
       tee "$out/$part.log" ;;
     *) echo "no part named $part" >&2 && exit 2 ;;

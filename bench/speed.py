@@ -47,7 +47,7 @@ def measure_speed(
     refuse_eager_fallback()
     settings = plan[0].config.train
     corpus = random_corpus(settings.seed)
-    runners = {c.key: new_runner(c, 0, corpus, compute) for c in plan}
+    runners = {c.key: new_runner(c, c.block, corpus, compute) for c in plan}
     check_same_size(runners["end_to_end"], runners["plain"])
     graphs = {c.key: warm_up(c, runners[c.key], compute) for c in plan}
     before = compiled_graphs()
@@ -62,7 +62,7 @@ def measure_speed(
             "key": c.key,
             "name": c.name,
             "parameters": parameter_count(runners[c.key]),
-            "layers": c.config.unit_layers,
+            "layers": max(c.config.depths),
             "graphs": graphs[c.key],
             "round_ms": [1e3 * s for s in seconds[c.key]],
             **rates(c.config, statistics.median(seconds[c.key]), peak, vendor_peak(compute)),
@@ -94,7 +94,8 @@ def compile_ahead(plan: Sequence[Contender], args: argparse.Namespace) -> None:
 
 def compile_worker(contender: Contender, compute: Compute) -> None:
     refuse_eager_fallback()
-    new_runner(contender, 0, random_corpus(contender.config.train.seed), compute).step()
+    corpus = random_corpus(contender.config.train.seed)
+    new_runner(contender, contender.block, corpus, compute).step()
 
 
 def compiled_graphs() -> int:
@@ -183,6 +184,8 @@ def speed_ratios(ms: dict[str, float]) -> dict[str, float]:
     return {
         "denoising block / causal LM of the same layers": ms["denoise"] / ms["causal"],
         "denoising block / end-to-end": ms["denoise"] / ms["end_to_end"],
+        "last block of a cascade / causal LM of the same layers": ms["cascade"] / ms["fitting"],
+        "last block of a cascade / end-to-end": ms["cascade"] / ms["end_to_end"],
         "end-to-end / plain PyTorch loop": ms["end_to_end"] / ms["plain"],
     }
 

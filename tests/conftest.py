@@ -25,6 +25,12 @@ def config() -> Config:
 
 
 @pytest.fixture
+def cascade(config: Config) -> Config:
+    """The same as a cascade: block 0 of one layer with a tail of one, block 1 of one layer."""
+    return config.with_settings(objective__kind="cascade", objective__tail=1)
+
+
+@pytest.fixture
 def corpus() -> Corpus:
     """Text with some structure, made from a seed."""
     draws = np.random.default_rng(0)

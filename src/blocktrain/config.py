@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import StatisticsError
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from blocktrain.core.noise import LogNormal, Partition, lognormal_partition
 from blocktrain.errors import ConfigError
 
-KINDS = ("denoise", "end_to_end")
+KINDS = ("denoise", "cascade", "end_to_end")
 
 
 def setting(
@@ -38,7 +38,12 @@ class ModelConfig:
     layers: int = setting(12, "Transformer layers of the whole model", low=1)
     width: int = setting(512, "width of the residual stream", low=8)
     heads: int = setting(8, "attention heads per layer", low=1)
-    blocks: int = setting(4, "blocks the layers are cut into; layers must divide evenly", low=1)
+    blocks: int = setting(4, "blocks the layers are cut into", low=1)
+    depths: tuple[int, ...] = setting(
+        (),
+        "layers of each block; empty: all the same, or in a cascade such that no block has more to"
+        " train than another, its tail counted",
+    )
     window: int = setting(512, "bytes of context the model is trained on", low=8)
     mlp_ratio: float = setting(4.0, "width of the MLP in multiples of the stream's", low=0.25)
     activation: str = setting(
@@ -79,6 +84,21 @@ class ObjectiveConfig:
         choices=("evidence", "learned"),
     )
     sigma_rank: int = setting(8, "rank of the sigma modulation", low=1)
+    tail: int = setting(
+        4, "private layers a block of a cascade predicts through; the last block needs none", low=0
+    )
+    refresh_every: int = setting(
+        50, "steps a block of a cascade trains before it looks for newer blocks before it", low=1
+    )
+    frozen: str = setting(
+        "bf16", "number type a cascade holds the blocks before in", choices=("bf16", "int8")
+    )
+    feature_cache: str = setting(
+        "off",
+        "where a cascade keeps the features of the steps up to the next refresh, so that the"
+        " blocks before leave memory",
+        choices=("off", "ram", "disk"),
+    )
     hidden_share: float = setting(
         0.0,
         "share of sequences whose context after a random cut is hidden or wrong"
@@ -139,7 +159,7 @@ class Config:
     train: TrainConfig = TrainConfig()
 
     def __post_init__(self) -> None:
-        _check_shape(self.model)
+        _check_shape(self.model, self.objective.kind)
         _check_sigmas(self.model, self.objective)
         self._check_partition()
         if self.train.batch % self.train.accumulate:
@@ -164,8 +184,26 @@ class Config:
         return 1 if self.objective.kind == "end_to_end" else self.model.blocks
 
     @property
-    def unit_layers(self) -> int:
-        return self.model.layers // self.units
+    def depths(self) -> tuple[int, ...]:
+        """The layers each unit hands on, in order; private tails are not among them."""
+        model = self.model
+        if self.objective.kind == "end_to_end":
+            return (model.layers,)
+        if model.depths:
+            return model.depths
+        if self.objective.kind == "cascade":
+            return balanced_depths(model.layers, model.blocks, self.objective.tail)
+        return (model.layers // model.blocks,) * model.blocks
+
+    def tail_layers(self, unit: int) -> int:
+        """Private layers after a unit's own: the last unit's output is the model's."""
+        is_last = unit == self.units - 1
+        return 0 if is_last or self.objective.kind != "cascade" else self.objective.tail
+
+    @property
+    def trained_layers(self) -> int:
+        """Most layers any one unit trains, its tail counted."""
+        return max(depth + self.tail_layers(unit) for unit, depth in enumerate(self.depths))
 
     @property
     def warnings(self) -> list[str]:
@@ -291,10 +329,10 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
         value = float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if kind == tuple[float, ...]:
+    if get_origin(kind) is tuple:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{name} = {value!r} must be a list of numbers")
-        return tuple(_coerce(name, item, float) for item in value)
+        return tuple(_coerce(name, item, get_args(kind)[0]) for item in value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ConfigError(f"{name} = {value!r} must be of type {kind.__name__}")
     if kind is float and not math.isfinite(value):
@@ -302,11 +340,37 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
     return value
 
 
-def _check_shape(model: ModelConfig) -> None:
-    if model.layers % model.blocks:
+def balanced_depths(layers: int, blocks: int, tail: int) -> tuple[int, ...]:
+    """Cut layers so that the last block, which has no tail, trains as many as the others do.
+
+    What does not divide goes to the last block first, then to the earliest: they have the least
+    to run before them.
+    """
+    last = min(-(-(layers + (blocks - 1) * tail) // blocks), layers - blocks + 1)
+    if blocks == 1:
+        return (layers,)
+    share, left = divmod(layers - last, blocks - 1)
+    return (*(share + (block < left) for block in range(blocks - 1)), last)
+
+
+def _check_shape(model: ModelConfig, kind: str) -> None:
+    if model.layers < model.blocks:
         raise ConfigError(
             f"model.layers = {model.layers} cannot be cut into model.blocks = {model.blocks}"
-            " equal blocks"
+        )
+    if model.layers % model.blocks and kind == "denoise" and not model.depths:
+        raise ConfigError(
+            f"model.layers = {model.layers} cannot be cut into model.blocks = {model.blocks}"
+            " equal blocks; model.depths can name unequal ones"
+        )
+    if model.depths and (
+        len(model.depths) != model.blocks
+        or sum(model.depths) != model.layers
+        or min(model.depths) < 1
+    ):
+        raise ConfigError(
+            f"model.depths must be {model.blocks} positive numbers that sum to"
+            f" model.layers = {model.layers}"
         )
     if model.width % (2 * model.heads):
         raise ConfigError(

@@ -1,10 +1,16 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from blocktrain.config import Config, describe, from_dict, load_config
+from blocktrain.config import Config, balanced_depths, describe, from_dict, load_config
 from blocktrain.errors import ConfigError
 
+# Layers, blocks and tail of a cascade that can be cut.
+CASCADES = st.tuples(st.integers(1, 24), st.integers(0, 60), st.integers(0, 12)).map(
+    lambda drawn: (drawn[0] + drawn[1], drawn[0], drawn[2])
+)
 PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
 
@@ -16,10 +22,9 @@ def test_presets_load_and_survive_a_round_trip(path: Path, tmp_path: Path):
     assert load_config(copy) == config
 
 
-def test_the_five_presets_are_there():
-    assert {p.stem for p in PRESETS} == {
-        "tiny", "demo", "wikitext2-small", "wikitext2-38m", "wikipedia-38m",
-    }  # fmt: skip
+def test_every_preset_is_there_both_ways():
+    names = {"tiny", "demo", "wikitext2-small", "wikitext2-38m", "wikipedia-38m"}
+    assert {p.stem for p in PRESETS} == names | {f"{name}-cascade" for name in names}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +38,12 @@ def test_the_five_presets_are_there():
         ("model.layers=0", "model.layers"),
         ("model.layers=13", "model.blocks"),
         ("model.heads=7", "model.heads"),
+        ("model.depths=[4,4,4]", "model.depths"),
+        ("model.depths=[3,3,3,4]", "model.depths"),
+        ("model.depths=[0,4,4,4]", "model.depths"),
+        ("model.depths=[-1,5,4,4]", "model.depths"),
+        ("model.depths=[3,3,3,2.5]", "model.depths"),
+        ("model.depths=3", "model.depths"),
         ("model.activation=tanh", "model.activation"),
         ("model.dropout=1.5", "model.dropout"),
         ("objective.kind=cascades", "objective.kind"),
@@ -43,6 +54,10 @@ def test_the_five_presets_are_there():
         ("objective.bounds=5", "objective.bounds"),
         ("objective.p_mean=-12", "objective.p_mean"),
         ("objective.p_std=0.1", "objective.p_std"),
+        ("objective.tail=-1", "objective.tail"),
+        ("objective.refresh_every=0", "objective.refresh_every"),
+        ("objective.frozen=int4", "objective.frozen"),
+        ("objective.feature_cache=tape", "objective.feature_cache"),
         ("train.seed=99999999999999999999", "train.seed"),
         ("train.lr=nan", "train.lr"),
         ("train.accumulate=7", "train.accumulate"),
@@ -95,3 +110,76 @@ def test_any_text_survives_the_round_trip(tmp_path: Path):
 def test_every_setting_is_documented():
     for name, _, doc in describe():
         assert len(doc) > 8, name
+
+
+@given(cascade=CASCADES)
+def test_balanced_depths_share_out_every_layer(cascade: tuple[int, int, int]):
+    layers, blocks, _ = cascade
+    depths = balanced_depths(*cascade)
+    assert len(depths) == blocks
+    assert sum(depths) == layers
+    assert min(depths) >= 1
+
+
+@given(cascade=CASCADES)
+def test_balanced_depths_give_every_block_as_much_to_train(cascade: tuple[int, int, int]):
+    """To within a layer, tails counted; tails too long for that leave blocks of one layer."""
+    *before, last = balanced_depths(*cascade)
+    trained = [depth + cascade[2] for depth in before]
+    for layers in trained:
+        assert last <= layers + 1
+        assert layers <= last + 1 or set(before) == {1}
+
+
+@pytest.mark.parametrize(
+    ("cascade", "depths"),
+    [
+        ((12, 4, 4), (2, 2, 2, 6)),
+        ((12, 12, 4), (1,) * 12),
+        ((12, 1, 4), (12,)),
+        ((12, 4, 0), (3, 3, 3, 3)),
+        ((13, 4, 0), (3, 3, 3, 4)),  # what does not divide goes to the last, then to the first
+        ((14, 4, 0), (4, 3, 3, 4)),
+    ],
+)
+def test_balanced_depths_of_known_cascades(cascade: tuple[int, int, int], depths: tuple[int, ...]):
+    assert balanced_depths(*cascade) == depths
+
+
+def test_a_cascade_is_cut_by_its_tail_and_other_kinds_are_not():
+    cascade = Config().with_settings(objective__kind="cascade", objective__tail=4)
+    assert cascade.depths == (2, 2, 2, 6)
+    assert cascade.with_settings(objective__kind="denoise").depths == (3, 3, 3, 3)
+    assert cascade.with_settings(objective__kind="end_to_end").depths == (12,)
+
+
+@pytest.mark.parametrize("kind", ["cascade", "denoise"])
+def test_named_depths_are_taken_as_they_are(kind: str):
+    config = Config().with_settings(objective__kind=kind, model__depths=[1, 5, 2, 4])
+    assert config.depths == (1, 5, 2, 4)
+
+
+def test_layers_that_do_not_divide_can_still_be_a_cascade():
+    config = Config().with_settings(objective__kind="cascade", model__layers=13)
+    assert sum(config.depths) == 13
+
+
+def test_every_block_of_a_cascade_but_the_last_has_a_tail():
+    cascade = Config().with_settings(objective__kind="cascade", objective__tail=3)
+    assert [cascade.tail_layers(unit) for unit in range(4)] == [3, 3, 3, 0]
+    assert cascade.with_settings(model__blocks=1).tail_layers(0) == 0
+
+
+def test_the_most_layers_a_unit_trains_are_counted_with_its_tail():
+    cascade = Config().with_settings(objective__kind="cascade", objective__tail=4)
+    assert cascade.trained_layers == 6
+    assert cascade.with_settings(model__depths=[2, 4, 3, 3]).trained_layers == 8
+    assert cascade.with_settings(model__depths=[1, 1, 1, 9]).trained_layers == 9
+    assert cascade.with_settings(objective__kind="denoise").trained_layers == 3
+    assert cascade.with_settings(objective__kind="end_to_end").trained_layers == 12
+
+
+@pytest.mark.parametrize("kind", ["denoise", "end_to_end"])
+def test_other_kinds_have_no_tail(kind: str):
+    config = Config().with_settings(objective__kind=kind, objective__tail=3)
+    assert [config.tail_layers(unit) for unit in range(config.units)] == [0] * config.units

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 SCORED_WINDOWS = 256
 PROMPT = "The function returns "
 SAMPLE_BYTES = 240
+# Of all readings, by kind, those that go into the table, and what they are called there.
+SHOWN = {
+    "denoise": {"product": "mean start, product", "as in the paper": "noise start, final"},
+    "cascade": {"product": "none start, product", "final": "none start, final"},
+}
 
 
 @click.command("demo")
@@ -59,7 +64,9 @@ def command(config_path: Path, overrides: tuple[str, ...], out: Path, as_json: b
 def _variants(config: "Config") -> dict[str, "Config"]:
     """What is compared: the blocks, the whole model end to end, and one block's depth alone."""
     twin = config.with_settings(objective__kind="end_to_end")
-    shallow = twin.with_settings(model__layers=config.unit_layers, model__blocks=1)
+    shallow = twin.with_settings(
+        model__layers=config.trained_layers, model__blocks=1, model__depths=()
+    )
     return {"blocks": config, "end-to-end": twin, "end-to-end, one block's depth": shallow}
 
 
@@ -118,6 +125,13 @@ def _sample(run: "RunDir") -> str:
     return PROMPT + made.decode("utf-8", errors="replace")
 
 
+def _cut(config: "Config") -> str:
+    """How the layers are cut: 4 blocks x 2 layers, or blocks of 2+1+1+4 layers."""
+    if len(set(config.depths)) == 1:
+        return f"{config.units} blocks x {config.depths[0]} layers"
+    return f"blocks of {'+'.join(map(str, config.depths))} layers"
+
+
 def _show(
     console: "Console",
     config: "Config",
@@ -132,19 +146,16 @@ def _show(
 
     blocks, twin = scores["blocks"], scores["end-to-end"]
     shallow = scores["end-to-end, one block's depth"]
-    layers, count, depth = config.model.layers, config.units, config.unit_layers
     rows = [
-        (f"end-to-end, {layers} layers", twin["parameters"], twin["ce"]),
-        (f"end-to-end, {depth} layers (as one block)", shallow["parameters"], shallow["ce"]),
+        (f"end-to-end, {config.model.layers} layers", twin["parameters"], twin["ce"]),
         (
-            f"{count} blocks x {depth} layers, product",
-            blocks["parameters"],
-            blocks["ce"],
+            f"end-to-end, {config.trained_layers} layers (as one worker trains)",
+            shallow["parameters"],
+            shallow["ce"],
         ),
-        (
-            f"{count} blocks x {depth} layers, as in the paper",
-            blocks["parameters"],
-            blocks["readings"]["noise start, final"],
+        *(
+            (f"{_cut(config)}, {name}", blocks["parameters"], blocks["readings"][reading])
+            for name, reading in SHOWN[config.objective.kind].items()
         ),
     ]
     table = Table(title="Honest cross entropy on held-out text", title_justify="left")

@@ -52,6 +52,7 @@ def command(config_path: Path, overrides: tuple[str, ...], device: str, as_json:
         ("  weights, gradients, optimizer", f"{needs.fixed_bytes_per_worker / 1e9:,.3f} GB"),
         ("  activations (estimate)", f"{needs.activation_bytes_per_worker / 1e9:,.3f} GB"),
         ("  together", f"{needs.memory_per_worker / 1e9:,.3f} GB"),
+        *_cache_row(config.objective.feature_cache, needs.feature_cache_bytes),
         ("arithmetic", f"{needs.flops_per_step / 1e12:,.4f} TFLOP per step, {needs.steps} steps"),
         ("data", f"{needs.bytes_per_block / 1e6:,.1f} MB per block"),
         (
@@ -63,6 +64,10 @@ def command(config_path: Path, overrides: tuple[str, ...], device: str, as_json:
     ]
     for name, value in rows:
         click.echo(f"{name:34s}{value}")
+
+
+def _cache_row(where: str, size: int) -> list[tuple[str, str]]:
+    return [(f"  feature cache ({where})", f"{size / 1e9:,.3f} GB")] if size else []
 
 
 def _duration(seconds: float) -> str:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     help="Seed of the noise.",
 )
 @click.option("--fit-weights", is_flag=True, help="Also the product with weights fitted on valid.")
+@options.first_blocks
 @options.device
 @options.precision
 @options.as_json
@@ -46,6 +47,7 @@ def command(
     draws: int,
     seed: int,
     fit_weights: bool,
+    first_blocks: int | None,
     device: str,
     precision: str,
     as_json: bool,
@@ -66,7 +68,7 @@ def command(
     corpus = load_corpus(replace(settings, source=data) if data else settings)
     window = opened.config.model.window
     chosen = evaluation_windows(corpus.split(split, window), window, windows)
-    stack = load_stack(opened, compute)
+    stack = load_stack(opened, compute).first(first_blocks)
     weights = None
     if fit_weights and len(stack.blocks) > 1:
         weights = fit_product_weights(stack, corpus.split("valid", window))
@@ -94,6 +96,7 @@ def _as_dict(evaluation: "Evaluation", source: str, split: str) -> dict[str, Any
         },
         "parameters": evaluation.parameters,
         "product_weights": evaluation.product_weights,
+        "draft_agreement": evaluation.draft_agreement,
         "scores": [
             {
                 "start": score.start,
@@ -134,3 +137,9 @@ def _show(evaluation: "Evaluation", run: Path, source: str, split: str, compute:
         f" {evaluation.parameters / 1e6:.2f}M parameters; {compute}",
         highlight=False,
     )
+    if evaluation.draft_agreement is not None:
+        console.print(
+            f"block 0 alone already names the final readout's likeliest byte at"
+            f" {100 * evaluation.draft_agreement:.1f}% of positions",
+            highlight=False,
+        )

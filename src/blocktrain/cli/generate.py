@@ -29,6 +29,7 @@ from blocktrain.cli import options
 @click.option(
     "--readout", type=click.Choice(["product", "final"]), default="product", show_default=True
 )
+@options.first_blocks
 @options.device
 @options.precision
 @options.as_json
@@ -40,6 +41,7 @@ def command(
     seed: int,
     start: str,
     readout: str,
+    first_blocks: int | None,
     device: str,
     precision: str,
     as_json: bool,
@@ -52,7 +54,7 @@ def command(
     from blocktrain.train.assemble import load_stack
     from blocktrain.train.device import resolve
 
-    stack = load_stack(RunDir.open(run), resolve(device, precision))
+    stack = load_stack(RunDir.open(run), resolve(device, precision)).first(first_blocks)
     sampling = Sampling(temperature, seed, start, readout)
     started = time.perf_counter()
     stream = generate(stack, os.fsencode(prompt), count, sampling)

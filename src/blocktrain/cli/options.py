@@ -26,3 +26,9 @@ precision = click.option(
     show_default=True,
     help="Compute type.",
 )
+first_blocks = click.option(
+    "--blocks",
+    "first_blocks",
+    type=click.IntRange(min=1),
+    help="Exit early: use only this many blocks, from the first.",
+)

@@ -46,6 +46,8 @@ def command(
         click.echo(f"warning: {warning}", err=True)
     chosen = list(blocks) or list(range(config.units))
     session = open_session(config, out)
+    for note in session.notes(chosen):
+        click.echo(note, err=True)
     with stop_on_signal() as stop, shown("block", as_json=as_json) as on_progress:
         if parallel > 1:
             done = session.train_side_by_side(chosen, parallel, on_progress, stop)

@@ -1,111 +1,48 @@
-"""What is trained alone: a causal block (the end-to-end reference) and a denoising block.
+"""What every kind of block is built on: layers over positions, and a way to read bytes.
 
-Both read bytes through a context embedding of their own and predict the next byte. A causal
-block is an ordinary language model. A denoising block also reads a noisy target z at a noise
-level sigma, in a second stream that the clean stream never sees. Knows nothing of losses.
+Knows nothing of losses, of other blocks or of how a block is used.
 
-Shapes: B batch, T positions, D width, E target dimensions, V bytes.
+Shapes: B batch, T positions, D width, H heads, R rotated pairs per head.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from blocktrain.config import ModelConfig, ObjectiveConfig
-from blocktrain.core.noise import Preconditioning
-from blocktrain.core.vocabulary import BYTES, IDS
-from blocktrain.model.kv_cache import BlockCache, LayerCache
-from blocktrain.model.layer import (
-    MODULATIONS,
-    Context,
-    Layer,
-    Linear,
-    Rotation,
-    rms_norm,
-    rotation,
-)
+from blocktrain.config import ModelConfig
+from blocktrain.core.vocabulary import IDS
+from blocktrain.model.kv_cache import BlockCache
+from blocktrain.model.layer import Layer, Rotation, rotation
 
 T = TypeVar("T")
-Modulation = tuple[Tensor, ...]
 
-SIGMA_FEATURES = 32
 EMBED_STD = 0.1
-# A zero-initialised head behind a gain learns at the pace of the layers under AdamW. Denoising
-# logits carry a factor of about 2 from the preconditioning already.
-CAUSAL_GAIN = 8.0
-DENOISING_GAIN = 4.0
-# AdamW takes steps of equal size however faint a gradient is: at full scale the weights that
-# read z wander, and pour the noise in z over the context.
-TARGET_GAIN = 1.0 / 32
 
 
-class NoiseLevel(NamedTuple):
-    """EDM coefficients of each sequence, shaped to multiply B x T x E tensors."""
-
-    c_skip_B11: Tensor
-    c_out_B11: Tensor
-    c_in_B11: Tensor
-    c_noise_B: Tensor
-    weight_B: Tensor
-    sigma_B11: Tensor
-
-    @classmethod
-    def of(cls, levels_BC: Tensor) -> "NoiseLevel":
-        """From a tensor whose rows are `Preconditioning` tuples."""
-        c_skip, c_out, c_in, c_noise, weight, sigma = levels_BC.unbind(1)
-        return cls(
-            c_skip[:, None, None],
-            c_out[:, None, None],
-            c_in[:, None, None],
-            c_noise,
-            weight,
-            sigma[:, None, None],
-        )
-
-    @classmethod
-    def constant(cls, level: Preconditioning, batch: int, device: torch.device) -> "NoiseLevel":
-        """The same level for every sequence."""
-        return cls.of(torch.tensor([level] * batch, device=device))
-
-
-class ContextReader(nn.Module):
-    """The part both kinds share: context embedding, layers, positions."""
-
-    def __init__(self, model: ModelConfig, layers: int) -> None:
+class Block(nn.Module):
+    def __init__(self, model: ModelConfig, layers: int, *, reads_bytes: bool = True) -> None:
         super().__init__()
         self.compute_dtype = torch.float32
         self.recompute = False
-        self.embed = nn.Embedding(IDS, model.width)
-        nn.init.normal_(self.embed.weight, std=EMBED_STD)
-        self.layers = nn.ModuleList(
-            Layer(
-                model.width,
-                model.heads,
-                model.mlp_ratio,
-                model.activation,
-                model.taps,
-                model.dropout,
-            )
-            for _ in range(layers)
-        )
+        self.embed = nn.Embedding(IDS, model.width) if reads_bytes else None
+        if self.embed is not None:
+            nn.init.normal_(self.embed.weight, std=EMBED_STD)
+        self.layers = new_layers(model, layers)
         # Held, not computed where they are used: a compiler would work every cosine out again
         # for every sequence, head and layer, a third of the whole step.
         tables = rotation(model.width // model.heads, torch.arange(model.window))
         self.register_buffer("cos_TR", tables.cos_TR, persistent=False)
         self.register_buffer("sin_TR", tables.sin_TR, persistent=False)
 
-    @property
-    def typed_layers(self) -> list[Layer]:
-        return cast("list[Layer]", list(self.layers))
-
     def new_cache(self) -> BlockCache:
         return BlockCache(len(self.layers))
 
     def embedded(self, ids_BT: Tensor) -> Tensor:
-        out: Tensor = self.embed(ids_BT).to(self.compute_dtype)
+        assert self.embed is not None
+        out: Tensor = self.embed(ids_BT.long()).to(self.compute_dtype)
         return out
 
     def rotation(self, start: int, length: int) -> Rotation:
@@ -122,131 +59,14 @@ class ContextReader(nn.Module):
         return function(*inputs)
 
 
-def _causal_step(layer: Layer, x_BTD: Tensor, by: Rotation, memory: LayerCache | None) -> Tensor:
-    return layer.clean(x_BTD, by, memory)[0]
-
-
-def _two_stream_step(
-    layer: Layer, clean_BTD: Tensor, noisy_BTD: Tensor, by: Rotation, modulation: Modulation
-) -> tuple[Tensor, Tensor]:
-    clean, context = layer.clean(clean_BTD, by)
-    return clean, layer.noisy(noisy_BTD, context, by, modulation)
-
-
-def _last_step(
-    layer: Layer, clean_BTD: Tensor, noisy_BTD: Tensor, by: Rotation, modulation: Modulation
-) -> Tensor:
-    """In the last layer the clean stream is needed for its keys and values alone."""
-    return layer.noisy(noisy_BTD, layer.offer(clean_BTD, by), by, modulation)
-
-
-class CausalBlock(ContextReader):
-    """An ordinary causal language model over bytes."""
-
-    def __init__(self, model: ModelConfig, layers: int) -> None:
-        super().__init__(model, layers)
-        self.head = Linear(model.width, BYTES, zero=True)
-
-    def forward(self, ids_BT: Tensor, cache: BlockCache | None = None) -> Tensor:
-        """Logits of the next byte at every position; a cache continues what it holds."""
-        start = cache.length if cache else 0
-        by = self.rotation(start, ids_BT.size(1))
-        x = self.embedded(ids_BT)
-        memories = cache.layers if cache else [None] * len(self.layers)
-        for layer, memory in zip(self.typed_layers, memories, strict=True):
-            x = self.apply_layer(_causal_step, layer, x, by, memory)
-        logits: Tensor = self.head(rms_norm(x))
-        return CAUSAL_GAIN * logits.float()
-
-
-class DenoisingBlock(ContextReader):
-    """Two streams over one causal mask: clean context, and a noisy target at sigma.
-
-    The block reads z, and writes its answer F, in byte coordinates: one number per row of the
-    target table. That spans the same F, but AdamW scales each coordinate by itself, and learns
-    a rare byte's row far better when no rotation mixes it with the frequent ones.
-    """
-
-    def __init__(self, model: ModelConfig, layers: int, objective: ObjectiveConfig) -> None:
-        super().__init__(model, layers)
-        # Zero at first: the block starts as a plain language model, and learns what to take from z.
-        self.target_in = Linear(BYTES, model.width, zero=True)
-        self.sigma_in = Linear(SIGMA_FEATURES, objective.sigma_rank)
-        self.modulate = nn.ModuleList(
-            Linear(objective.sigma_rank, MODULATIONS * model.width, zero=True)
-            for _ in range(layers)
+def new_layers(model: ModelConfig, count: int) -> nn.ModuleList:
+    return nn.ModuleList(
+        Layer(
+            model.width, model.heads, model.mlp_ratio, model.activation, model.taps, model.dropout
         )
-        self.target_out = Linear(model.width, BYTES, zero=True)
-        self.log_scale = (
-            nn.Parameter(torch.tensor(10.0).log()) if objective.logit_scale == "learned" else None
-        )
-
-    def forward(self, ids_BT: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor) -> Tensor:
-        """Logits of the next byte at every position, both streams in one pass."""
-        by = self.rotation(0, ids_BT.size(1))
-        clean = self.embedded(ids_BT)
-        noisy = self._start(clean, z_BTE, level, table_VE)
-        *before, last = zip(self.typed_layers, self._modulations(level), strict=True)
-        for layer, modulation in before:
-            clean, noisy = self.apply_layer(_two_stream_step, layer, clean, noisy, by, modulation)
-        noisy = self.apply_layer(_last_step, last[0], clean, noisy, by, last[1])
-        return self._logits(noisy, z_BTE, level, table_VE)
-
-    def read_context(self, ids_BT: Tensor, cache: BlockCache | None = None) -> "BlockContext":
-        """The clean stream alone: everything later noise draws need from the context."""
-        start = cache.length if cache else 0
-        by = self.rotation(start, ids_BT.size(1))
-        embedded = x = self.embedded(ids_BT)
-        contexts: list[Context] = []
-        memories = cache.layers if cache else [None] * len(self.layers)
-        *before, last = zip(self.typed_layers, memories, strict=True)
-        for layer, memory in before:
-            x, context = layer.clean(x, by, memory)
-            contexts.append(context)
-        contexts.append(last[0].offer(x, by, last[1]))
-        return BlockContext(embedded, contexts, by)
-
-    def denoise(
-        self, context: "BlockContext", z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor
-    ) -> Tensor:
-        """The noisy stream alone, over a context read before."""
-        x = self._start(context.clean_BTD, z_BTE, level, table_VE)
-        for layer, modulation, memory in zip(
-            self.typed_layers, self._modulations(level), context.layers, strict=True
-        ):
-            x = layer.noisy(x, memory, context.by, modulation)
-        return self._logits(x, z_BTE, level, table_VE)
-
-    def _start(
-        self, clean_BTD: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor
-    ) -> Tensor:
-        seen_BTV = (TARGET_GAIN * level.c_in_B11 * z_BTE) @ table_VE.T
-        noisy: Tensor = self.target_in(seen_BTV.to(self.compute_dtype))
-        return clean_BTD + noisy
-
-    def _modulations(self, level: NoiseLevel) -> list[Modulation]:
-        """Per layer: six B x 1 x D tensors that depend on sigma alone."""
-        frequencies = torch.arange(1, SIGMA_FEATURES // 2 + 1, device=level.c_noise_B.device)
-        angles = level.c_noise_B[:, None] * frequencies * torch.pi
-        features = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        hidden = nn.functional.silu(self.sigma_in(features))
-        return [
-            modulate(hidden)[:, None, :].to(self.compute_dtype).chunk(MODULATIONS, dim=-1)
-            for modulate in self.modulate
-        ]
-
-    def _logits(self, n_BTD: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor) -> Tensor:
-        f_BTE = DENOISING_GAIN * self.target_out(rms_norm(n_BTD)).float() @ table_VE
-        x_BTE = level.c_skip_B11 * z_BTE + level.c_out_B11 * f_BTE
-        # Scaled by the weight, the skip path is exactly the Gaussian evidence z.e / sigma^2.
-        scale = level.weight_B[:, None, None] if self.log_scale is None else self.log_scale.exp()
-        logits: Tensor = scale * (x_BTE @ table_VE.T)
-        return logits
+        for _ in range(count)
+    )
 
 
-class BlockContext(NamedTuple):
-    """A read context: embeddings and, per layer, keys and values."""
-
-    clean_BTD: Tensor
-    layers: list[Context]
-    by: Rotation
+def typed(layers: nn.ModuleList) -> list[Layer]:
+    return cast("list[Layer]", list(layers))

@@ -38,13 +38,10 @@ def generate(stack: Stack, prompt: bytes, count: int, sampling: Sampling) -> Ite
             caches = stack.new_caches()
             fresh = [BOS, *text[-(window // 2) :]]
         ids = torch.tensor([fresh], device=stack.device)
-        # Only the newest position is read, and the noisy stream of the others leaves no trace.
-        z = stack.starting_point("mean", ids.shape)
         seed = mixed_seed(sampling.seed, len(text), NOISE_STREAM)
-        z[:, -1:] = stack.starting_point(sampling.start, torch.Size([1, 1]), seed)
-        blocks = stack.advance(ids, caches, z)
-        name = sampling.readout if len(blocks) > 1 else "final"
-        log_probs = readout.read(name, [block[:, -1] for block in blocks])[0]
+        every_head = sampling.readout == "product"
+        blocks = stack.advance(ids, caches, sampling.start, seed, every_head=every_head)
+        log_probs = readout.read(sampling.readout, [block[:, -1] for block in blocks])[0]
         byte = pick(log_probs, sampling.temperature, sampling.seed, len(text))
         text.append(byte)
         fresh = [byte]

@@ -38,10 +38,14 @@ class LayerCache:
 
 
 class BlockCache:
-    """The caches of all layers of one block, and how many positions they hold."""
+    """The caches of all layers of one block, and how many positions they hold.
 
-    def __init__(self, layers: int) -> None:
+    A private tail's are apart: it may be left out.
+    """
+
+    def __init__(self, layers: int, tail: int = 0) -> None:
         self.layers = [LayerCache() for _ in range(layers)]
+        self.tail = [LayerCache() for _ in range(tail)]
 
     @property
     def length(self) -> int:

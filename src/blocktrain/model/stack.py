@@ -1,57 +1,137 @@
 """The assembled model: blocks in inference order, scored or stepped as one.
 
-A stack turns context into one distribution per block; `core.readout` makes one of them. An
-end-to-end model is a stack of one causal block. Whole windows (`log_probs`) and cached steps
+A stack turns context into one distribution per block; `core.readout` makes one of them. Blocks
+are joined in one of two ways: features flow from block to block (a cascade; end-to-end is a
+cascade of one), or a noisy guess z does (denoising). Whole windows (`log_probs`) and cached steps
 (`advance`) go through the same layers and agree.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from blocktrain.config import Config
 from blocktrain.core.noise import Partition, euler_step, precondition
-from blocktrain.model.block import (
-    BlockContext,
-    CausalBlock,
-    DenoisingBlock,
-    NoiseLevel,
-)
+from blocktrain.core.seeds import mixed_seed
+from blocktrain.errors import ConfigError
+from blocktrain.model.causal import CausalBlock
+from blocktrain.model.denoising import BlockContext, DenoisingBlock, NoiseLevel
 from blocktrain.model.kv_cache import BlockCache
 from blocktrain.model.targets import target_table
 
+INIT_STREAM = 1
 
-def new_block(config: Config) -> CausalBlock | DenoisingBlock:
+
+def new_block(config: Config, unit: int) -> CausalBlock | DenoisingBlock:
     """One untrained unit of the run, randomly initialised."""
-    if config.objective.kind == "end_to_end":
-        return CausalBlock(config.model, config.unit_layers)
-    return DenoisingBlock(config.model, config.unit_layers, config.objective)
+    depth = config.depths[unit]
+    if config.objective.kind == "denoise":
+        return DenoisingBlock(config.model, depth, config.objective)
+    return CausalBlock(config.model, depth, config.tail_layers(unit), reads_bytes=unit == 0)
+
+
+def initial_block(config: Config, unit: int) -> CausalBlock | DenoisingBlock:
+    """The unit every machine of a run starts from."""
+    torch.manual_seed(mixed_seed(config.train.seed, unit, INIT_STREAM))
+    return new_block(config, unit)
+
+
+def assemble(config: Config, blocks: Sequence[nn.Module]) -> "Stack":
+    for block in blocks:
+        block.eval()
+    if config.objective.kind == "denoise":
+        device = next(blocks[0].parameters()).device
+        table = target_table(config.train.seed, config.objective.target_dim).to(device)
+        return DenoisingStack(config, list(blocks), table, config.partition())
+    return CausalStack(config, list(blocks))
 
 
 @dataclass
-class Stack:
+class Stack(ABC):
     config: Config
     blocks: list[nn.Module]
-    table_VE: Tensor
-    partition: Partition
-
-    @classmethod
-    def assemble(cls, config: Config, blocks: list[nn.Module]) -> "Stack":
-        for block in blocks:
-            block.eval()
-        device = next(blocks[0].parameters()).device
-        table = target_table(config.train.seed, config.objective.target_dim).to(device)
-        return cls(config, blocks, table, config.partition())
 
     @property
     def device(self) -> torch.device:
-        return self.table_VE.device
+        return next(self.blocks[0].parameters()).device
 
     @property
     def parameters(self) -> int:
         return sum(p.numel() for block in self.blocks for p in block.parameters())
+
+    def first(self, count: int | None) -> Self:
+        """An early exit: the model as its first blocks alone make it. None: all of them."""
+        if count is not None and count > len(self.blocks):
+            raise ConfigError(f"the model has {len(self.blocks)} blocks, not {count}")
+        return replace(self, blocks=self.blocks[:count])
+
+    def new_caches(self) -> list[BlockCache]:
+        return [block.new_cache() for block in self.blocks]  # type: ignore[operator]
+
+    @abstractmethod
+    def log_probs(self, ids_BT: Tensor, start: str = "mean", seed: int = 0) -> list[Tensor]:
+        """Every block's log-probabilities of the next byte at every position, in block order."""
+
+    @abstractmethod
+    def advance(
+        self,
+        ids_BT: Tensor,
+        caches: list[BlockCache],
+        start: str = "mean",
+        seed: int = 0,
+        *,
+        every_head: bool = True,
+    ) -> list[Tensor]:
+        """Append ids to the caches; the blocks' log-probabilities at the new positions.
+
+        A noise start is drawn for the newest position alone: it is the one to be read. Without
+        `every_head`, the last block's alone are given; a cascade then leaves out the tails.
+        """
+
+
+@dataclass
+class CausalStack(Stack):
+    """Features flow from block to block; every block predicts through its own tail and head."""
+
+    @torch.no_grad()
+    def log_probs(self, ids_BT: Tensor, start: str = "mean", seed: int = 0) -> list[Tensor]:
+        return self._traverse(ids_BT, [None] * len(self.blocks), every_head=True)
+
+    @torch.no_grad()
+    def advance(
+        self,
+        ids_BT: Tensor,
+        caches: list[BlockCache],
+        start: str = "mean",
+        seed: int = 0,
+        *,
+        every_head: bool = True,
+    ) -> list[Tensor]:
+        return self._traverse(ids_BT, caches, every_head=every_head)
+
+    def _traverse(
+        self, ids_BT: Tensor, caches: Sequence[BlockCache | None], *, every_head: bool
+    ) -> list[Tensor]:
+        result = []
+        x = ids_BT
+        for module, cache in zip(self.blocks, caches, strict=True):
+            block = cast("CausalBlock", module)
+            x = block.features(x, cache)
+            if every_head or module is self.blocks[-1]:
+                result.append(torch.log_softmax(block.logits(x, cache), dim=-1))
+        return result
+
+
+@dataclass
+class DenoisingStack(Stack):
+    """A guess z is handed from block to block, each moving it down to the next sigma."""
+
+    table_VE: Tensor
+    partition: Partition
 
     def starting_point(self, start: str, shape_BT: torch.Size, seed: int = 0) -> Tensor:
         """z before the first block; it never depends on the targets."""
@@ -63,14 +143,11 @@ class Stack:
         return self.partition.sigma_max * noise
 
     def read_contexts(self, ids_BT: Tensor) -> list[BlockContext]:
-        """Every denoising block's clean stream, to be reused for several starts."""
-        return [block.read_context(ids_BT) for block in self._denoising()]
+        """Every block's clean stream, to be reused for several starts."""
+        return [block.read_context(ids_BT) for block in self._typed()]
 
     @torch.no_grad()
     def log_probs(self, ids_BT: Tensor, start: str = "mean", seed: int = 0) -> list[Tensor]:
-        """Every block's log-probabilities of the next byte at every position, in block order."""
-        if self.config.objective.kind == "end_to_end":
-            return [torch.log_softmax(self.blocks[0](ids_BT), dim=-1)]
         contexts = self.read_contexts(ids_BT)
         return self.traverse(contexts, self.starting_point(start, ids_BT.shape, seed))
 
@@ -78,8 +155,8 @@ class Stack:
     def traverse(self, contexts: list[BlockContext], z_BTE: Tensor) -> list[Tensor]:
         """One traversal: each block reads z once, guesses, and moves z down to the next sigma."""
         result = []
-        blocks = list(self._denoising())
-        for sigma, sigma_next in self.partition.inference_sigmas():
+        blocks = self._typed()
+        for sigma, sigma_next in self.partition.inference_sigmas()[: len(blocks)]:
             owner = self.partition.block_of(sigma)
             block, context = blocks[owner], contexts[owner]
             level = precondition(sigma, self.config.objective.sigma_data)
@@ -90,28 +167,25 @@ class Stack:
             z_BTE = euler_step(z_BTE, log_probs.exp() @ self.table_VE, sigma, sigma_next)
         return result
 
-    def new_caches(self) -> list[BlockCache]:
-        return [block.new_cache() for block in self.blocks]  # type: ignore[operator]
-
     @torch.no_grad()
     def advance(
-        self, ids_BT: Tensor, caches: list[BlockCache], z_BTE: Tensor | None = None
+        self,
+        ids_BT: Tensor,
+        caches: list[BlockCache],
+        start: str = "mean",
+        seed: int = 0,
+        *,
+        every_head: bool = True,
     ) -> list[Tensor]:
-        """Append ids to the caches; every block's log-probabilities at the new positions.
-
-        z starts from the mean where none is given.
-        """
-        if self.config.objective.kind == "end_to_end":
-            return [torch.log_softmax(self.blocks[0](ids_BT, caches[0]), dim=-1)]
         contexts = [
             block.read_context(ids_BT, cache)
-            for block, cache in zip(self._denoising(), caches, strict=True)
+            for block, cache in zip(self._typed(), caches, strict=True)
         ]
-        if z_BTE is None:
-            z_BTE = self.starting_point("mean", ids_BT.shape)
-        return self.traverse(contexts, z_BTE)
+        z = self.starting_point("mean", ids_BT.shape)
+        newest = torch.Size([ids_BT.size(0), 1])
+        z[:, -1:] = self.starting_point(start, newest, seed)
+        result = self.traverse(contexts, z)
+        return result if every_head else result[-1:]
 
-    def _denoising(self) -> Iterator[DenoisingBlock]:
-        for block in self.blocks:
-            assert isinstance(block, DenoisingBlock)
-            yield block
+    def _typed(self) -> list[DenoisingBlock]:
+        return cast("list[DenoisingBlock]", self.blocks)

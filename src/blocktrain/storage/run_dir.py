@@ -178,6 +178,11 @@ class BlockDir:
         chosen = manifest.get("chosen")
         return next((v for v in versions if v.step == chosen), versions[-1])
 
+    def built_on(self) -> list[int]:
+        """The versions of the blocks before it that a block of a cascade was last trained on."""
+        counters = self._manifest().get("counters", {})
+        return list(counters.get("built_on", []))
+
     def load_weights(self) -> Tensors:
         return load_tensors(self.path, self.current().weights)
 
@@ -220,6 +225,12 @@ class BlockDir:
         }
         write_atomically(self.path / "manifest.json", json.dumps(manifest, indent=1).encode())
         self._remove_all_but({state.name, *(v.weights.name for v in kept)})
+
+    def clear(self) -> None:
+        """Forget everything: the next training starts from the beginning."""
+        for path in self.path.glob("*"):
+            if path.name != LOCK:
+                path.unlink()
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

@@ -4,18 +4,18 @@ import torch
 from torch import nn
 
 from blocktrain.errors import RunError
-from blocktrain.model.stack import Stack, new_block
+from blocktrain.model.stack import Stack, assemble, new_block
 from blocktrain.storage.run_dir import RunDir, Tensors
 from blocktrain.train.device import Compute
 
 
 def load_stack(run: RunDir, compute: Compute) -> Stack:
-    blocks = [_loaded(run, weights, compute) for weights in run.weights()]
-    return Stack.assemble(run.config, blocks)
+    blocks = [_loaded(run, unit, held, compute) for unit, held in enumerate(run.weights())]
+    return assemble(run.config, blocks)
 
 
-def _loaded(run: RunDir, weights: Tensors, compute: Compute) -> nn.Module:
-    module = new_block(run.config)
+def _loaded(run: RunDir, unit: int, weights: Tensors, compute: Compute) -> nn.Module:
+    module = new_block(run.config, unit)
     load_block(module, weights, str(run.path))
     module.compute_dtype = compute.dtype
     return module.to(compute.device)

@@ -18,12 +18,14 @@ from blocktrain.core.noise import precondition
 from blocktrain.core.seeds import mixed_seed
 from blocktrain.data.corpus import Bytes
 from blocktrain.data.windows import Ids, evaluation_windows, shifted
-from blocktrain.model.block import NoiseLevel
-from blocktrain.model.stack import Stack
+from blocktrain.model.denoising import NoiseLevel
+from blocktrain.model.stack import DenoisingStack, Stack
 from blocktrain.model.targets import target_table
+from blocktrain.train.prefix import Prefix
 
 Reading = tuple[str, str, int]  # start, readout, draws
 
+NO_START = "none"  # where no z is handed on
 POSITIONS_PER_BATCH = 1 << 15
 FITTED_BYTES = 1 << 16
 
@@ -54,12 +56,14 @@ class Evaluation:
     digest: str
     parameters: int
     product_weights: list[float] | None = field(default=None)
+    draft_agreement: float | None = None
 
     @property
     def default(self) -> Score:
-        """The reading a user gets when none is named: mean start, product; or the one there is."""
+        """The reading a user gets when none is named: product, from the mean where there is a
+        start; or the one there is."""
         for score in self.scores:
-            if (score.start, score.readout) == ("mean", "product"):
+            if score.readout == "product" and score.start in ("mean", NO_START):
                 return score
         return self.scores[-1]
 
@@ -73,10 +77,13 @@ def evaluate(
 ) -> Evaluation:
     """Score every start, block and readout on the given windows."""
     sums: dict[Reading, float] = {}
+    agreed = 0
     for number, batch in enumerate(_batches(windows)):
         targets = to_device(batch, stack.device)
         seeds = [mixed_seed(seed, draw, number) for draw in range(draws)]
-        for key, log_probs in _readings(stack, batch, seeds, product_weights):
+        readings = _readings(stack, batch, seeds, product_weights)
+        agreed += _agreed(readings)
+        for key, log_probs in readings:
             nll = -log_probs.gather(-1, targets[..., None]).cpu().double().sum()
             sums[key] = sums.get(key, 0.0) + float(nll)
     scores = [
@@ -86,7 +93,8 @@ def evaluate(
     count, window = windows.shape
     named = f"{count}x{window} ".encode() + windows.tobytes()
     digest = hashlib.sha256(named).hexdigest()[:16]
-    return Evaluation(scores, count, window, digest, stack.parameters, product_weights)
+    agreement = agreed / windows.size if len(stack.blocks) > 1 else None
+    return Evaluation(scores, count, window, digest, stack.parameters, product_weights, agreement)
 
 
 def fit_product_weights(stack: Stack, valid: Bytes) -> list[float]:
@@ -103,34 +111,49 @@ def fit_product_weights(stack: Stack, valid: Bytes) -> list[float]:
 
 
 @torch.no_grad()
-def solo_ce(config: Config, block: int, module: nn.Module, windows: Bytes) -> float:
-    """One block's honest score by itself: asked at its own highest sigma, z at the mean."""
+def solo_ce(
+    config: Config, block: int, module: nn.Module, windows: Bytes, prefix: Prefix | None = None
+) -> float:
+    """One block's honest score by itself. A denoising block is asked at its own highest sigma, z
+    at the mean; a block of a cascade reads the blocks before it and predicts through its tail."""
     module.eval()
     device = next(module.parameters()).device
+    if config.objective.kind != "denoise":
+        return _causal_ce(module, windows, prefix, device)
     target_dim = config.objective.target_dim
     table = target_table(config.train.seed, target_dim).to(device)
     sigma = config.partition().owned_range(block)[1]
     level = precondition(sigma, config.objective.sigma_data)
     total = 0.0
     for batch in _batches(windows):
-        ids, targets = to_device(shifted(batch), device), to_device(batch, device)
-        if config.objective.kind == "end_to_end":
-            logits = module(ids)
-        else:
-            z = torch.zeros(*ids.shape, target_dim, device=device)
-            logits = module(ids, z, NoiseLevel.constant(level, len(ids), device), table)
-        total += float(
-            nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        )
+        ids = to_device(shifted(batch), device)
+        z = torch.zeros(*ids.shape, target_dim, device=device)
+        logits = module(ids, z, NoiseLevel.constant(level, len(ids), device), table)
+        total += _summed_ce(logits, batch)
     return total / windows.size
+
+
+def _causal_ce(
+    module: nn.Module, windows: Bytes, prefix: Prefix | None, device: torch.device
+) -> float:
+    total = 0.0
+    for batch in _batches(windows):
+        ids = to_device(shifted(batch), device)
+        total += _summed_ce(module(prefix(ids) if prefix else ids), batch)
+    return total / windows.size
+
+
+def _summed_ce(logits: Tensor, batch: Bytes) -> float:
+    targets = to_device(batch, logits.device).flatten()
+    return float(nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"))
 
 
 def _readings(
     stack: Stack, batch: Bytes, seeds: list[int], weights: list[float] | None
 ) -> list[tuple[Reading, Tensor]]:
     ids = to_device(shifted(batch), stack.device)
-    if stack.config.objective.kind == "end_to_end":
-        return [(("none", "final", 1), stack.log_probs(ids)[0])]
+    if not isinstance(stack, DenoisingStack):
+        return _causal_readings(stack.log_probs(ids), weights)
     contexts = stack.read_contexts(ids)
     mean = stack.traverse(contexts, stack.starting_point("mean", ids.shape))
     result: list[tuple[Reading, Tensor]] = [
@@ -153,6 +176,29 @@ def _readings(
             for name, total in mixed.items()
         ]
     return result
+
+
+def _causal_readings(
+    blocks: list[Tensor], weights: list[float] | None
+) -> list[tuple[Reading, Tensor]]:
+    if len(blocks) == 1:
+        return [((NO_START, "final", 1), blocks[0])]
+    named = _named(blocks)
+    if weights is not None:
+        named.append(("product fitted", readout.product(blocks, weights)))
+    return [((NO_START, name, 1), log_probs) for name, log_probs in named]
+
+
+def _agreed(readings: list[tuple[Reading, Tensor]]) -> int:
+    """Positions where the first block's likeliest byte is the last block's: what a draft by the
+    first block alone would get right."""
+    found: dict[str, Tensor] = {}
+    for (start, name, _), log_probs in readings:
+        if start in ("mean", NO_START) and name in ("block 0", "final"):
+            found[name] = log_probs.argmax(dim=-1)
+    if len(found) < 2:
+        return 0
+    return int((found["block 0"] == found["final"]).sum())
 
 
 def _named(blocks: list[Tensor]) -> list[tuple[str, Tensor]]:

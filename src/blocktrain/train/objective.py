@@ -17,7 +17,7 @@ from blocktrain.core.noise import mean_weight, precondition
 from blocktrain.core.vocabulary import BYTES, MASK
 from blocktrain.data.corpus import Bytes
 from blocktrain.data.windows import Ids, shifted
-from blocktrain.model.block import NoiseLevel
+from blocktrain.model.denoising import NoiseLevel
 from blocktrain.model.targets import target_table
 
 WRONG_BYTES_RATE = 0.3  # of the bytes after the cut, in a sequence whose context is corrupted
@@ -32,7 +32,9 @@ class Batch(NamedTuple):
     """A step's inputs, drawn on the host: all a loss needs beyond torch's own generator."""
 
     targets_BT: Tensor
-    context_BT: Tensor
+    inputs: (
+        Tensor  # what the block reads: ids (B x T), or features of the blocks before (B x T x D)
+    )
     levels_BC: Tensor  # EDM coefficients; no columns where the objective has no noise
 
     def to(self, device: torch.device) -> "Batch":
@@ -54,12 +56,14 @@ class Objective(Protocol):
         ...
 
 
-class EndToEnd:
+class NextByte:
+    """The plain loss: of end-to-end training, and of every block of a cascade."""
+
     def prepare(self, targets: Bytes, seed: int) -> Batch:
         return Batch(torch.tensor(targets), torch.tensor(shifted(targets)), torch.empty(0))
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        logits = module(batch.context_BT.long())
+        logits = module(batch.inputs)
         ce = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.long().flatten())
         return Loss(ce, ce.detach())
 
@@ -87,7 +91,7 @@ class Denoise:
         y_BT = batch.targets_BT.long()
         e_BTE = self.table[y_BT]
         z_BTE = e_BTE + level.sigma_B11 * torch.randn_like(e_BTE)
-        logits = module(batch.context_BT.long(), z_BTE, level, self.table)
+        logits = module(batch.inputs, z_BTE, level, self.table)
         ce_BT = F.cross_entropy(logits.flatten(0, 1), y_BT.flatten(), reduction="none")
         ce_B = ce_BT.view(y_BT.shape).mean(dim=1)
         weighted = (ce_B * level.weight_B).mean() / self.mean_weight
@@ -95,9 +99,9 @@ class Denoise:
 
 
 def new_objective(config: Config, block: int, device: torch.device) -> Objective:
-    if config.objective.kind == "end_to_end":
-        return EndToEnd()
-    return Denoise(config, block, device)
+    if config.objective.kind == "denoise":
+        return Denoise(config, block, device)
+    return NextByte()
 
 
 def hide_context(context: Ids, draws: np.random.Generator, share: float) -> Ids:

@@ -70,8 +70,9 @@ def _pilot_config(config: Config) -> Config:
     """One block as deep as the run's, over all sigmas, for a few steps."""
     steps = config.objective.pilot_steps
     return config.with_settings(
-        model__layers=config.unit_layers,
+        model__layers=max(config.depths),
         model__blocks=1,
+        model__depths=(),
         objective__partition="lognormal",
         train__steps=steps,
         train__warmup=min(config.train.warmup, max(1, steps // 10)),

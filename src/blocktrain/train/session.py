@@ -1,7 +1,8 @@
 """A run on one machine: its blocks one after another, or as processes side by side.
 
 One after another, only one block and its optimizer are ever in memory. Side by side, each block
-is a process of its own that reports JSON lines; the blocks exchange nothing.
+is a process of its own that reports JSON lines. Blocks exchange no gradient; those of a cascade
+read the versions that the blocks before them have saved in the run.
 """
 
 import json
@@ -23,7 +24,9 @@ from blocktrain.data.corpus import Corpus, load_corpus
 from blocktrain.errors import BlocktrainError, DeviceError, RunError
 from blocktrain.storage.run_dir import BlockDir, RunDir
 from blocktrain.train.device import Compute, resolve
+from blocktrain.train.feature_cache import cache_bytes
 from blocktrain.train.pilot import with_fitted_bounds
+from blocktrain.train.published import PublishedRun
 from blocktrain.train.trainer import BlockTrainer, Progress
 
 OnProgress = Callable[[Progress], None]
@@ -40,6 +43,22 @@ class Session:
     run: RunDir
     corpus: Corpus
     compute: Compute
+
+    def notes(self, blocks: Sequence[int]) -> list[str]:
+        """What whoever trains these blocks should know before they do."""
+        config, found = self.run.config, []
+        if max(blocks) > 0 and (size := cache_bytes(config)):
+            where = config.objective.feature_cache
+            found.append(f"feature cache: {size / 1e6:,.0f} MB per block, {where}")
+        if config.objective.kind == "cascade":
+            before = set(range(max(blocks))) - set(blocks)
+            missing = [block for block in sorted(before) if not self.run.block(block).versions()]
+            if missing:
+                found.append(
+                    f"warning: block {max(blocks)} reads blocks that have no version yet:"
+                    f" {', '.join(map(str, missing))}"
+                )
+        return found
 
     def train_in_turn(
         self, blocks: Sequence[int], on_progress: OnProgress, stop: ShouldStop
@@ -79,7 +98,14 @@ class Session:
                 on_progress(progress)
 
             try:
-                trainer = BlockTrainer(self.run.config, block, self.corpus, self.compute, store)
+                trainer = BlockTrainer(
+                    self.run.config,
+                    block,
+                    self.corpus,
+                    self.compute,
+                    store,
+                    PublishedRun(self.run),
+                )
                 return trainer.train(report, stop)
             except torch.OutOfMemoryError:
                 raise DeviceError(

@@ -1,8 +1,9 @@
-"""Trains one block alone: batches in, weights out, nothing shared with any other block.
+"""Trains one block alone: batches in, weights out, no gradient from or to any other block.
 
-A step depends on (seed, block, step number) and the weights before it, on nothing else; with
-weights and optimizer moments on disk, a killed run goes on as if nothing had happened. A step
-whose loss or gradient is not finite leaves weights and moments untouched.
+A step depends on (seed, block, step number) and the weights before it, and in a cascade on the
+frozen blocks before this one, on nothing else; with weights and optimizer moments on disk, a
+killed run goes on as if nothing had happened. A step whose loss or gradient is not finite leaves
+weights and moments untouched.
 """
 
 import math
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +23,18 @@ from blocktrain.core.seeds import mixed_seed
 from blocktrain.data.corpus import Corpus
 from blocktrain.data.windows import TrainingWindows, evaluation_windows
 from blocktrain.errors import DivergedError, RunError
-from blocktrain.model.stack import new_block
+from blocktrain.model.stack import initial_block
 from blocktrain.storage.run_dir import BlockDir, RunDir, Snapshot, Tensors
 from blocktrain.train.assemble import load_block
 from blocktrain.train.device import Compute
 from blocktrain.train.evaluate import solo_ce
 from blocktrain.train.graph import GraphedStep
 from blocktrain.train.objective import Batch, new_objective
+from blocktrain.train.predecessors import Predecessors
+from blocktrain.train.prefix import Published
 from blocktrain.train.schedule import learning_rate
 
-INIT_STREAM, DATA_STREAM, STEP_STREAM = 1, 2, 3
+DATA_STREAM, STEP_STREAM = 2, 3
 REPORT_EVERY = 10
 NOT_DECAYED = ("taps", "sigma_in", "log_scale")
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -52,16 +56,22 @@ class Progress:
 
 class BlockTrainer:
     def __init__(
-        self, config: Config, block: int, corpus: Corpus, compute: Compute, store: BlockDir | None
+        self,
+        config: Config,
+        block: int,
+        corpus: Corpus,
+        compute: Compute,
+        store: BlockDir | None,
+        published: Published | None = None,
     ) -> None:
+        """`published`: where a block of a cascade finds the blocks before it."""
         settings = config.train
         self.config, self.block, self.corpus = config, block, corpus
         self.compute, self.store = compute, store
         # In a bf16 run, what stays fp32 (z, logits) may use TF32 units.
         exact = compute.dtype == torch.float32
         torch.set_float32_matmul_precision("highest" if exact else "high")
-        torch.manual_seed(mixed_seed(settings.seed, block, INIT_STREAM))
-        self.module: nn.Module = new_block(config)
+        self.module: nn.Module = initial_block(config, block)
         self.module.compute_dtype = compute.dtype
         self.module.recompute = settings.checkpoint_layers
         self.module.to(compute.device)
@@ -73,12 +83,20 @@ class BlockTrainer:
             settings.batch,
             mixed_seed(settings.seed, block, DATA_STREAM),
         )
+        self.predecessors: Predecessors | None = None
+        if config.objective.kind == "cascade" and block > 0:
+            assert published, "a block of a cascade needs the blocks before it"
+            folder = store.path if store else None
+            self.predecessors = Predecessors(
+                config, block, compute, published, self.windows, folder
+            )
         # On a CUDA device the rate is read there, so that a captured step can go on using it.
         self._lr = torch.tensor(settings.lr, device=compute.device)
         self.optimizer = _optimizer(self.module, config, self._lr)
         graphed = settings.cuda_graph and not settings.checkpoint_layers
         self._graph = GraphedStep() if graphed and compute.device.type == "cuda" else None
         self.step = 0
+        self._restored = False
         self.best: tuple[float, int] | None = None  # (valid CE, step)
         self.last_loss = torch.zeros((), device=compute.device)
         self._skipped = torch.zeros((), device=compute.device)
@@ -91,12 +109,27 @@ class BlockTrainer:
         self,
         on_progress: Callable[[Progress], None],
         should_stop: Callable[[], bool] = lambda: False,
+        until: int | None = None,
     ) -> bool:
-        """Train to the end, from the last checkpoint if there is one. False: stopped before."""
-        self._restore()
+        """Train to the end, or until a step, from the last checkpoint if there is one.
+        False: stopped before."""
+        try:
+            return self._train(on_progress, should_stop, until)
+        except BaseException:
+            self._close()
+            raise
+
+    def _train(
+        self,
+        on_progress: Callable[[Progress], None],
+        should_stop: Callable[[], bool],
+        until: int | None,
+    ) -> bool:
+        self.restore()
         self.module.train()
+        end = self.config.train.steps if until is None else min(until, self.config.train.steps)
         mark, marked_step = time.perf_counter(), self.step
-        while self.step < self.config.train.steps:
+        while self.step < end:
             self.train_step()
             done = self.step == self.config.train.steps
             stopping = should_stop()
@@ -109,6 +142,8 @@ class BlockTrainer:
                 on_progress(progress)
             if self._save_due(valid_ce) or done or stopping:
                 self._save(valid_ce, finished=done)
+            if done or stopping:
+                self._close()
             if stopping and not done:
                 return False
         return True
@@ -116,10 +151,11 @@ class BlockTrainer:
     def train_step(self) -> None:
         """One optimizer step; every random draw in it comes from its own number."""
         seed = mixed_seed(self.config.train.seed, self.block, STEP_STREAM, self.step)
-        batch = self.objective.prepare(self.windows[self.step], seed)
-        self.compute.seed(seed)
+        batch = self.objective.prepare(self.windows[self.step], seed).to(self.compute.device)
+        if self.predecessors:
+            batch = batch._replace(inputs=self.predecessors.features(self.step))
+        self.compute.seed(seed)  # last, because making blocks draws random numbers too
         self._lr.fill_(learning_rate(self.step, self.config.train))
-        batch = batch.to(self.compute.device)
         if self._graph:
             self._graph(self._gradient_step, batch)
         else:
@@ -137,6 +173,10 @@ class BlockTrainer:
             total += torch.stack([loss.value.detach(), loss.ce]) / parts
         self.last_loss.copy_(total[0])
         self._apply_gradients(total)
+
+    def _close(self) -> None:
+        if self.predecessors:
+            self.predecessors.close()
 
     def weights(self) -> Tensors:
         return {name: _to_numpy(p) for name, p in self.module.named_parameters()}
@@ -159,7 +199,11 @@ class BlockTrainer:
         counted = torch.cat([total, torch.ones_like(total[:1])])
         self._sums += torch.where(bad.bool(), torch.zeros_like(counted), counted)
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Take over the last checkpoint, or the weights to start from; once."""
+        if self._restored:
+            return
+        self._restored = True
         snapshot = self.store.load_snapshot() if self.store else None
         if snapshot:
             self._load_snapshot(snapshot)
@@ -202,7 +246,8 @@ class BlockTrainer:
         valid = evaluation_windows(
             self.corpus.split("valid", window), window, self.config.train.eval_windows
         )
-        ce = solo_ce(self.config, self.block, self.module, valid)
+        prefix = self.predecessors.prefix() if self.predecessors else None
+        ce = solo_ce(self.config, self.block, self.module, valid, prefix)
         self.module.train()
         if math.isfinite(ce) and (self.best is None or ce < self.best[0]):
             self.best = (ce, self.step)
@@ -222,7 +267,9 @@ class BlockTrainer:
             for name, parameter in self.module.named_parameters()
             for key in ADAM_STATE
         }
-        counters = {"skipped": int(self._skipped), "best": self.best}
+        counters: dict[str, Any] = {"skipped": int(self._skipped), "best": self.best}
+        if self.predecessors:
+            counters["built_on"] = self.predecessors.versions  # steps the blocks before stood at
         snapshot = Snapshot(
             self.step,
             self._bytes(self.step),

@@ -3,7 +3,7 @@ from tests.support.models import awake_block
 
 from blocktrain.config import Config
 from blocktrain.core.noise import precondition
-from blocktrain.model.block import DenoisingBlock, NoiseLevel
+from blocktrain.model.denoising import DenoisingBlock, NoiseLevel
 from blocktrain.model.kv_cache import LayerCache
 from blocktrain.model.stack import new_block
 from blocktrain.model.targets import target_table
@@ -52,7 +52,7 @@ def test_sigma_and_z_do_change_the_answer(config: Config):
 
 def test_an_untrained_block_answers_with_exact_evidence(config: Config):
     """logits = z.e / sigma^2 before anything is learned: the Bayes posterior of a flat prior."""
-    block = new_block(config)
+    block = new_block(config, 0)
     table = target_table(0, 256)
     z = torch.randn(2, 16, 256)
     level = NoiseLevel.constant(precondition(2.0, 0.5), 2, torch.device("cpu"))
@@ -61,8 +61,8 @@ def test_an_untrained_block_answers_with_exact_evidence(config: Config):
 
 
 def test_a_learned_scale_is_one_scalar(config: Config):
-    learned = new_block(config.with_settings(objective__logit_scale="learned"))
-    evidence = new_block(config)
+    learned = new_block(config.with_settings(objective__logit_scale="learned"), 0)
+    evidence = new_block(config, 0)
     extra = {n for n, _ in learned.named_parameters()} - {n for n, _ in evidence.named_parameters()}
     assert extra == {"log_scale"}
 

@@ -11,18 +11,24 @@ from blocktrain.config import Config
 from blocktrain.core import readout
 from blocktrain.data.corpus import Corpus
 from blocktrain.data.windows import evaluation_windows, shifted
-from blocktrain.model.stack import Stack
+from blocktrain.model.stack import Stack, assemble
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
+from blocktrain.train.lockstep import train_in_lockstep
 from blocktrain.train.trainer import BlockTrainer
 
 UNIFORM = math.log(256)
-KINDS = ["denoise", "end_to_end"]
+KINDS = ["denoise", "cascade", "end_to_end"]
 STARTS = ["mean", "noise"]
 
 
 def of_kind(config: Config, kind: str) -> Config:
-    return config.with_settings(objective__kind=kind)
+    return config.with_settings(objective__kind=kind, objective__tail=1)
+
+
+def random_bytes() -> Corpus:
+    random = np.random.default_rng(1).integers(0, 256, 60000).astype(np.uint8)
+    return Corpus("random", {"train": random[:40000], "valid": random[40000:], "test": random}, {})
 
 
 def changed_before(stack: Stack, start: str, position: int) -> bool:
@@ -67,11 +73,7 @@ def test_later_predictions_do_read_the_byte(config: Config):
 @pytest.mark.parametrize("sigma_min", [1.0, 0.3])
 def test_gate_2_random_bytes_cannot_be_predicted(config: Config, sigma_min: float):
     """Whatever the training loss says: with a leaking sigma_min it falls far below ln 256."""
-    draws = np.random.default_rng(1)
-    random = draws.integers(0, 256, 60000).astype(np.uint8)
-    corpus = Corpus(
-        "random", {"train": random[:40000], "valid": random[40000:], "test": random}, {}
-    )
+    corpus = random_bytes()
     config = config.with_settings(
         objective__sigma_min=sigma_min, train__steps=40, train__batch=16, train__lr=5e-3
     )
@@ -80,13 +82,27 @@ def test_gate_2_random_bytes_cannot_be_predicted(config: Config, sigma_min: floa
         trainer = BlockTrainer(config, block, corpus, resolve("cpu", "fp32"), None)
         trainer.train(lambda progress: local.append(progress.ce))
         blocks.append(trainer.module)
-    stack = Stack.assemble(config, blocks)
+    stack = assemble(config, blocks)
     evaluation = evaluate(stack, evaluation_windows(corpus.splits["valid"], 32), draws=2)
     assert {s.start for s in evaluation.scores} == set(STARTS)
     for score in evaluation.scores:
         assert score.ce >= UNIFORM - 0.01, score
     if sigma_min < 1:
         assert local[-1] < UNIFORM - 1.0
+
+
+def test_gate_2_random_bytes_cannot_be_predicted_by_a_cascade(config: Config):
+    """By no head of it, whatever the blocks before have memorised."""
+    corpus = random_bytes()
+    config = of_kind(config, "cascade").with_settings(
+        train__steps=40, train__batch=16, train__lr=5e-3
+    )
+    trainers = train_in_lockstep(config, corpus, resolve("cpu", "fp32"), stale=10)
+    stack = assemble(config, [trainer.module for trainer in trainers])
+    evaluation = evaluate(stack, evaluation_windows(corpus.splits["valid"], 32))
+    assert {s.readout for s in evaluation.scores} == {"block 0", "block 1", "final", "product"}
+    for score in evaluation.scores:
+        assert score.ce >= UNIFORM - 0.01, score
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,7 +134,7 @@ def test_gate_4_steps_agree_with_whole_windows(config: Config, kind: str, taps: 
 def test_training_pass_agrees_with_context_then_denoise(config: Config):
     """The fused two-stream pass and the two passes of inference are one function."""
     from blocktrain.core.noise import precondition
-    from blocktrain.model.block import NoiseLevel
+    from blocktrain.model.denoising import NoiseLevel
 
     stack = awake_stack(config)
     torch.manual_seed(5)

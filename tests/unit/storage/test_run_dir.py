@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import filelock
 import numpy as np
 import pytest
 
@@ -74,6 +75,26 @@ def test_a_cut_write_changes_nothing(run: RunDir):
     block.save(snapshot(15))
     assert block.current().step == 15
     assert not (block.path / "v000010.safetensors").exists()
+
+
+def test_a_cleared_block_starts_from_the_beginning(run: RunDir):
+    block, other = run.block(0), run.block(1)
+    block.clear()  # nothing there yet
+    other.save(snapshot(3))
+    block.save(snapshot(5))
+    block.append_metrics({"step": 5})
+    (block.path / "v000010.safetensors.partial").write_bytes(b"half")
+    with block.lock():
+        block.clear()
+        assert [path.name for path in block.path.iterdir()] == [".lock"]  # still ours
+        with pytest.raises(filelock.Timeout):
+            run.block(0).lock().acquire()
+    assert block.load_snapshot() is None
+    assert block.versions() == []
+    assert not block.finished()
+    assert other.current().step == 3
+    block.save(snapshot(2))
+    assert [version.step for version in block.versions()] == [2]
 
 
 def test_a_garbled_or_foreign_manifest_is_named(run: RunDir):

@@ -1,17 +1,19 @@
 from pathlib import Path
 
 import pytest
+from tests.support.training import CPU
 
 from blocktrain.config import Config, load_config
 from blocktrain.model.stack import new_block
 from blocktrain.train.estimate import estimate
+from blocktrain.train.prefix import Prefix
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def test_parameters_are_counted_exactly(config: Config):
     needs = estimate(config)
-    per_block = sum(p.numel() for p in new_block(config).parameters())
+    per_block = sum(p.numel() for p in new_block(config, 0).parameters())
     assert needs.parameters_per_block == per_block
     assert needs.parameters == 2 * per_block
 
@@ -43,9 +45,9 @@ def test_billions_are_estimated_without_allocating_them():
 @pytest.mark.parametrize(
     ("overrides", "measured_gb"),
     [
-        ([], 4.24),
-        (["objective.kind=end_to_end"], 9.01),
-        (["train.checkpoint_layers=true"], 2.18),
+        ([], 3.87),
+        (["objective.kind=end_to_end"], 8.61),
+        (["train.checkpoint_layers=true"], 1.60),
         (["train.checkpoint_layers=true", "objective.kind=end_to_end"], 1.80),
     ],
 )
@@ -53,3 +55,74 @@ def test_memory_is_near_what_was_measured(overrides: list[str], measured_gb: flo
     """Peaks of bench/memory.py on one H200 (docs/RESULTS.md), compiled, bf16."""
     needs = estimate(load_config(CONFIGS / "wikitext2-38m.toml", overrides))
     assert needs.memory_per_worker / 1e9 == pytest.approx(measured_gb, rel=0.2)
+
+
+@pytest.fixture
+def uneven(cascade: Config) -> Config:
+    """Three blocks that all differ: in layers, in tails, in whether they read bytes."""
+    return cascade.with_settings(
+        model__layers=6, model__blocks=3, model__depths=[1, 2, 3], objective__tail=3
+    )
+
+
+def test_a_cascades_parameters_are_counted_exactly(uneven: Config):
+    counts = [sum(p.numel() for p in new_block(uneven, unit).parameters()) for unit in range(3)]
+    assert len(set(counts)) == 3
+    needs = estimate(uneven)
+    assert needs.parameters == sum(counts)
+    assert needs.parameters_per_block == max(counts)
+    whole = new_block(uneven.with_settings(objective__kind="end_to_end"), 0)
+    assert needs.end_to_end_parameters == sum(p.numel() for p in whole.parameters())
+
+
+def test_a_worker_of_a_cascade_also_holds_the_trunks_before_it(uneven: Config):
+    """Embedding included, tails and heads not."""
+    needed = []
+    for unit in range(3):
+        trained = sum(p.numel() for p in new_block(uneven, unit).parameters())
+        held = sum(p.nbytes for p in Prefix(uneven, unit, CPU).parameters())
+        needed.append(16 * trained + held)
+    assert estimate(uneven).fixed_bytes_per_worker == max(needed)
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_with_a_feature_cache_the_trunks_before_are_not_held(uneven: Config, where: str):
+    deepest = uneven.with_settings(model__depths=[1, 1, 4], objective__tail=0)
+    needs = estimate(deepest.with_settings(objective__feature_cache=where))
+    assert needs.fixed_bytes_per_worker == 16 * needs.parameters_per_block
+    assert needs.fixed_bytes_per_worker < estimate(deepest).fixed_bytes_per_worker
+
+
+def test_int8_halves_what_is_held_of_the_layers_before(uneven: Config):
+    deepest = uneven.with_settings(model__depths=[2, 3, 1], objective__tail=0)
+    own = 16 * max(
+        sum(p.numel() for p in new_block(deepest, unit).parameters()) for unit in range(3)
+    )
+    bf16 = estimate(deepest).fixed_bytes_per_worker
+    int8 = estimate(deepest.with_settings(objective__frozen="int8")).fixed_bytes_per_worker
+    assert bf16 - own == 2 * (int8 - own) > 0
+
+
+def test_the_feature_cache_is_stated(cascade: Config):
+    assert estimate(cascade).feature_cache_bytes == 0
+    for where in ("ram", "disk"):
+        cached = cascade.with_settings(objective__feature_cache=where, objective__refresh_every=5)
+        assert estimate(cached).feature_cache_bytes == 5 * 4 * 32 * 32 * 2
+    denoise = cached.with_settings(objective__kind="denoise")
+    assert estimate(denoise).feature_cache_bytes == 0
+    assert estimate(cached.with_settings(model__blocks=1)).feature_cache_bytes == 0
+
+
+def test_layers_before_cost_a_forward_pass_and_tails_a_whole_step(cascade: Config):
+    """In steps of one trained layer: a layer that runs forward only counts a third."""
+
+    def flops(depths: list[int], tail: int) -> float:
+        return estimate(
+            cascade.with_settings(
+                model__layers=sum(depths), model__depths=depths, objective__tail=tail
+            )
+        ).flops_per_step
+
+    layer = flops([1, 3], 0) - flops([1, 2], 0)
+    assert flops([1, 1], 4) - flops([1, 1], 3) == pytest.approx(layer)
+    assert flops([4, 4], 0) - flops([1, 4], 0) == pytest.approx(layer)  # three thirds

@@ -6,7 +6,7 @@ from blocktrain.config import Config
 from blocktrain.core.vocabulary import BOS, MASK
 from blocktrain.data.windows import shifted
 from blocktrain.model.stack import new_block
-from blocktrain.train.objective import Denoise, EndToEnd, hide_context
+from blocktrain.train.objective import Denoise, NextByte, hide_context
 
 TARGETS = np.random.default_rng(0).integers(0, 256, (64, 32)).astype(np.uint8)
 CPU = torch.device("cpu")
@@ -35,15 +35,15 @@ def test_the_weighted_loss_is_near_the_ce_it_weights(config: Config):
     """Weights average to 1 over the range, so an untrained block's two numbers are close."""
     objective = Denoise(config, 1, CPU)
     torch.manual_seed(0)
-    loss = objective.loss(new_block(config), objective.prepare(TARGETS, 1))
+    loss = objective.loss(new_block(config, 0), objective.prepare(TARGETS, 1))
     value = float(loss.value.detach())
     assert value == pytest.approx(float(loss.ce), rel=0.05)
     assert value != float(loss.ce)
 
 
 def test_an_untrained_end_to_end_model_is_uniform(config: Config):
-    objective = EndToEnd()
-    module = new_block(config.with_settings(objective__kind="end_to_end"))
+    objective = NextByte()
+    module = new_block(config.with_settings(objective__kind="end_to_end"), 0)
     loss = objective.loss(module, objective.prepare(TARGETS, 1))
     assert float(loss.ce) == pytest.approx(np.log(256), abs=1e-4)
 

@@ -1,0 +1,158 @@
+"""What bench/quality.py compares: kinds of models, how each is trained, and where it ends up.
+
+    end-to-end  the reference: all layers by one optimizer
+    shallow     end-to-end with the layers of one denoising block
+    denoise     denoising blocks, one after another
+    cascade     a cascade in lockstep: every block sees the others `stale` steps old
+    fitting     end-to-end with the layers one cascade worker trains: what fits its memory
+    swarm       the product of as many fitting models as there are blocks, each from its own seed
+
+Not run by itself.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from blocktrain.config import Config, load_config
+from blocktrain.data.corpus import load_corpus
+from blocktrain.model.stack import CausalStack, Stack
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.train.assemble import load_stack
+from blocktrain.train.device import resolve
+from blocktrain.train.lockstep import train_in_lockstep
+from blocktrain.train.session import open_session
+from contenders import refuse_eager_fallback
+
+KINDS = ("end-to-end", "shallow", "denoise", "cascade", "fitting", "swarm")
+DEFAULT_KINDS = KINDS[:3]
+WHOLE = "objective.kind=end_to_end"
+SWARM_SEEDS = 1000  # apart from each other and from the seeds that are compared
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model to train, as overrides of the base config."""
+
+    name: str
+    kind: str
+    settings: tuple[str, ...]
+    point: str  # of the grid; gaps are taken to the reference of the same point
+    stale: int = 0
+    shares: tuple[float, ...] = ()
+
+    def identity(self, seed: int) -> list[str]:
+        """All that determines the result: what was trained with these is not trained again."""
+        lockstep = [f"stale={self.stale}", f"shares={self.shares}"] if self.stale else []
+        return [self.kind, *self.settings, *lockstep, f"train.seed={seed}"]
+
+
+def new_variant(
+    kind: str,
+    config_path: Path,
+    settings: Sequence[str],
+    point: str,
+    stale: int = 0,
+    shares: Sequence[float] = (),
+) -> Variant:
+    model = load_config(config_path, settings).model
+    cascade = load_config(config_path, [*settings, "objective.kind=cascade"])
+    depth = model.layers // model.blocks
+    fitting = cascade.trained_layers
+    spread = f", shares {list(shares)}" if shares else ""
+    name, own = {
+        "end-to-end": (f"end-to-end, {model.layers} layers", [WHOLE]),
+        "shallow": (f"end-to-end, {depth} layers", _alone(depth)),
+        "denoise": (f"blocks, {model.blocks} x {depth} layers", ["objective.kind=denoise"]),
+        "cascade": (
+            f"cascade, {'+'.join(map(str, cascade.depths))} layers, tail {cascade.objective.tail},"
+            f" {stale} stale{spread}",
+            ["objective.kind=cascade"],
+        ),
+        "fitting": (f"end-to-end, {fitting} layers", _alone(fitting)),
+        "swarm": (
+            f"product of {model.blocks} x end-to-end, {fitting} layers",
+            [*_alone(fitting), f"members={model.blocks}"],
+        ),
+    }[kind]
+    return Variant(name + point, kind, (*settings, *own), point, stale, tuple(shares))
+
+
+def _alone(layers: int) -> list[str]:
+    """A whole model of fewer layers."""
+    return [WHOLE, f"model.layers={layers}", "model.blocks=1", "model.depths=[]"]
+
+
+def train(variant: Variant, config_path: Path, seed: int, folder: Path) -> Callable[[], Stack]:
+    """Train a variant, or find it trained; how to load it."""
+    started = time.perf_counter()
+    refuse_eager_fallback()
+    rates: list[float] = []
+    if variant.kind == "swarm":
+        *settings, members = variant.settings
+        count = int(members.removeprefix("members="))
+        seeds = [seed, *(SWARM_SEEDS * (seed + 1) + member for member in range(1, count))]
+        runs = [
+            _train_in_turn(_config(config_path, settings, member), folder / f"seed-{member}", rates)
+            for member in seeds
+        ]
+    elif variant.kind == "cascade":
+        config = _config(config_path, variant.settings, seed)
+        runs = [_train_in_lockstep(config, folder, variant, rates)]
+    else:
+        runs = [_train_in_turn(_config(config_path, variant.settings, seed), folder, rates)]
+    rate = f"{statistics.median(rates) / 1e6:.2f} MB/s" if rates else "trained before"
+    print(f"{variant.name}, seed {seed}: {time.perf_counter() - started:.0f} s, {rate}", flush=True)
+    return lambda: _stack(runs)
+
+
+def _config(config_path: Path, settings: Sequence[str], seed: int) -> Config:
+    return load_config(config_path, [*settings, f"train.seed={seed}"])
+
+
+def _train_in_turn(config: Config, folder: Path, rates: list[float]) -> RunDir:
+    session = open_session(config, folder)
+    blocks = list(range(config.units))
+    session.train_in_turn(blocks, lambda p: rates.append(p.bytes_per_s), lambda: False)
+    return session.run
+
+
+def _train_in_lockstep(
+    config: Config, folder: Path, variant: Variant, rates: list[float]
+) -> RunDir:
+    run = RunDir.create(folder, config)
+    if not all(run.block(block).finished() for block in range(config.units)):
+        train_in_lockstep(
+            config,
+            load_corpus(config.data),
+            resolve(config.train.device, config.train.precision),
+            run,
+            stale=variant.stale,
+            shares=variant.shares,
+            on_progress=lambda p: rates.append(p.bytes_per_s),
+        )
+    return run
+
+
+def _stack(runs: list[RunDir]) -> Stack:
+    compute = resolve(runs[0].config.train.device, "auto")
+    stacks = [load_stack(run, compute) for run in runs]
+    return stacks[0] if len(stacks) == 1 else Swarm(stacks)
+
+
+class Swarm(CausalStack):
+    """Whole models side by side, joined by nothing but their product."""
+
+    def __init__(self, members: list[Stack]) -> None:
+        blocks: list[nn.Module] = [block for member in members for block in member.blocks]
+        super().__init__(members[0].config, blocks)
+        self.members = members
+
+    @torch.no_grad()
+    def log_probs(self, ids_BT: Tensor, start: str = "mean", seed: int = 0) -> list[Tensor]:
+        return [log_probs for member in self.members for log_probs in member.log_probs(ids_BT)]

@@ -1,0 +1,67 @@
+"""Causal blocks: features in, features out, and a private way to predict from them.
+
+One causal block that reads bytes and has no tail is an ordinary language model: the end-to-end
+reference. In a cascade the first block reads bytes, every later one the features of the block
+before, and each predicts the next byte through a tail of its own. What later blocks need is the
+trunk; tail and head are private.
+
+Shapes: B batch, T positions, D width.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from blocktrain.config import ModelConfig
+from blocktrain.core.vocabulary import BYTES
+from blocktrain.model.block import Block, new_layers, typed
+from blocktrain.model.kv_cache import BlockCache, LayerCache
+from blocktrain.model.layer import Layer, Linear, Rotation, rms_norm
+
+# A zero-initialised head behind a gain learns at the pace of the layers under AdamW.
+CAUSAL_GAIN = 8.0
+
+
+class Trunk(Block):
+    """The part of a causal block that others build on."""
+
+    def features(self, inputs: Tensor, cache: BlockCache | None = None) -> Tensor:
+        """The stream after the block's layers; a cache continues what it holds.
+
+        Inputs are ids (B x T) where the block reads bytes, else features (B x T x D).
+        """
+        x = self.embedded(inputs) if self.embed is not None else inputs.to(self.compute_dtype)
+        return self.run(self.layers, x, cache.layers if cache else None)
+
+    def run(self, layers: nn.ModuleList, x_BTD: Tensor, caches: list[LayerCache] | None) -> Tensor:
+        start = caches[0].length if caches else 0
+        by = self.rotation(start, x_BTD.size(1))
+        memories: Sequence[LayerCache | None] = caches or [None] * len(layers)
+        for layer, memory in zip(typed(layers), memories, strict=True):
+            x_BTD = self.apply_layer(_step, layer, x_BTD, by, memory)
+        return x_BTD
+
+
+class CausalBlock(Trunk):
+    def __init__(
+        self, model: ModelConfig, layers: int, tail: int = 0, *, reads_bytes: bool = True
+    ) -> None:
+        super().__init__(model, layers, reads_bytes=reads_bytes)
+        self.tail = new_layers(model, tail)
+        self.head = Linear(model.width, BYTES, zero=True)
+
+    def new_cache(self) -> BlockCache:
+        return BlockCache(len(self.layers), len(self.tail))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of the next byte at every position."""
+        return self.logits(self.features(inputs))
+
+    def logits(self, features_BTD: Tensor, cache: BlockCache | None = None) -> Tensor:
+        x = self.run(self.tail, features_BTD, cache.tail if cache else None)
+        logits: Tensor = self.head(rms_norm(x))
+        return CAUSAL_GAIN * logits.float()
+
+
+def _step(layer: Layer, x_BTD: Tensor, by: Rotation, memory: LayerCache | None) -> Tensor:
+    return layer.clean(x_BTD, by, memory)[0]
