@@ -152,11 +152,35 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class SwarmConfig:
+    lease_seconds: float = setting(
+        30.0, "training time a lease is cut to, by measured speed", low=0.1
+    )
+    first_steps: int = setting(10, "steps of a worker's first lease", low=1)
+    most_steps: int = setting(100, "most steps of one lease", low=1)
+    deadline_factor: float = setting(4.0, "a lease's deadline in multiples of its time", low=1.0)
+    shortest_deadline: float = setting(60.0, "seconds no deadline is shorter than", low=0.5)
+    quorum: int = setting(2, "updates that make a version, or as many as there are workers", low=1)
+    grace_seconds: float = setting(5.0, "time others get once there is a quorum", low=0.0)
+    most_stale: int = setting(4, "versions an update may be behind; older ones are refused", low=0)
+    late_discount: float = setting(
+        0.5, "weight of an update for each version it is behind", low=0.0, high=1.0
+    )
+    outer_rate: float = setting(
+        1.0, "share of the averaged update that is taken", low=0.0, high=2.0
+    )
+    outer_momentum: float = setting(0.0, "Nesterov momentum between versions", low=0.0, high=0.999)
+    keep_versions: int = setting(3, "versions of each block that are kept", low=1)
+    largest_update_mb: int = setting(65536, "most megabytes of one update", low=1)
+
+
+@dataclass(frozen=True)
 class Config:
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    swarm: SwarmConfig = SwarmConfig()
 
     def __post_init__(self) -> None:
         _check_shape(self.model, self.objective.kind)
@@ -247,6 +271,11 @@ def _toml(value: Any) -> str:
     """A JSON string, number, boolean or flat array is also valid TOML, but for two things:
     surrogate pairs and a bare DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def from_toml(text: str) -> Config:
+    """Settings as `to_toml` wrote them down."""
+    return from_dict(tomllib.loads(text))
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:

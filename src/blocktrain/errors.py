@@ -2,11 +2,17 @@
 
     BlocktrainError            1
     ├── ConfigError            2   a setting is unknown, malformed or contradicts another
+    │   └── InviteError        2   an invite is mistyped, cut off or of a newer version
     ├── DataError              3   a corpus is missing, too short or unreadable
     ├── RunError               4   a run directory is missing, incomplete or of another format
     │   └── CorruptFileError   4   a stored file is truncated or altered; the message names it
     ├── DivergedError          5   training kept producing non-finite losses or gradients
-    └── DeviceError            6   the requested device or precision is not available here
+    ├── DeviceError            6   the requested device or precision is not available here
+    ├── UnreachableError       7   no connection; the message names the address and what to try
+    ├── RefusedError           8   the other side refused; `code` is its word for programs
+    ├── ProtocolError          9   the other side sent what the protocol does not allow
+    │   └── UntrustedError     9   the other side is not the run that the invite names
+    └── NotFoundError         10   a blob or a chunk that the store does not hold
 
 A message is one line, says what is wrong and, where there is one, what to do about it.
 """
@@ -23,6 +29,10 @@ class BlocktrainError(Exception):
 
 class ConfigError(BlocktrainError):
     exit_code = 2
+
+
+class InviteError(ConfigError):
+    pass
 
 
 class DataError(BlocktrainError):
@@ -43,3 +53,33 @@ class DivergedError(BlocktrainError):
 
 class DeviceError(BlocktrainError):
     exit_code = 6
+
+
+class UnreachableError(BlocktrainError):
+    exit_code = 7
+
+
+class RefusedError(BlocktrainError):
+    """`code` is one of `messages.Refusal`'s errors, `reason` the sentence that goes with it."""
+
+    exit_code = 8
+
+    def __init__(self, code: str, reason: str = "") -> None:
+        super().__init__(code, reason)
+        self.code = code
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason or self.code
+
+
+class ProtocolError(BlocktrainError):
+    exit_code = 9
+
+
+class UntrustedError(ProtocolError):
+    pass
+
+
+class NotFoundError(BlocktrainError):
+    exit_code = 10

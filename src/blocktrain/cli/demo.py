@@ -1,7 +1,8 @@
-"""blocktrain demo: blocks and their end-to-end twin, trained, scored and sampled in minutes."""
+"""blocktrain demo: a run with workers at home, and its end-to-end twin, scored and sampled."""
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,13 @@ from blocktrain.cli import options
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from blocktrain.cli.local_swarm import LocalSwarm
     from blocktrain.config import Config
     from blocktrain.storage.run_dir import RunDir
 
+EXPORTED = "model.safetensors"
+SHALLOW = "end-to-end, one worker's layers"
+POLL_SECONDS = 0.5
 SCORED_WINDOWS = 256
 PROMPT = "The function returns "
 SAMPLE_BYTES = 240
@@ -40,16 +45,20 @@ SHOWN = {
 )
 @options.as_json
 def command(config_path: Path, overrides: tuple[str, ...], out: Path, as_json: bool) -> None:
-    """Train four blocks that never exchange a gradient, beside the same model trained end to end;
-    assemble, score both honestly, and generate."""
+    """Start a coordinator and workers on this machine, train blocks that never exchange a
+    gradient, assemble them, score them honestly beside the same model trained end to end, and
+    generate."""
     from rich.console import Console
 
     from blocktrain.cli.presets import resolve_config
     from blocktrain.config import load_config
+    from blocktrain.errors import ConfigError
 
     started = time.perf_counter()
     console = Console(stderr=as_json, highlight=False)
     config = load_config(resolve_config(config_path), overrides)
+    if config.units == 1:
+        raise ConfigError("the demo compares blocks with the whole: it needs more than one block")
     runs = _train_all(config, out, console)
     scores = {name: _score(run) for name, run in runs.items()}
     assert len({score["digest"] for score in scores.values()}) == 1  # all on the same windows
@@ -61,37 +70,86 @@ def command(config_path: Path, overrides: tuple[str, ...], out: Path, as_json: b
     _show(console, config, scores, sample, out, seconds)
 
 
-def _variants(config: "Config") -> dict[str, "Config"]:
-    """What is compared: the blocks, the whole model end to end, and one block's depth alone."""
+def _train_all(config: "Config", out: Path, console: "Console") -> dict[str, "RunDir"]:
+    """What is compared: the blocks, trained by workers of a real run on this machine; the whole
+    model end to end; and as many layers as one worker trains."""
     twin = config.with_settings(objective__kind="end_to_end")
     shallow = twin.with_settings(
         model__layers=config.trained_layers, model__blocks=1, model__depths=()
     )
-    return {"blocks": config, "end-to-end": twin, "end-to-end, one block's depth": shallow}
+    return {
+        "blocks": _train_in_swarm(config, out / "blocks", out / "swarm", console),
+        "end-to-end": _train_alone("end-to-end", twin, out / "end-to-end", console),
+        SHALLOW: _train_alone(SHALLOW, shallow, out / "end-to-end-shallow", console),
+    }
 
 
-def _train_all(config: "Config", out: Path, console: "Console") -> dict[str, "RunDir"]:
+def _train_in_swarm(config: "Config", out: Path, folder: Path, console: "Console") -> "RunDir":
     import os
 
+    from blocktrain.cli.interrupt import stop_on_signal
+    from blocktrain.cli.local_swarm import LocalSwarm
+    from blocktrain.storage.run_dir import RunDir
+    from blocktrain.worker.model_fetch import fetch_model
+
+    if (out / EXPORTED).exists():
+        return RunDir.open(out)
+    workers = max(2, min(config.units, os.cpu_count() or 1))
+    console.print(f"[bold]blocks[/bold]: one coordinator, {workers} workers, over HTTPS")
+    with stop_on_signal() as stop, LocalSwarm(config, folder, workers) as swarm:
+        if not _followed(swarm, console, stop):
+            _say_stopped(console)
+        fetched = fetch_model(swarm.client, out)
+    console.print(
+        f"fetched and assembled: versions {', '.join(map(str, fetched.versions))},"
+        f" {fetched.bytes_moved / 1e6:.1f} MB"
+    )
+    return fetched.run
+
+
+def _followed(swarm: "LocalSwarm", console: "Console", stop: Callable[[], bool]) -> bool:
+    """Show how the blocks get on until the run is over. False: stopped before."""
+    from rich import progress as bars
+
+    steps = swarm.config.train.steps
+    columns = [
+        bars.TextColumn("  block {task.description}"),
+        bars.BarColumn(bar_width=24),
+        bars.TextColumn("{task.completed:>5.0f}/{task.total:.0f}"),
+        bars.TextColumn("{task.fields[state]}"),
+    ]
+    with bars.Progress(*columns, console=console, disable=not console.is_terminal) as display:
+        tasks = [
+            display.add_task(str(block), total=steps, state="")
+            for block in range(swarm.config.units)
+        ]
+        while not stop():
+            status = swarm.status()
+            for task, block in zip(tasks, status.blocks, strict=True):
+                state = f"version {block.version}" + ", training" * bool(block.replicas)
+                display.update(task, completed=block.progress * steps, state=state)
+            if status.state == "finished":
+                return True
+            time.sleep(POLL_SECONDS)
+    return False
+
+
+def _train_alone(name: str, config: "Config", folder: Path, console: "Console") -> "RunDir":
     from blocktrain.cli.interrupt import stop_on_signal
     from blocktrain.cli.progress import shown
     from blocktrain.train.session import open_session
 
-    runs = {}
-    for name, variant in _variants(config).items():
-        folder = out / name.replace(", ", "-").replace(" ", "-").replace("'", "")
-        console.print(f"[bold]{name}[/bold]")
-        label = "  block" if variant.units > 1 else "  model"
-        jobs = min(variant.units, os.cpu_count() or 1)
-        blocks = list(range(variant.units))
-        session = open_session(variant, folder)
-        with stop_on_signal() as stop, shown(label, err=console.stderr) as on_progress:
-            done = session.train_side_by_side(blocks, jobs, on_progress, stop)
-        if not done:
-            console.print("stopped; the same command goes on from here")
-            raise SystemExit(130)
-        runs[name] = session.run
-    return runs
+    console.print(f"[bold]{name}[/bold]")
+    session = open_session(config, folder)
+    with stop_on_signal() as stop, shown("  model", err=console.stderr) as on_progress:
+        if not session.train_side_by_side([0], 1, on_progress, stop):
+            _say_stopped(console)
+    return session.run
+
+
+def _say_stopped(console: "Console") -> None:
+    console.print("stopped; the same command goes on from here")
+    raise SystemExit(130)
 
 
 def _score(run: "RunDir") -> dict[str, Any]:
@@ -145,11 +203,11 @@ def _show(
     from rich.text import Text
 
     blocks, twin = scores["blocks"], scores["end-to-end"]
-    shallow = scores["end-to-end, one block's depth"]
+    shallow = scores[SHALLOW]
     rows = [
         (f"end-to-end, {config.model.layers} layers", twin["parameters"], twin["ce"]),
         (
-            f"end-to-end, {config.trained_layers} layers (as one worker trains)",
+            f"end-to-end, {config.trained_layers} layers (one worker's)",
             shallow["parameters"],
             shallow["ce"],
         ),

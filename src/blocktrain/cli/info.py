@@ -59,7 +59,7 @@ def _line(block: "BlockDir", steps: int) -> str:
     state = "finished" if block.finished() else f"{block.versions()[-1].step} of {steps} steps"
     score = f", valid CE {current.valid_ce:.4f}" if current.valid_ce is not None else ""
     seen, size = current.bytes_seen / 1e6, current.weights.size / 1e6
-    built_on = ", ".join(map(str, block.built_on()))
+    built_on = ", ".join(str(version or 0) for version in block.built_on())
     score += f", on versions {built_on} before it" if built_on else ""
     return (
         f"block {block.index}: {state}, at version {current.step}, {seen:.1f} MB seen{score},"

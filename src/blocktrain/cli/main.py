@@ -16,6 +16,14 @@ VERBS = {
     "info": "Show what a run holds.",
     "estimate": "Tell what a run will need, before anything runs.",
     "settings": "List every setting a config may have.",
+    "coordinator": "Serve a run that other machines can join.",
+    "worker": "Join a run by its invite and train for it.",
+    "status": "Show how a run stands.",
+    "fetch": "Assemble a run's current model here.",
+    "invite": "List, make or revoke invites of a run.",
+    "ban": "Exclude a worker from a run.",
+    "backup": "Copy a coordinator's folder into one file, while it runs.",
+    "restore": "Unpack a backup into a new folder.",
     "demo": "Train, score and sample a small model, beside its end-to-end twin.",
 }
 

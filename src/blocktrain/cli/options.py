@@ -32,3 +32,17 @@ first_blocks = click.option(
     type=click.IntRange(min=1),
     help="Exit early: use only this many blocks, from the first.",
 )
+data_dir = click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("runs/coordinator"),
+    show_default=True,
+    help="The coordinator's folder.",
+)
+database = click.option(
+    "--db", "database", metavar="URL", help="PostgreSQL instead of a file in the folder."
+)
+blobs = click.option(
+    "--blobs", metavar="URL", help="s3://BUCKET/PREFIX or a folder, instead of one in --data-dir."
+)
+invite = click.argument("invite")

@@ -14,7 +14,7 @@ load. Tensors are numpy arrays in safetensors; nothing is ever unpickled. Knows 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -121,17 +121,19 @@ class RunDir:
         """Write all blocks as one safetensors file, with the config and its hash beside it."""
         if any(out.glob("block-*")):
             raise RunError(f"{out} holds a run's blocks; export to another directory")
-        exported = RunDir.create(out, self.config)
+        return RunDir.create(out, self.config).write_exported(self.weights())
+
+    def write_exported(self, blocks: Sequence[Tensors]) -> Path:
+        """All blocks as one file, in a run that has no blocks of its own."""
         tensors = {
             f"block.{index}.{name}": tensor
-            for index, weights in enumerate(self.weights())
+            for index, weights in enumerate(blocks)
             for name, tensor in weights.items()
         }
-        stored = store_tensors(exported.path / EXPORTED, tensors)
-        digest = exported._config_digest()
-        manifest = {"format": FORMAT, "config": digest, "model": asdict(stored)}
-        write_atomically(out / "manifest.json", json.dumps(manifest, indent=1).encode())
-        return out / EXPORTED
+        stored = store_tensors(self.path / EXPORTED, tensors)
+        manifest = {"format": FORMAT, "config": self._config_digest(), "model": asdict(stored)}
+        write_atomically(self.path / "manifest.json", json.dumps(manifest, indent=1).encode())
+        return self.path / EXPORTED
 
     def _exported_weights(self) -> list[Tensors]:
         manifest = read_manifest(self.path / "manifest.json", self._config_digest())
@@ -178,8 +180,9 @@ class BlockDir:
         chosen = manifest.get("chosen")
         return next((v for v in versions if v.step == chosen), versions[-1])
 
-    def built_on(self) -> list[int]:
-        """The versions of the blocks before it that a block of a cascade was last trained on."""
+    def built_on(self) -> list[int | None]:
+        """The versions of the blocks before it that a block of a cascade was last trained on;
+        None: as the seed gives them."""
         counters = self._manifest().get("counters", {})
         return list(counters.get("built_on", []))
 
@@ -228,6 +231,7 @@ class BlockDir:
 
     def clear(self) -> None:
         """Forget everything: the next training starts from the beginning."""
+        (self.path / "manifest.json").unlink(missing_ok=True)  # first: it names the others
         for path in self.path.glob("*"):
             if path.name != LOCK:
                 path.unlink()

@@ -71,6 +71,12 @@ def estimate(config: Config) -> Estimate:
     )
 
 
+def memory_of(config: Config, unit: int) -> int:
+    """What one unit's worker needs: in a cascade they differ."""
+    units = [_on_meta(config, index) for index in range(config.units)]
+    return _fixed_bytes(config, units, unit) + _activation_bytes(config, unit, _count(units[unit]))
+
+
 def _on_meta(config: Config, unit: int) -> nn.Module:
     with torch.device("meta"):
         return new_block(config, unit)

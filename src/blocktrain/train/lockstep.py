@@ -75,13 +75,18 @@ def train_in_lockstep(
     for trainer in trainers:
         trainer.restore()
         board.publish(trainer)
-    for passed in range(stale, config.train.steps + stale, stale):
-        for trainer, share in zip(trainers, shares, strict=True):
-            if trainer.predecessors:
-                trainer.predecessors.look_now()
-            trainer.train(on_progress, until=max(1, round(passed * share)))
+    try:
+        for passed in range(stale, config.train.steps + stale, stale):
+            for trainer, share in zip(trainers, shares, strict=True):
+                if trainer.predecessors:
+                    trainer.predecessors.look_now()
+                trainer.train(on_progress, until=max(1, round(passed * share)))
+            for trainer in trainers:
+                board.publish(trainer)
+    finally:
         for trainer in trainers:
-            board.publish(trainer)
+            if trainer.predecessors:
+                trainer.predecessors.close()
     return trainers
 
 
@@ -90,5 +95,5 @@ def _slowed(config: Config, share: float, stale: int) -> Config:
     return config.with_settings(
         train__steps=max(1, round(config.train.steps * share)),
         train__warmup=round(config.train.warmup * share),
-        objective__refresh_every=math.ceil(stale * share) + 1,  # a round's steps, rounded up
+        objective__refresh_every=math.ceil(stale * share),  # a round's most steps
     )

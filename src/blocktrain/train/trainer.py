@@ -63,11 +63,14 @@ class BlockTrainer:
         compute: Compute,
         store: BlockDir | None,
         published: Published | None = None,
+        scratch: Path | None = None,
     ) -> None:
-        """`published`: where a block of a cascade finds the blocks before it."""
+        """`published`: where a block of a cascade finds the blocks before it; `scratch`: where it
+        may keep a feature cache, if not in its store."""
         settings = config.train
         self.config, self.block, self.corpus = config, block, corpus
         self.compute, self.store = compute, store
+        self._scratch = store.path if store else scratch
         # In a bf16 run, what stays fp32 (z, logits) may use TF32 units.
         exact = compute.dtype == torch.float32
         torch.set_float32_matmul_precision("highest" if exact else "high")
@@ -86,10 +89,7 @@ class BlockTrainer:
         self.predecessors: Predecessors | None = None
         if config.objective.kind == "cascade" and block > 0:
             assert published, "a block of a cascade needs the blocks before it"
-            folder = store.path if store else None
-            self.predecessors = Predecessors(
-                config, block, compute, published, self.windows, folder
-            )
+            self.build_on(published, settings.steps)
         # On a CUDA device the rate is read there, so that a captured step can go on using it.
         self._lr = torch.tensor(settings.lr, device=compute.device)
         self.optimizer = _optimizer(self.module, config, self._lr)
@@ -137,7 +137,7 @@ class BlockTrainer:
             if self.step % REPORT_EVERY == 0 or done or stopping or valid_ce is not None:
                 progress = self._progress(mark, marked_step, valid_ce)
                 mark, marked_step = time.perf_counter(), self.step
-                self._refuse_divergence()
+                self.refuse_divergence()
                 self._log(progress)
                 on_progress(progress)
             if self._save_due(valid_ce) or done or stopping:
@@ -148,14 +148,25 @@ class BlockTrainer:
                 return False
         return True
 
-    def train_step(self) -> None:
-        """One optimizer step; every random draw in it comes from its own number."""
+    def build_on(self, published: Published, until: int) -> None:
+        """Read these versions of the blocks before, from now on and up to step `until`."""
+        if self.predecessors:
+            self.predecessors.close()
+        config = self.config.with_settings(train__steps=until)
+        self.predecessors = Predecessors(
+            config, self.block, self.compute, published, self.windows, self._scratch
+        )
+
+    def train_step(self, position: int | None = None) -> None:
+        """One optimizer step; every random draw in it comes from its own number, and so does the
+        learning rate, unless the step has another position in the schedule."""
         seed = mixed_seed(self.config.train.seed, self.block, STEP_STREAM, self.step)
         batch = self.objective.prepare(self.windows[self.step], seed).to(self.compute.device)
         if self.predecessors:
             batch = batch._replace(inputs=self.predecessors.features(self.step))
         self.compute.seed(seed)  # last, because making blocks draws random numbers too
-        self._lr.fill_(learning_rate(self.step, self.config.train))
+        position = self.step if position is None else position
+        self._lr.fill_(learning_rate(position, self.config.train))
         if self._graph:
             self._graph(self._gradient_step, batch)
         else:
@@ -177,6 +188,13 @@ class BlockTrainer:
     def _close(self) -> None:
         if self.predecessors:
             self.predecessors.close()
+
+    def take_sums(self) -> tuple[float, float, int]:
+        """Loss and CE summed over the steps since they were last taken, and how many those are,
+        skipped ones left out."""
+        loss, ce, counted = self._sums.tolist()
+        self._sums.zero_()
+        return loss, ce, int(counted)
 
     def weights(self) -> Tensors:
         return {name: _to_numpy(p) for name, p in self.module.named_parameters()}
@@ -287,9 +305,8 @@ class BlockTrainer:
         return steps * self.config.train.batch * self.config.model.window
 
     def _progress(self, mark: float, since: int, valid_ce: float | None) -> Progress:
-        loss, ce, counted = self._sums.tolist()  # waits for the device: before the clock is read
+        loss, ce, counted = self.take_sums()  # waits for the device: before the clock is read
         seconds = time.perf_counter() - mark
-        self._sums.zero_()
         rate = self._bytes(self.step - since) / max(seconds, 1e-9)
         left = self._bytes(self.config.train.steps - self.step) / max(rate, 1e-9)
         return Progress(
@@ -309,7 +326,7 @@ class BlockTrainer:
         if self.store:
             self.store.append_metrics(progress.__dict__)
 
-    def _refuse_divergence(self) -> None:
+    def refuse_divergence(self) -> None:
         streak = int(self._worst_streak)
         if streak >= self.config.train.max_skipped:
             raise DivergedError(

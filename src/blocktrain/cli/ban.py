@@ -1,0 +1,21 @@
+"""blocktrain ban: exclude a worker from a run."""
+
+from pathlib import Path
+
+import click
+
+from blocktrain.cli import options
+
+
+@click.command("ban")
+@click.argument("worker")
+@options.data_dir
+@options.database
+def command(worker: str, data_dir: Path, database: str | None) -> None:
+    """Take nothing more from WORKER (its id in `blocktrain status`); what it was doing, or sent and
+    was not merged yet, is handed out to others."""
+    from blocktrain.coordinator.home import Home
+    from blocktrain.coordinator.members import Members
+
+    Members(Home(data_dir, database).open()).ban(worker)
+    click.echo(f"banned {worker}")

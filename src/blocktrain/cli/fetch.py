@@ -1,0 +1,31 @@
+"""blocktrain fetch: a run's current model, assembled here."""
+
+import json
+from pathlib import Path
+
+import click
+
+from blocktrain.cli import options
+
+
+@click.command("fetch")
+@options.invite
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="New run directory.")
+@options.as_json
+def command(invite: str, out: Path, as_json: bool) -> None:
+    """Download every block's current version into a run directory that eval, generate and export
+    accept. Can be done at any moment of a run."""
+    from blocktrain.protocol.identity import WorkerKey
+    from blocktrain.protocol.invite import Invite
+    from blocktrain.worker.client import Client
+    from blocktrain.worker.model_fetch import fetch_model
+
+    fetched = fetch_model(Client(Invite.decode(invite), WorkerKey.create()), out)
+    if as_json:
+        told = {"out": str(out), "versions": fetched.versions, "bytes_moved": fetched.bytes_moved}
+        click.echo(json.dumps(told))
+        return
+    click.echo(
+        f"{out}: blocks at versions {', '.join(map(str, fetched.versions))},"
+        f" {fetched.bytes_moved / 1e6:,.1f} MB moved   next: blocktrain eval {out}"
+    )

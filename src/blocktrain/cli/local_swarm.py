@@ -1,0 +1,90 @@
+"""A coordinator and its workers as processes on this machine: the real thing, at home."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from blocktrain.errors import BlocktrainError
+
+if TYPE_CHECKING:
+    from blocktrain.config import Config
+    from blocktrain.protocol.messages import Status
+
+GOODBYE_SECONDS = 30.0
+COMMAND = [sys.executable, "-m", "blocktrain.cli.main"]
+
+
+class LocalSwarm:
+    def __init__(self, config: "Config", folder: Path, workers: int) -> None:
+        self.config, self.folder, self.count = config, folder, workers
+        self.invite = ""
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> "LocalSwarm":
+        from blocktrain.protocol.identity import WorkerKey
+        from blocktrain.protocol.invite import Invite
+        from blocktrain.worker.client import Client
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.invite = self._start_coordinator()
+        threads = max(1, (os.cpu_count() or 1) // self.count)
+        for number in range(self.count):
+            self._start_worker(number, threads)
+        self.client = Client(Invite.decode(self.invite), WorkerKey.create())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Workers first, so that they can still give back what they hold."""
+        for process in reversed(self._processes):
+            process.terminate()
+        for process in reversed(self._processes):
+            try:
+                process.wait(GOODBYE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def status(self) -> "Status":
+        """How the run stands; an error where all who could train have died."""
+        workers = self._processes[1:]
+        failed = [worker for worker in workers if worker.poll() not in (None, 0)]
+        if len(failed) == len(workers):
+            log = (self.folder / "worker-0.log").read_text().strip().splitlines()
+            raise BlocktrainError(f"every worker died; the first said: {(log or ['nothing'])[-1]}")
+        return self.client.status()
+
+    def _start_coordinator(self) -> str:
+        settings = self.folder / "config.toml"
+        settings.write_text(self.config.to_toml(), encoding="utf-8")
+        command = [*COMMAND, "coordinator", "--json", "--listen", "127.0.0.1:0"]
+        command += ["--config", str(settings), "--data-dir", str(self.folder / "coordinator")]
+        log = (self.folder / "coordinator.log").open("w")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        self._processes.append(process)
+        assert process.stdout
+        line = process.stdout.readline()
+        if not line:
+            process.wait()
+            told = (self.folder / "coordinator.log").read_text().strip().splitlines()
+            raise BlocktrainError(f"the coordinator did not start: {(told or ['no word'])[-1]}")
+        invite: str = json.loads(line)["invite"]
+        return invite
+
+    def _start_worker(self, number: int, threads: int) -> None:
+        command = [*COMMAND, "worker", self.invite, "--name", f"worker {number}"]
+        command += ["--folder", str(self.folder / f"worker-{number}")]
+        command += ["--device", self.config.train.device]
+        log = (self.folder / f"worker-{number}.log").open("w")
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self._processes.append(
+            subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment)
+        )

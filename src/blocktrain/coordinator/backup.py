@@ -1,0 +1,68 @@
+"""A coordinator's folder as one file, taken while it runs, and back again.
+
+The ledger is copied as it stands at one instant; chunks never change, so they can be copied after
+it. A ledger in PostgreSQL and chunks in a bucket are backed up with those systems' own tools.
+"""
+
+import sqlite3
+import tarfile
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+from blocktrain.coordinator.home import INVITE_FILE
+from blocktrain.errors import CorruptFileError, RunError
+from blocktrain.storage.chunks import LocalChunks
+
+LEDGER = "ledger.db"
+CHUNKS = "chunks"
+
+
+def back_up(folder: Path, out: Path) -> int:
+    """Write the folder into one tar file; its size in bytes."""
+    if not (folder / LEDGER).exists():
+        raise RunError(f"{folder} holds no ledger to back up")
+    if out.exists():
+        raise RunError(f"{out} is there already")
+    partial = out.with_name(out.name + ".partial")
+    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+        snapshot = Path(scratch) / LEDGER
+        _copy_ledger(folder / LEDGER, snapshot)
+        with tarfile.open(partial, "w") as archive:
+            archive.add(snapshot, LEDGER)
+            for name in (INVITE_FILE, CHUNKS):
+                if (folder / name).exists():
+                    archive.add(folder / name, name, filter=_finished)
+    partial.replace(out)
+    return out.stat().st_size
+
+
+def restore(archive_path: Path, folder: Path) -> int:
+    """Unpack a backup into a new folder, every chunk checked; how many chunks."""
+    if folder.exists() and any(folder.iterdir()):
+        raise RunError(f"{folder} is not empty")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarfile.open(archive_path) as archive:
+            archive.extractall(folder, filter="data")
+    except (tarfile.TarError, EOFError) as error:
+        raise CorruptFileError(f"{archive_path} is not a whole backup: {error}") from None
+    if not (folder / LEDGER).exists():
+        raise CorruptFileError(f"{archive_path} holds no ledger")
+    chunks = LocalChunks(folder / CHUNKS)
+    count = 0
+    for name, _ in chunks.stored():
+        chunks.get(name)
+        count += 1
+    return count
+
+
+def _copy_ledger(source: Path, target: Path) -> None:
+    with closing(sqlite3.connect(source)) as live, closing(sqlite3.connect(target)) as copy:
+        live.backup(copy)
+
+
+def _finished(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Chunks half written are nobody's yet."""
+    half_written = member.name.startswith(f"{CHUNKS}/partial/")
+    return None if half_written else member

@@ -1,0 +1,78 @@
+"""A coordinator's folder: its ledger, chunks, certificate and first invite, where not elsewhere."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from blocktrain.config import Config
+from blocktrain.coordinator.run import Run, found_run, open_run
+from blocktrain.data.corpus import load_corpus
+from blocktrain.errors import BlocktrainError, ConfigError
+from blocktrain.storage.chunks import ChunkStore, open_chunks
+from blocktrain.storage.ledger import Ledger
+
+INVITE_FILE = "invite-secret"
+
+
+class Home:
+    def __init__(self, folder: Path, db: str | None = None, blobs: str | None = None) -> None:
+        self.folder = folder
+        self._elsewhere = db is not None
+        self.db = db or f"sqlite:///{(folder / 'ledger.db').resolve()}"
+        self.blobs = blobs or str((folder / "chunks").resolve())
+
+    def open(self, clock: Callable[[], float] = time.time) -> Run:
+        """The run this folder holds."""
+        if not self._elsewhere and not (self.folder / "ledger.db").exists():
+            raise ConfigError(f"{self.folder} holds no run; start one with --config")
+        return open_run(Ledger(self.db), open_chunks(self.blobs), clock)
+
+    def open_or_found(self, config: Config, clock: Callable[[], float] = time.time) -> Run:
+        """The run this folder holds, or a new one with these settings."""
+        ledger, chunks = Ledger(self.db), open_chunks(self.blobs)
+        with ledger.read() as tx:
+            held = tx.run()
+        if held is None:
+            _found(config, ledger, chunks, clock())
+        elif held.config != config.to_toml():
+            raise ConfigError(
+                f"{self.folder} holds a run with other settings; leave --config out to go on with"
+                " it, or use another --data-dir"
+            )
+        return open_run(ledger, chunks, clock)
+
+    def invite_secret(self, make: Callable[[], str]) -> str:
+        """The invite printed at every start: made once, then kept for the operator alone."""
+        path = self.folder / INVITE_FILE
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Whole or not at all: another coordinator may be starting, or this one may be killed.
+            scratch = path.with_name(f"{INVITE_FILE}.{os.getpid()}")
+            scratch.touch(mode=0o600)
+            scratch.write_text(make())
+            scratch.replace(path)
+        return path.read_text().strip()
+
+
+def _found(config: Config, ledger: Ledger, chunks: ChunkStore, now: float) -> None:
+    corpus = load_corpus(config.data)
+    with tempfile.TemporaryDirectory(prefix="blocktrain-") as scratch:
+        settings, weights = Path(scratch) / "config.toml", Path(scratch) / "weights"
+        settings.write_text(config.to_toml())
+        _make_first_weights(settings, weights)
+        files = [weights / f"block-{unit}.safetensors" for unit in range(config.units)]
+        found_run(config, corpus, files, ledger, chunks, now)
+
+
+def _make_first_weights(settings: Path, folder: Path) -> None:
+    """In a process of its own: this one never loads torch."""
+    command = [sys.executable, "-m", "blocktrain.worker.first_weights", str(settings), str(folder)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        lines = made.stderr.strip().splitlines() or [f"exit code {made.returncode}"]
+        kind = BlocktrainError.of_exit_code(made.returncode)
+        raise kind(f"cannot make the first weights: {lines[-1].removeprefix('error: ')}")

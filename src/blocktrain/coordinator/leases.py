@@ -1,0 +1,153 @@
+"""Handing out work: which block, which text, until when; and taking it back."""
+
+from blocktrain.coordinator import plan
+from blocktrain.coordinator.members import Caller, Members
+from blocktrain.coordinator.run import Run
+from blocktrain.core.swarm import BlockState
+from blocktrain.errors import RefusedError
+from blocktrain.protocol import tokens
+from blocktrain.protocol.messages import (
+    Finished,
+    Lease,
+    LeaseAnswer,
+    LeaseProgress,
+    LeaseRequest,
+    LeaseReturn,
+    LeaseState,
+    Predecessor,
+    Wait,
+)
+from blocktrain.storage.ledger import HELD, Found, Transaction
+
+MERGE_WAIT = 0.3  # seconds; the worker's own update is about to become a version
+IDLE_WAIT = 5.0
+
+
+class Leases:
+    def __init__(self, run: Run, members: Members) -> None:
+        self.run, self.members = run, members
+
+    def claim(self, caller: Caller, asked: LeaseRequest) -> LeaseAnswer:
+        """Work for a worker. One that already holds some gets the same again: its answer was lost
+        on the way, or it was restarted."""
+        if caller.role != "train":
+            raise RefusedError("forbidden", f"leases are for training, this role is {caller.role}")
+        now = self.run.clock()
+        with self.run.ledger.write() as tx:
+            self.members.seen(tx, caller, now)
+            if held := tx.leases_of(caller.worker, ("open",)):
+                return LeaseAnswer(answer=self._described(tx, held[0], now))
+            tx.lock_blocks()
+            blocks = tx.block_states()
+            if all(block.finished for block in blocks):
+                return LeaseAnswer(answer=Finished())
+            chosen = plan.choose_block(blocks, caller.worker, asked.held_block, asked.blocks)
+            if chosen is None:
+                return LeaseAnswer(answer=_wait(blocks, caller))
+            lease = self._hand_out(tx, caller, chosen, asked.steps_per_second, now)
+            return LeaseAnswer(answer=self._described(tx, lease, now))
+
+    def progress(self, caller: Caller, lease: str, told: LeaseProgress) -> LeaseState:
+        """A sign of life; whether the lease is still the worker's."""
+        now = self.run.clock()
+        with self.run.ledger.write() as tx:
+            self.members.seen(tx, caller, now)
+            held = own_lease(tx, caller, lease, told.fence)
+        if held.state in HELD:
+            return LeaseState(open=True, seconds_left=held.deadline - now)
+        return LeaseState(open=False, seconds_left=0.0, reason=f"this lease is {held.state}")
+
+    def give_back(self, caller: Caller, lease: str, told: LeaseReturn) -> LeaseState:
+        now = self.run.clock()
+        with self.run.ledger.write() as tx:
+            self.members.seen(tx, caller, now)
+            held = own_lease(tx, caller, lease, told.fence)
+            if tx.move_lease(lease, "returned"):
+                tx.give_back_range(held.block, held.first_batch, held.steps)
+                tx.add_event(now, "returned", caller.worker, held.block, told.reason)
+        return LeaseState(open=False, seconds_left=0.0, reason="given back")
+
+    def expire(self) -> None:
+        """Take back what is overdue: its text is handed out again."""
+        now = self.run.clock()
+        with self.run.ledger.read() as tx:
+            if not tx.overdue(now):
+                return
+        with self.run.ledger.write() as tx:
+            for lease in tx.overdue(now):
+                if tx.move_lease(lease.id, "expired"):
+                    tx.give_back_range(lease.block, lease.first_batch, lease.steps)
+                    tx.count_lease(lease.block, met=False)
+                    tx.add_event(now, "expired", lease.worker, lease.block, f"{lease.steps} steps")
+
+    def _hand_out(
+        self,
+        tx: Transaction,
+        caller: Caller,
+        block: BlockState,
+        steps_per_second: float | None,
+        now: float,
+    ) -> Found:
+        swarm = self.run.config.swarm
+        wanted = plan.lease_steps(swarm, steps_per_second, block.to_hand_out)
+        first_batch, steps = tx.take_range(block.index, wanted)
+        lease = tokens.new_identifier()
+        tx.add_lease(
+            id=lease,
+            worker=caller.worker,
+            block=block.index,
+            base_version=block.version,
+            first_batch=first_batch,
+            steps=steps,
+            schedule_start=block.merged_batches,
+            schedule_stride=len(block.workers | {caller.worker}),
+            deadline=now + plan.lease_seconds(swarm, steps, steps_per_second),
+            created=now,
+        )
+        tx.add_event(
+            now, "leased", caller.worker, block.index, f"{steps} steps from batch {first_batch}"
+        )
+        found = tx.lease(lease)
+        assert found is not None
+        return found
+
+    def _described(self, tx: Transaction, lease: Found, now: float) -> Lease:
+        return Lease(
+            lease=lease.id,
+            fence=lease.fence,
+            block=lease.block,
+            base_version=lease.base_version,
+            base=tx.version(lease.block, lease.base_version).weights,
+            first_batch=lease.first_batch,
+            steps=lease.steps,
+            schedule_start=lease.schedule_start,
+            schedule_stride=lease.schedule_stride,
+            seconds_left=max(0.0, lease.deadline - now),
+            predecessors=self._predecessors(tx, lease.block),
+        )
+
+    def _predecessors(self, tx: Transaction, block: int) -> tuple[Predecessor, ...]:
+        """In a cascade, the blocks before as they stand now."""
+        if self.run.config.objective.kind != "cascade":
+            return ()
+        current = [tx.version(before) for before in range(block)]
+        return tuple(
+            Predecessor(block=held.block, version=held.version, weights=held.weights)
+            for held in current
+        )
+
+
+def own_lease(tx: Transaction, caller: Caller, lease: str, fence: int) -> Found:
+    """The caller's lease; a fencing token that is not its own means somebody else's, or a past."""
+    held = tx.lease(lease)
+    if held is None or held.worker != caller.worker:
+        raise RefusedError("not_found", "this worker holds no such lease")
+    if held.fence != fence:
+        raise RefusedError("conflict", "the fencing token is not this lease's")
+    return held
+
+
+def _wait(blocks: list[BlockState], caller: Caller) -> Wait:
+    if any(caller.worker in block.workers for block in blocks):
+        return Wait(seconds=MERGE_WAIT, reason="the last update is about to become a version")
+    return Wait(seconds=IDLE_WAIT, reason="everything this worker could do is handed out")

@@ -1,0 +1,145 @@
+"""What a coordinator does by itself: updates become versions, old versions and chunks go."""
+
+import logging
+from collections.abc import Sequence
+
+from blocktrain.coordinator import plan
+from blocktrain.coordinator.run import Run
+from blocktrain.coordinator.updates import claimed
+from blocktrain.core import faults
+from blocktrain.core.merge import Outer
+from blocktrain.core.swarm import BlockState, PendingUpdate
+from blocktrain.protocol.messages import Blob
+from blocktrain.storage.ledger import Transaction
+from blocktrain.storage.merging import Update, merge_blobs
+
+log = logging.getLogger(__name__)
+
+# A claim ends soon after the merge should have: what a coordinator that died had claimed waits for
+# it. One that ends too soon only means that two do the same work.
+CLAIM_SECONDS = 5.0
+CLAIM_BYTES_PER_SECOND = 50e6
+COLLECT_AFTER = 3600.0  # seconds: a chunk nobody refers to may be of an upload that has just begun
+
+
+class Merger:
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def merge_due(self) -> int:
+        """Merge every block whose time has come; how many versions that made. Blocks never wait
+        for each other, and two coordinators doing this at once do no harm."""
+        with self.run.ledger.read() as tx:
+            states = tx.block_states()
+        made = 0
+        for state in states:
+            due = plan.due_updates(state, self.run.config.swarm, self.run.clock())
+            made += bool(due and self._merge(state, due))
+        if all(state.finished for state in states):
+            self._finish()
+        return made
+
+    def collect(self) -> int:
+        """Drop versions beyond those kept, and chunks nobody refers to; how many chunks went."""
+        with self.run.ledger.write() as tx:
+            kept = self._forget_old_versions(tx)
+            live = tx.live_updates()
+        needed = {blob.name for blob in self.run.description.corpus.values()} | kept
+        needed |= {row.blob for row in live if row.blob}
+        keep = {chunk for row in live for chunk in claimed(row).recipe.chunks}
+        for name in needed:
+            keep |= self.run.blobs.chunks_of(name)
+        oldest = self.run.clock() - COLLECT_AFTER
+        unused = [name for name, at in self.run.chunks.stored() if name not in keep and at < oldest]
+        for name in unused:
+            self.run.chunks.delete(name)
+        self.run.chunks.clear_leftovers(oldest)
+        return len(unused)
+
+    def _merge(self, state: BlockState, pending: Sequence[PendingUpdate]) -> bool:
+        now = self.run.clock()
+        with self.run.ledger.write() as tx:
+            to_read = (1 + len(pending)) * tx.version(state.index).weights.size
+            seconds = CLAIM_SECONDS + to_read / CLAIM_BYTES_PER_SECOND
+            if not tx.claim_merge(state.index, state.version, now, seconds):
+                return False
+            current = tx.version(state.index, state.version)
+            due = [update for update in pending if not self._refused_as_late(tx, update, state)]
+            sources = [self._source(tx, update, state) for update in due]
+            if not sources:
+                tx.end_merge(state.index)
+                return False
+        swarm = self.run.config.swarm
+        outer = Outer(swarm.outer_rate, swarm.outer_momentum)
+        merged = merge_blobs(self.run.blobs, current.weights, sources, current.velocity, outer)
+        faults.reached("merge-written")
+        with self.run.ledger.write() as tx:
+            published = tx.publish(
+                state.index, state.version, merged.weights, merged.velocity, due, self.run.clock()
+            )
+            if not published:
+                return False
+            steps = sum(update.steps for update in due)
+            tx.add_event(
+                self.run.clock(),
+                "merged",
+                block=state.index,
+                detail=f"version {state.version + 1}: {len(due)} updates, {steps} steps",
+            )
+        faults.reached("published")
+        return True
+
+    def _refused_as_late(self, tx: Transaction, update: PendingUpdate, state: BlockState) -> bool:
+        """It was in time when it came, but so many versions were made since that it no longer
+        counts: its text is handed out again."""
+        swarm = self.run.config.swarm
+        if plan.weight(swarm, state.version, update.base_version) > 0.0:
+            return False
+        behind = state.version - update.base_version
+        reason = f"it fell {behind} versions behind while it waited"
+        lease = tx.lease(update.lease)
+        assert lease is not None
+        if tx.refuse_update(update.lease, reason):
+            tx.give_back_range(lease.block, lease.first_batch, lease.steps)
+            tx.add_event(self.run.clock(), "refused", update.worker, state.index, reason)
+        return True
+
+    def _source(self, tx: Transaction, update: PendingUpdate, state: BlockState) -> Update:
+        """An update as the merge sees it: what it ends at, what it started from, what it counts."""
+        row = tx.update(update.lease)
+        assert row is not None
+        start = None
+        if update.base_version != state.version:
+            start = tx.version(state.index, update.base_version).weights
+        share = plan.weight(self.run.config.swarm, state.version, update.base_version)
+        covered = update.steps * self.run.batch_bytes
+        end = Blob(name=row.blob, size=row.blob_size)
+        return Update(update.lease, end, covered, start, share)
+
+    def _forget_old_versions(self, tx: Transaction) -> set[str]:
+        """Blobs of versions that stay: the newest few, whatever somebody builds on, and whatever
+        was current when a lease that is still held was given (a cascade reads the blocks before).
+        """
+        held = tx.held_leases()
+        in_use = {(row.block, row.base_version) for row in (*held, *tx.live_updates())}
+        since = min((lease.created for lease in held), default=self.run.clock())
+        replaced = {(item.block, item.version - 1): item.created for item in tx.versions()}
+        current = {state.index: state.version for state in tx.block_states()}
+        kept: set[str] = set()
+        for version in tx.versions():
+            here = (version.block, version.version)
+            recent = version.version > current[version.block] - self.run.config.swarm.keep_versions
+            if not recent and here not in in_use and replaced[here] < since:
+                tx.forget_version(version.block, version.version)
+                continue
+            kept.add(version.weights.name)
+            if version.velocity:
+                kept.add(version.velocity.name)
+        return kept
+
+    def _finish(self) -> None:
+        now = self.run.clock()
+        with self.run.ledger.write() as tx:
+            if tx.finish_run(now):
+                tx.add_event(now, "finished")
+                log.info("the run is finished")

@@ -1,0 +1,62 @@
+"""Prometheus metrics: the run's state as it is when asked, and the bytes that passed through."""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from blocktrain.coordinator.reports import Reports
+from blocktrain.protocol.messages import BlockStatus
+
+
+class Metrics:
+    def __init__(self, reports: Reports) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_State(reports))
+        moved = Counter(
+            "blocktrain_chunk_bytes", "Chunk bytes moved", ["direction"], registry=self._registry
+        )
+        self._received, self._sent = moved.labels("received"), moved.labels("sent")
+
+    def received(self, size: int) -> None:
+        self._received.inc(size)
+
+    def sent(self, size: int) -> None:
+        self._sent.inc(size)
+
+    def page(self) -> tuple[bytes, str]:
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+
+BLOCK_GAUGES: dict[str, tuple[str, Callable[[BlockStatus], float | None]]] = {
+    "version": ("Version a block stands at", lambda block: block.version),
+    "bytes_trained": ("Bytes merged into a block", lambda block: block.bytes_trained),
+    "replicas": ("Workers on a block", lambda block: block.replicas),
+    "pending_updates": ("Updates waiting to be merged", lambda block: block.pending_updates),
+    "participation": ("Share of leases met in time", lambda block: block.participation),
+    "ce": ("Cross entropy on valid", lambda block: block.ce),
+}
+
+
+class _State(Collector):
+    def __init__(self, reports: Reports) -> None:
+        self._reports = reports
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())  # nothing is read before somebody asks
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._reports.status()
+        for name, (text, value) in BLOCK_GAUGES.items():
+            family = GaugeMetricFamily(f"blocktrain_block_{name}", text, labels=["block"])
+            for block in status.blocks:
+                found = value(block)
+                if found is not None:
+                    family.add_metric([str(block.index)], found)
+            yield family
+        workers = GaugeMetricFamily("blocktrain_workers", "Workers by state", labels=["state"])
+        for state in ("training", "waiting", "lost", "banned"):
+            workers.add_metric([state], sum(w.state == state for w in status.workers))
+        yield workers

@@ -1,0 +1,110 @@
+"""What can be seen of a run from outside: status, events, scores."""
+
+from typing import Literal
+
+from blocktrain.coordinator.members import Caller, Members
+from blocktrain.coordinator.run import Run
+from blocktrain.core.swarm import BlockState
+from blocktrain.errors import RefusedError
+from blocktrain.protocol.messages import BlobAnswer, BlockStatus, Event, Score, Status, WorkerStatus
+from blocktrain.storage.ledger import Found, Transaction
+
+LOST_AFTER = 90.0  # seconds without a word
+URL_SECONDS = 3600
+NO_SCORE = "no worker with the evaluate role has scored it yet"
+
+
+class Reports:
+    def __init__(self, run: Run, members: Members) -> None:
+        self.run, self.members = run, members
+
+    def status(self) -> Status:
+        now = self.run.clock()
+        with self.run.ledger.read() as tx:
+            row = tx.run()
+            blocks = tuple(self._block(tx, state) for state in tx.block_states())
+            held = {lease.worker: lease.block for lease in tx.held_leases()}
+            workers = tuple(self._worker(worker, held, now) for worker in tx.workers())
+            score = tx.newest_score(None)
+        assert row is not None
+        return Status(
+            run=self.run.id,
+            state="finished" if row.finished else "running",
+            ce=score.ce if score else None,
+            ce_note="" if score else NO_SCORE,
+            blocks=blocks,
+            workers=workers,
+            seconds=now - self.run.created,
+        )
+
+    def blob(self, name: str) -> BlobAnswer:
+        """A blob's recipe, with an address for each chunk where the store has them."""
+        recipe = self.run.blobs.recipe(name)
+        urls = {chunk: self.run.chunks.get_url(chunk, URL_SECONDS) for chunk in recipe.chunks}
+        known = {chunk: url for chunk, url in urls.items() if url is not None}
+        return BlobAnswer(recipe=recipe, urls=known or None)
+
+    def events(self, after: int, most: int) -> list[Event]:
+        with self.run.ledger.read() as tx:
+            return tx.events(after, most)
+
+    def last_event(self) -> int:
+        with self.run.ledger.read() as tx:
+            return tx.last_event()
+
+    def score(self, caller: Caller, told: Score) -> None:
+        if caller.role != "evaluate":
+            raise RefusedError("forbidden", "scores come from workers with the evaluate role")
+        now = self.run.clock()
+        with self.run.ledger.write() as tx:
+            self.members.seen(tx, caller, now)
+            tx.add_score(
+                block=told.block,
+                versions=told.versions,
+                split=told.split,
+                windows=told.windows,
+                ce=told.ce,
+                worker=caller.worker,
+                time=now,
+            )
+            tx.add_event(now, "scored", caller.worker, told.block, f"CE {told.ce:.4f}")
+
+    def _block(self, tx: Transaction, state: BlockState) -> BlockStatus:
+        row, score = tx.block(state.index), tx.newest_score(state.index)
+        assert row is not None
+        ended = row.leases_met + row.leases_missed
+        return BlockStatus(
+            index=state.index,
+            version=state.version,
+            weights=tx.version(state.index, state.version).weights,
+            ce=score.ce if score else None,
+            ce_note="" if score else NO_SCORE,
+            bytes_trained=state.merged_batches * self.run.batch_bytes,
+            progress=state.merged_batches / state.total_batches,
+            replicas=len(state.workers),
+            participation=row.leases_met / ended if ended else None,
+            pending_updates=len(state.pending),
+        )
+
+    def _worker(self, row: Found, held: dict[str, int], now: float) -> WorkerStatus:
+        return WorkerStatus(
+            worker=row.id,
+            name=row.name,
+            role=row.role,
+            device=row.device,
+            block=held.get(row.id),
+            state=_state(row, row.id in held, now),
+            bytes_trained=row.batches_merged * self.run.batch_bytes,
+            updates=row.updates_merged,
+            seconds_since_seen=max(0.0, now - row.seen),
+        )
+
+
+def _state(
+    row: Found, holds_lease: bool, now: float
+) -> Literal["training", "waiting", "lost", "banned"]:
+    if row.banned:
+        return "banned"
+    if now - row.seen > LOST_AFTER:
+        return "lost"
+    return "training" if holds_lease else "waiting"

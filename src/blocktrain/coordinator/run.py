@@ -1,0 +1,110 @@
+"""The run a coordinator serves: its settings, its secrets, its ledger and its store.
+
+Any number of coordinators may open the same run: what they share is in the ledger and the store.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blocktrain.config import Config, from_toml
+from blocktrain.coordinator.authority import Authority
+from blocktrain.data.corpus import Bytes, Corpus
+from blocktrain.errors import NotFoundError
+from blocktrain.protocol import tokens
+from blocktrain.protocol.messages import PROTOCOL, Blob, RunDescription
+from blocktrain.storage.blobs import Blobs
+from blocktrain.storage.chunks import ChunkStore
+from blocktrain.storage.ledger import Ledger
+
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Run:
+    id: str
+    config: Config
+    ledger: Ledger
+    chunks: ChunkStore
+    clock: Callable[[], float]
+    token_secret: bytes
+    authority: Authority
+    description: RunDescription
+    created: float
+
+    @property
+    def blobs(self) -> Blobs:
+        return Blobs(self.chunks)
+
+    @property
+    def batch_bytes(self) -> int:
+        return self.config.train.batch * self.config.model.window
+
+
+def open_run(ledger: Ledger, chunks: ChunkStore, clock: Callable[[], float]) -> Run:
+    with ledger.read() as tx:
+        row = tx.run()
+    if row is None:
+        raise NotFoundError("the ledger holds no run yet")
+    corpus = json.loads(row.corpus)
+    return Run(
+        id=row.id,
+        config=from_toml(row.config),
+        ledger=ledger,
+        chunks=chunks,
+        clock=clock,
+        token_secret=row.token_secret,
+        authority=Authority.load(row.authority_certificate, row.authority_key),
+        description=RunDescription(
+            run=row.id,
+            protocol=PROTOCOL,
+            config=row.config,
+            corpus={split: Blob(**held["blob"]) for split, held in corpus.items()},
+            corpus_digests={split: held["digest"] for split, held in corpus.items()},
+        ),
+        created=row.created,
+    )
+
+
+def found_run(
+    config: Config,
+    corpus: Corpus,
+    weights: Sequence[Path],
+    ledger: Ledger,
+    chunks: ChunkStore,
+    now: float,
+) -> None:
+    """Write a run's beginning: its text, every block's version 0, its authority, its secret."""
+    blobs, run = Blobs(chunks), tokens.new_identifier()
+    authority = Authority.create(run, now)
+    held = {
+        split: {
+            "blob": blobs.write(_pieces(data)).model_dump(),
+            "digest": corpus.digests.get(split, ""),
+        }
+        for split, data in corpus.splits.items()
+    }
+    first_versions = [blobs.write(_file_pieces(path)) for path in weights]
+    with ledger.write() as tx:
+        tx.create_run(
+            id=run,
+            config=config.to_toml(),
+            corpus=json.dumps(held),
+            token_secret=tokens.new_secret().encode(),
+            authority_certificate=authority.certificate_pem,
+            authority_key=authority.key_pem,
+            created=now,
+        )
+        for block, blob in enumerate(first_versions):
+            tx.add_block(block, config.train.steps, blob, now)
+
+
+def _pieces(data: Bytes) -> Iterator[bytes]:
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES].tobytes()
+
+
+def _file_pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from iter(lambda: file.read(PIECE_BYTES), b"")

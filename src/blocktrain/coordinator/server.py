@@ -1,0 +1,79 @@
+"""A coordinator as a process: a socket, a certificate, the routes, the rounds."""
+
+import os
+import re
+import socket
+import ssl
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import uvicorn
+
+from blocktrain.coordinator.api import create_app
+from blocktrain.coordinator.service import Service
+from blocktrain.errors import UnreachableError
+
+GOODBYE_SECONDS = 2  # event streams never end by themselves
+BACKLOG = 512
+HOST_NAME = re.compile(r"[A-Za-z0-9.-]{1,253}")  # others exist, but no certificate can name them
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Listening, so that the real port is known and nobody else can take it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UnreachableError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
+
+
+def own_addresses() -> list[str]:
+    """Names and addresses this machine may be reached at."""
+    found = ["localhost", "127.0.0.1"]
+    if HOST_NAME.fullmatch(socket.gethostname()):
+        found.append(socket.gethostname())
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: asks which interface leads outside
+            found.append(probe.getsockname()[0])
+        except OSError:
+            pass
+    return list(dict.fromkeys(found))
+
+
+def write_certificate(service: Service, hosts: Sequence[str], folder: Path) -> tuple[Path, Path]:
+    """A fresh certificate of the run's authority, for this process."""
+    issued = service.run.authority.issue_server(hosts, service.run.clock())
+    folder.mkdir(parents=True, exist_ok=True)
+    certificate, key = (folder / f"server-{os.getpid()}.{kind}" for kind in ("pem", "key"))
+    certificate.write_text(issued.cert_pem)
+    key.touch(mode=0o600)
+    key.write_text(issued.key_pem)
+    return certificate, key
+
+
+def serve(service: Service, listener: socket.socket, tls: tuple[Path, Path] | None) -> None:
+    """Answer until a signal says stop."""
+    config = uvicorn.Config(
+        create_app(service),
+        log_level="warning",
+        access_log=False,
+        ssl_certfile=str(tls[0]) if tls else None,
+        ssl_keyfile=str(tls[1]) if tls else None,
+        timeout_graceful_shutdown=GOODBYE_SECONDS,
+        server_header=False,
+    )
+    config.load()
+    if config.ssl:
+        config.ssl.minimum_version = ssl.TLSVersion.TLSv1_3
+    service.start()
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        service.stop()

@@ -1,0 +1,42 @@
+"""What a plan decides on: the state of a run's blocks at one moment, as plain values."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PendingUpdate:
+    """A verified update that waits to be merged."""
+
+    lease: str
+    worker: str
+    base_version: int
+    steps: int
+    committed: float
+
+
+@dataclass(frozen=True)
+class BlockState:
+    index: int
+    version: int
+    merged_batches: int
+    next_batch: int  # the first that was never handed out
+    total_batches: int
+    returned_batches: int  # handed out once, given back or lost
+    leased_batches: int
+    open_leases: int
+    workers: frozenset[str]  # that hold a lease of it, or sent an update that waits
+    finishing: frozenset[str]  # of these, whose update of the current version is on its way in
+    pending: tuple[PendingUpdate, ...]
+
+    @property
+    def to_hand_out(self) -> int:
+        return self.total_batches - self.next_batch + self.returned_batches
+
+    @property
+    def under_way(self) -> int:
+        """Batches merged, or in somebody's hands."""
+        return self.merged_batches + self.leased_batches + sum(u.steps for u in self.pending)
+
+    @property
+    def finished(self) -> bool:
+        return not (self.to_hand_out or self.open_leases or self.pending)

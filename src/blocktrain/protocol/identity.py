@@ -1,0 +1,137 @@
+"""A worker's key, and what it signs: its updates, and its requests for a new token.
+
+The key is Ed25519 and never leaves the worker. What is signed is one canonical text per claim
+(docs/PROTOCOL.md), opened by a line that names its purpose, so that a signature given for one
+purpose is worth nothing for another. Knows nothing of who may sign what.
+"""
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import filelock
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from blocktrain.errors import ConfigError, CorruptFileError
+from blocktrain.protocol import base64url
+from blocktrain.protocol.messages import UpdateClaim
+
+UPDATE_DOMAIN = b"blocktrain/1/update\n"
+JOIN_DOMAIN = b"blocktrain/1/join\n"
+TOKEN_DOMAIN = b"blocktrain/1/token\n"
+
+
+class WorkerKey:
+    """The private half; `public` is what a coordinator gets to see."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+
+    @classmethod
+    def create(cls) -> "WorkerKey":
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> "WorkerKey":
+        """The key in this file; a new one on the first call, and the same one ever after."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(path.with_name(path.name + ".lock")):
+                if not path.exists():
+                    _write_for_owner_only(path, cls.create()._pem())
+                return cls._parse(path.read_bytes(), path)
+        except OSError as error:
+            raise ConfigError(f"cannot keep a key in {path}: {error.strerror}") from None
+
+    @classmethod
+    def _parse(cls, pem: bytes, path: Path) -> "WorkerKey":
+        try:
+            key = serialization.load_pem_private_key(pem, password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm):
+            raise CorruptFileError(f"{path} holds no key; move it away to get a new one") from None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise CorruptFileError(f"{path} holds a key of another kind; name another file")
+        return cls(key)
+
+    @property
+    def public(self) -> str:
+        return base64url.encode(self._key.public_key().public_bytes_raw())
+
+    def sign_update(self, claim: UpdateClaim) -> str:
+        return base64url.encode(self._key.sign(update_text(claim)))
+
+    def sign_token_request(self, run: str, worker: str, time: int) -> str:
+        return base64url.encode(self._key.sign(token_request_text(run, worker, time)))
+
+    def sign_join(self, run: str, invite: str) -> str:
+        return base64url.encode(self._key.sign(join_text(run, invite)))
+
+    def _pem(self) -> bytes:
+        return self._key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+
+
+def verify_update(public_key: str, claim: UpdateClaim, signature: str) -> bool:
+    return _verify(public_key, update_text(claim), signature)
+
+
+def verify_token_request(public_key: str, run: str, worker: str, time: int, signature: str) -> bool:
+    """Whether the worker signed it; how old it may be is for the caller to say."""
+    return _verify(public_key, token_request_text(run, worker, time), signature)
+
+
+def verify_join(public_key: str, run: str, invite: str, signature: str) -> bool:
+    """Whether whoever joins holds the key it names."""
+    return _verify(public_key, join_text(run, invite), signature)
+
+
+def update_text(claim: UpdateClaim) -> bytes:
+    """The bytes that are signed for an update."""
+    fields = claim.model_dump(mode="json")
+    if claim.loss is not None:
+        fields["loss"] = _bits(claim.loss)
+    return UPDATE_DOMAIN + _compact(fields)
+
+
+def join_text(run: str, invite: str) -> bytes:
+    return JOIN_DOMAIN + _compact({"run": run, "invite": invite})
+
+
+def token_request_text(run: str, worker: str, time: int) -> bytes:
+    return TOKEN_DOMAIN + _compact({"run": run, "worker": worker, "time": time})
+
+
+def _bits(number: float) -> str:
+    """A float by its bits: languages differ in how they write one in decimal."""
+    return struct.pack(">d", number + 0.0).hex()  # + 0.0 makes a negative zero positive
+
+
+def _compact(fields: dict[str, object]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode("ascii")
+
+
+def _verify(public_key: str, text: bytes, signature: str) -> bool:
+    try:
+        key = Ed25519PublicKey.from_public_bytes(base64url.decode(public_key))
+        key.verify(base64url.decode(signature), text)
+    except (ValueError, InvalidSignature):
+        return False
+    return True
+
+
+def _write_for_owner_only(path: Path, data: bytes) -> None:
+    """Whole or not at all, and never readable by others, not even while it is written."""
+    scratch = path.with_name(path.name + ".partial")
+    scratch.unlink(missing_ok=True)
+    scratch.touch(mode=0o600, exist_ok=False)
+    with scratch.open("wb") as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    scratch.replace(path)

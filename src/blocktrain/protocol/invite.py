@@ -1,0 +1,164 @@
+"""An invite: one line of text that holds all a machine needs to join a run.
+
+    bt1_ + base64url(payload + checksum)
+
+It holds the coordinators' addresses, the join secret, the fingerprint of the run's certificate
+authority and the run's name; docs/PROTOCOL.md has the bytes. The checksum stands at the same
+place in every version, so that a typo is told apart from an invite this program is too old for.
+Knows nothing of connections, nor whether the secret is still good.
+"""
+
+import ipaddress
+import re
+import struct
+import zlib
+from dataclasses import dataclass, field
+
+from blocktrain.errors import InviteError
+from blocktrain.protocol import base64url
+
+VERSION = 1
+MOST_ADDRESSES = 16
+CHECKSUM_BYTES = 4
+MISTYPED = "this invite is incomplete or mistyped; copy all of it again"
+NEWER = "this invite is of a newer version of blocktrain; update blocktrain and try again"
+
+_SCHEMES = ("http", "https")  # an address's first byte is its index here
+_HAS_FINGERPRINT = 1
+
+_WRITTEN = re.compile(r"bt([1-9][0-9]{0,3})_([A-Za-z0-9_-]+)")
+_ADDRESS = re.compile(
+    r"(?P<scheme>https?)://(?P<place>(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+))"
+    r":(?P<port>[1-9][0-9]{0,4}))"
+)
+_SECRET = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_RUN = re.compile(r"[0-9a-z]{8,64}")
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Invite:
+    """`addresses` are http(s)://host:port; plain http only where there is no fingerprint."""
+
+    addresses: tuple[str, ...]
+    secret: str = field(repr=False)
+    fingerprint: str | None
+    run: str
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.addresses) <= MOST_ADDRESSES:
+            raise InviteError(f"an invite has 1 to {MOST_ADDRESSES} addresses")
+        for address in self.addresses:
+            scheme, _ = _parts(address)
+            if scheme == "http" and self.fingerprint is not None:
+                raise InviteError(f"{address} is not encrypted, but the run has a certificate")
+        if not _SECRET.fullmatch(self.secret):
+            raise InviteError("an invite's secret is 1 to 128 of A-Z a-z 0-9 - _")
+        if not _RUN.fullmatch(self.run):
+            raise InviteError("a run's name is 8 to 64 of 0-9 a-z")
+        if self.fingerprint is not None and not _FINGERPRINT.fullmatch(self.fingerprint):
+            raise InviteError("a fingerprint is 64 hex digits")
+
+    def encode(self) -> str:
+        prefix = f"bt{VERSION}_"
+        payload = self._payload()
+        return prefix + base64url.encode(payload + _checksum(prefix, payload))
+
+    @classmethod
+    def decode(cls, text: str) -> "Invite":
+        """Read an invite as people paste it: spaces and line breaks in it do not count."""
+        written = _WRITTEN.fullmatch("".join(text.split()))
+        if not written:
+            raise InviteError(MISTYPED)
+        version, body = written.groups()
+        payload = _checked(f"bt{version}_", body)
+        if int(version) != VERSION:
+            raise InviteError(NEWER)
+        return _Reader(payload).invite()
+
+    def _payload(self) -> bytes:
+        fingerprint = self.fingerprint
+        parts = [struct.pack("B", 0 if fingerprint is None else _HAS_FINGERPRINT)]
+        if fingerprint is not None:
+            parts.append(bytes.fromhex(fingerprint))
+        parts += [_short(self.run), _short(self.secret), struct.pack("B", len(self.addresses))]
+        for address in self.addresses:
+            scheme, place = _parts(address)
+            parts += [struct.pack("B", _SCHEMES.index(scheme)), _short(place)]
+        return b"".join(parts)
+
+
+class _Reader:
+    """Takes a payload apart from the front. Its checksum was right, so no typo gets here."""
+
+    def __init__(self, payload: bytes) -> None:
+        self.rest = payload
+
+    def invite(self) -> Invite:
+        flags = self.byte()
+        if flags & ~_HAS_FINGERPRINT:
+            raise InviteError(NEWER)
+        fingerprint = self.take(32).hex() if flags & _HAS_FINGERPRINT else None
+        run, secret = self.short(), self.short()
+        addresses = tuple(self.address() for _ in range(self.byte()))
+        if self.rest:
+            raise InviteError("this invite is malformed: it goes on after its end")
+        return Invite(addresses, secret, fingerprint, run)
+
+    def take(self, size: int) -> bytes:
+        if size > len(self.rest):
+            raise InviteError("this invite is malformed: it ends too early")
+        taken, self.rest = self.rest[:size], self.rest[size:]
+        return taken
+
+    def byte(self) -> int:
+        return self.take(1)[0]
+
+    def short(self) -> str:
+        try:
+            return self.take(self.byte()).decode("ascii")
+        except UnicodeDecodeError:
+            raise InviteError("this invite is malformed: it holds a text that is none") from None
+
+    def address(self) -> str:
+        scheme = self.byte()
+        if scheme >= len(_SCHEMES):
+            raise InviteError(NEWER)
+        return f"{_SCHEMES[scheme]}://{self.short()}"
+
+
+def _parts(address: str) -> tuple[str, str]:
+    """Scheme, and host with port; an IPv6 host stays in its brackets."""
+    found = _ADDRESS.fullmatch(address)
+    if not found or not _is_place(found):
+        raise InviteError(f"{address!r} is not an address like https://host:port")
+    return found["scheme"], found["place"]
+
+
+def _is_place(found: re.Match[str]) -> bool:
+    if int(found["port"]) > 65535 or len(found["place"]) > 255:
+        return False
+    try:
+        return not found["v6"] or bool(ipaddress.IPv6Address(found["v6"]))
+    except ValueError:
+        return False
+
+
+def _short(text: str) -> bytes:
+    return struct.pack("B", len(text)) + text.encode("ascii")
+
+
+def _checksum(prefix: str, payload: bytes) -> bytes:
+    """CRC-32, which misses no change of a single character; little-endian, as that needs."""
+    return struct.pack("<I", zlib.crc32(prefix.encode("ascii") + payload))
+
+
+def _checked(prefix: str, body: str) -> bytes:
+    try:
+        data = base64url.decode(body)
+    except ValueError:
+        raise InviteError(MISTYPED) from None
+    payload, checksum = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
+    if _checksum(prefix, payload) != checksum:
+        raise InviteError(MISTYPED)
+    return payload

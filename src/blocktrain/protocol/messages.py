@@ -1,0 +1,265 @@
+"""What coordinator and worker say to each other: frozen, strict, versioned; unknown fields refused.
+
+Every body of the HTTP protocol (docs/PROTOCOL.md) is one of these. Knows nothing of transport,
+storage or torch. Tensors never travel inside a message: they are chunks, named by their hash.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+PROTOCOL = 1
+CHUNK_BYTES = 8 * 1024 * 1024
+MOST_CHUNKS = 1 << 16  # of one blob: 512 GiB
+
+Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Identifier = Annotated[str, StringConstraints(pattern=r"^[0-9a-z]{8,64}$")]
+Base64 = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=r"^[^\x00-\x1f]*$")]
+Reason = Annotated[str, StringConstraints(max_length=500)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Positive = Annotated[int, Field(ge=1, le=2**53)]
+BlockIndex = Annotated[int, Field(ge=0, le=4095)]
+Role = Literal["train", "evaluate"]
+Codec = Literal["none"]
+Split = Literal["train", "valid", "test"]
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Hello(Message):
+    """Before anything else: who answers, and which versions of the protocol it speaks."""
+
+    run: Identifier
+    protocols: tuple[int, ...]
+
+
+class Blob(Message):
+    """A file in the run's store: the name of its recipe, and its size."""
+
+    name: Hash
+    size: Count
+
+
+class Recipe(Message):
+    """A blob as its chunks in order; all but the last are CHUNK_BYTES long."""
+
+    size: Count
+    chunks: tuple[Hash, ...] = Field(max_length=MOST_CHUNKS)
+
+
+class BlobAnswer(Message):
+    """A recipe, and where the store gives chunks away itself, an address for each of them."""
+
+    recipe: Recipe
+    urls: dict[Hash, str] | None = None
+
+
+class Join(Message):
+    invite: Base64
+    public_key: Base64
+    name: Name
+    device: Name
+    protocols: tuple[int, ...] = Field(max_length=16)
+    signature: Base64
+
+
+class RunDescription(Message):
+    run: Identifier
+    protocol: int
+    config: str  # TOML
+    corpus: dict[Split, Blob]
+    corpus_digests: dict[Split, str]
+
+
+class Joined(Message):
+    worker: Identifier
+    role: Role
+    token: str
+    token_seconds: int
+    description: RunDescription
+
+
+class TokenRequest(Message):
+    worker: Identifier
+    time: int  # seconds since 1970, so that an old request cannot be sent again
+    signature: Base64
+
+
+class Token(Message):
+    token: str
+    token_seconds: int
+
+
+class LeaseRequest(Message):
+    """`held`: the version of a block the worker still has in memory, with its optimizer."""
+
+    blocks: tuple[BlockIndex, ...] | None = None
+    held_block: BlockIndex | None = None
+    steps_per_second: float | None = Field(default=None, gt=0, lt=1e6)
+
+
+class Predecessor(Message):
+    block: BlockIndex
+    version: Count
+    weights: Blob
+
+
+class Lease(Message):
+    """Train `block` from `base_version` on batches first_batch .. first_batch + steps - 1.
+
+    Step j of them (from 0) takes the learning rate of step schedule_start + j * schedule_stride.
+    """
+
+    kind: Literal["lease"] = "lease"
+    lease: Identifier
+    fence: Positive
+    block: BlockIndex
+    base_version: Count
+    base: Blob
+    first_batch: Count
+    steps: Positive
+    schedule_start: Count
+    schedule_stride: Positive
+    seconds_left: float
+    predecessors: tuple[Predecessor, ...] = ()
+
+
+class Wait(Message):
+    """Nothing to do right now."""
+
+    kind: Literal["wait"] = "wait"
+    seconds: float
+    reason: Reason
+
+
+class Finished(Message):
+    """The run is over: every block has seen all its text."""
+
+    kind: Literal["finished"] = "finished"
+
+
+class LeaseAnswer(Message):
+    answer: Lease | Wait | Finished = Field(discriminator="kind")
+
+
+class LeaseReturn(Message):
+    fence: Positive
+    reason: Reason
+
+
+class LeaseProgress(Message):
+    fence: Positive
+    steps_done: Count
+    loss: float | None = None
+
+
+class LeaseState(Message):
+    """What the coordinator thinks of a lease; `open` false: stop, it is no longer yours."""
+
+    open: bool
+    seconds_left: float
+    reason: Reason = ""
+
+
+class UpdateClaim(Message):
+    """What a worker signs: exactly these fields, in this order (see `protocol.identity`)."""
+
+    run: Identifier
+    worker: Identifier
+    lease: Identifier
+    fence: Positive
+    block: BlockIndex
+    base_version: Count
+    codec: Codec
+    recipe: Recipe
+    loss: float | None = None
+
+
+class UpdateOffer(Message):
+    claim: UpdateClaim
+    signature: Base64
+
+
+class UploadState(Message):
+    """Which chunks are still missing, and where the store takes them itself, an address each."""
+
+    missing: tuple[Hash, ...]
+    urls: dict[Hash, str] | None = None
+
+
+class Receipt(Message):
+    """What became of an update. Sending it again gives the same answer."""
+
+    state: Literal["pending", "merged", "refused"]
+    reason: Reason = ""
+    weight: float = 0.0  # of the batch bytes it covers; under 1 for a late one
+
+
+class Score(Message):
+    """A score of the assembled model (block null) or of one block, on named windows."""
+
+    block: BlockIndex | None
+    versions: tuple[Count, ...]
+    split: Split
+    windows: Identifier
+    ce: float
+
+
+class BlockStatus(Message):
+    index: BlockIndex
+    version: Count
+    weights: Blob
+    ce: float | None
+    ce_note: Reason = ""
+    bytes_trained: Count
+    progress: float  # share of the run's batches that are merged
+    replicas: Count  # workers that hold a lease of it now
+    participation: float | None  # leases met in time / leases given; None before the first ended
+    pending_updates: Count
+
+
+class WorkerStatus(Message):
+    worker: Identifier
+    name: Name
+    role: Role
+    device: Name
+    block: BlockIndex | None
+    state: Literal["training", "waiting", "lost", "banned"]
+    bytes_trained: Count
+    updates: Count
+    seconds_since_seen: float
+
+
+class Status(Message):
+    run: Identifier
+    state: Literal["running", "finished"]
+    ce: float | None  # of the assembled model
+    ce_note: Reason = ""
+    blocks: tuple[BlockStatus, ...]
+    workers: tuple[WorkerStatus, ...]
+    seconds: float
+
+
+class Event(Message):
+    number: Positive
+    time: float
+    kind: Literal[
+        "joined", "leased", "returned", "uploaded", "merged", "late", "refused", "lost", "expired",
+        "scored", "banned", "finished",
+    ]  # fmt: skip
+    worker: Identifier | None = None
+    block: BlockIndex | None = None
+    detail: Reason = ""
+
+
+class Refusal(Message):
+    """Every error of the protocol: a code for programs, a sentence for people."""
+
+    error: Literal[
+        "malformed", "unauthorized", "forbidden", "not_found", "conflict", "gone", "too_large",
+        "slow_down", "unavailable", "internal",
+    ]  # fmt: skip
+    reason: str

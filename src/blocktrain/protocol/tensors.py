@@ -1,0 +1,211 @@
+"""The safetensors format by hand, because files live in chunks and are read and written in parts.
+
+    8 bytes    length of the header, little endian
+    header     JSON: name -> dtype, shape, data_offsets; padded with spaces to a multiple of 8
+    data       the tensors, end to end
+
+A file of ours is canonical: tensors sorted by name, no metadata. So equal tensors make equal
+bytes, and equal hashes, everywhere. What is read comes from machines nobody trusts: every
+number in a header is checked before anything is allocated for it, and whatever is wrong is a
+`ProtocolError`. Knows numpy; knows nothing of chunks, hashes or what the tensors mean.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from blocktrain.errors import ProtocolError
+
+Array = npt.NDArray[Any]
+Buffer = bytes | bytearray | memoryview
+
+LARGEST_HEADER = 16 * 1024 * 1024
+LONGEST_NAME = 256  # characters
+MOST_DIMENSIONS = 32
+MOST_MARKS = 1 << 18  # commas and brackets of a header: about ten for a tensor
+MOST_ELEMENTS = 2**53
+PIECE_BYTES = 4 * 1024 * 1024
+METADATA = "__metadata__"
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),  # numpy has none: its bits; `decode` widens them to float32
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "BF16"}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of a file, and where in the file it lies: bytes start .. end - 1."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def parse_header(read: Callable[[int, int], bytes], size: int) -> list[TensorSpec]:
+    """The tensors of a file of `size` bytes in the order they lie there; `read(offset, length)`
+    is asked only for what is inside the file."""
+    if size < 8:
+        raise ProtocolError(f"a file of {size} bytes is no safetensors file")
+    length = int.from_bytes(read(0, 8), "little")
+    if length > min(LARGEST_HEADER, size - 8):
+        raise ProtocolError(f"a header of {length} bytes is too long for a file of {size}")
+    entries = _parse_json(read(8, length))
+    start = 8 + length
+    specs = [_spec(name, entry, start) for name, entry in entries.items() if name != METADATA]
+    specs.sort(key=lambda spec: (spec.start, spec.end, spec.name))
+    for spec in specs:
+        if spec.start != start:
+            raise ProtocolError(f"{spec.name!r} does not begin where the tensor before it ends")
+        start = spec.end
+    if start != size:
+        raise ProtocolError(f"the tensors end at byte {start} of a file of {size}")
+    return specs
+
+
+def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """The canonical beginning of a file that holds tensors of these (name, dtype, shape)."""
+    entries: dict[str, Any] = {}
+    start = 0
+    for name, dtype, shape in sorted(tensors):
+        if name in entries:
+            raise ProtocolError(f"two tensors are named {name!r}")
+        _check_name(name)
+        end = start + _byte_count(name, dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def canonical(specs: Iterable[TensorSpec]) -> bytes:
+    """The header that a file of ours with these tensors has."""
+    return header_bytes((spec.name, spec.dtype, spec.shape) for spec in specs)
+
+
+def encode(tensors: Mapping[str, Array]) -> Iterator[bytes]:
+    """A canonical file, piece by piece."""
+    yield header_bytes((name, _dtype_name(name, t), t.shape) for name, t in tensors.items())
+    for _, tensor in sorted(tensors.items()):
+        little = tensor.astype(tensor.dtype.newbyteorder("<"), order="C", copy=False)
+        data = little.reshape(-1).view(np.uint8)
+        for start in range(0, data.size, PIECE_BYTES):
+            yield data[start : start + PIECE_BYTES].tobytes()
+
+
+def decode(data: Buffer) -> dict[str, Array]:
+    """The tensors of a whole file: views of `data`, and writable where it is. BF16 becomes
+    float32."""
+    view = memoryview(data).cast("B")
+    specs = parse_header(lambda start, length: bytes(view[start : start + length]), len(view))
+    return {spec.name: _array(spec, view) for spec in specs}
+
+
+def check_like(found: Iterable[TensorSpec], expected: Iterable[TensorSpec]) -> None:
+    """Refuse a file that does not hold the expected tensors and no others."""
+    by_name = {spec.name: spec for spec in found}
+    wanted = {spec.name: spec for spec in expected}
+    for name in sorted(by_name.keys() | wanted.keys()):
+        if name not in by_name:
+            raise ProtocolError(f"tensor {name!r} is missing")
+        if name not in wanted:
+            raise ProtocolError(f"tensor {name!r} does not belong here")
+        here, there = by_name[name], wanted[name]
+        if (here.dtype, here.shape) != (there.dtype, there.shape):
+            raise ProtocolError(
+                f"tensor {name!r} is {here.dtype}{list(here.shape)},"
+                f" not {there.dtype}{list(there.shape)}"
+            )
+
+
+def _parse_json(text: bytes) -> dict[str, Any]:
+    if not text.startswith(b"{"):
+        raise ProtocolError("a safetensors header begins with {")
+    # A parsed value takes many times the memory of its text: count before parsing.
+    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MOST_MARKS:
+        raise ProtocolError("the header names too many tensors")
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError):
+        raise ProtocolError("the header is not valid JSON") from None
+    metadata = header.get(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ProtocolError("the header's metadata is not a table of strings")
+    return dict(header)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ProtocolError("the header gives a name twice")
+    return entries
+
+
+def _spec(name: str, entry: Any, data_start: int) -> TensorSpec:
+    _check_name(name)
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ProtocolError(f"{name!r} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
+        raise ProtocolError(f"shape and data_offsets of {name!r} are not lists of counts")
+    start, end = offsets
+    if end - start != _byte_count(name, dtype, shape):
+        raise ProtocolError(f"data_offsets of {name!r} do not fit its shape")
+    return TensorSpec(name, dtype, tuple(shape), data_start + start, data_start + end)
+
+
+def _check_name(name: str) -> None:
+    if len(name) > LONGEST_NAME or name == METADATA:
+        raise ProtocolError(f"a tensor may not be named {name[:40]!r}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ProtocolError(f"a tensor's name is no text: {name!r}") from None
+
+
+def _is_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value <= MOST_ELEMENTS for value in values
+    )
+
+
+def _byte_count(name: str, dtype: Any, shape: Iterable[int]) -> int:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ProtocolError(f"tensor {name!r} has a dtype that no file here holds")
+    sizes = list(shape)
+    # Zeros aside, so that a tensor without elements has no side numpy cannot hold.
+    if len(sizes) > MOST_DIMENSIONS or math.prod(size or 1 for size in sizes) > MOST_ELEMENTS:
+        raise ProtocolError(f"tensor {name!r} has an impossible shape")
+    return math.prod(sizes) * DTYPES[dtype].itemsize
+
+
+def _dtype_name(name: str, tensor: Array) -> str:
+    dtype_name = DTYPE_NAMES.get(tensor.dtype.newbyteorder("<"))
+    if dtype_name is None:
+        raise ProtocolError(f"tensor {name!r} has dtype {tensor.dtype}, which no file here holds")
+    return dtype_name
+
+
+def _array(spec: TensorSpec, data: memoryview) -> Array:
+    flat: Array = np.frombuffer(data[spec.start : spec.end], DTYPES[spec.dtype])
+    if spec.dtype == "BF16":
+        flat = (flat.astype(np.uint32) << 16).view(np.float32)
+    if spec.dtype == "BOOL" and (flat.view(np.uint8) > 1).any():
+        raise ProtocolError(f"tensor {spec.name!r} holds truth values that are neither 0 nor 1")
+    return np.require(flat.reshape(spec.shape), requirements="A")

@@ -1,0 +1,70 @@
+"""Bearer tokens, invite secrets and identifiers: what a run hands out to know its own again.
+
+A token says whom it was given to, as what and until when, under an HMAC with the run's secret, so
+that any coordinator of the run can check it without a lookup. Whether its worker was banned since
+is for the caller to know. Keeps nothing, and reads no clock.
+"""
+
+import base64
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from blocktrain.errors import RefusedError
+from blocktrain.protocol import base64url
+
+DOMAIN = b"blocktrain/1/bearer\n"
+SECRET_BYTES = 24
+IDENTIFIER_BYTES = 10
+
+RandomBytes = Callable[[int], bytes]
+
+
+@dataclass(frozen=True)
+class TokenClaims:
+    worker: str
+    role: str
+    expires: int  # seconds since 1970
+
+
+def issue(secret: bytes, worker: str, role: str, now: float, seconds: int) -> str:
+    claims = json.dumps([worker, role, int(now) + seconds], separators=(",", ":")).encode()
+    return f"{base64url.encode(claims)}.{base64url.encode(_mac(secret, claims))}"
+
+
+def check(secret: bytes, token: str, now: float) -> TokenClaims:
+    try:
+        claims, mac = (base64url.decode(part) for part in token.split("."))
+    except ValueError:
+        raise RefusedError("unauthorized", "this is not a token") from None
+    if not hmac.compare_digest(mac, _mac(secret, claims)):
+        raise RefusedError("unauthorized", "this token was not given out by this run")
+    found = TokenClaims(*json.loads(claims))
+    if now >= found.expires:
+        raise RefusedError("unauthorized", "this token has expired; ask for another one")
+    return found
+
+
+def hash_secret(secret: str) -> str:
+    """What the ledger keeps of an invite's secret.
+
+    A plain SHA-256: salt and slow hashing protect words that people choose, and these are at
+    least 128 random bits, which no one finds by trying.
+    """
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def new_secret(random_bytes: RandomBytes = secrets.token_bytes) -> str:
+    return base64url.encode(random_bytes(SECRET_BYTES))
+
+
+def new_identifier(random_bytes: RandomBytes = secrets.token_bytes) -> str:
+    """Sixteen letters and digits: 80 bits, enough never to meet by chance."""
+    return base64.b32encode(random_bytes(IDENTIFIER_BYTES)).decode("ascii").lower()
+
+
+def _mac(secret: bytes, claims: bytes) -> bytes:
+    return hmac.digest(secret, DOMAIN + claims, "sha256")

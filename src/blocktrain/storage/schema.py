@@ -1,0 +1,167 @@
+"""The ledger's tables, for SQLite and PostgreSQL alike. Times are seconds since 1970."""
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+metadata = MetaData()
+
+# One row: a ledger holds one run.
+runs = Table(
+    "runs",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("config", Text, nullable=False),
+    Column("corpus", Text, nullable=False),  # JSON: split -> blob and digest
+    Column("token_secret", LargeBinary, nullable=False),
+    Column("authority_certificate", Text, nullable=False),
+    Column("authority_key", Text, nullable=False),
+    Column("created", Double, nullable=False),
+    Column("finished", Double),
+)
+
+blocks = Table(
+    "blocks",
+    metadata,
+    Column("block", Integer, primary_key=True, autoincrement=False),
+    Column("version", Integer, nullable=False),
+    Column("merged_batches", BigInteger, nullable=False),
+    Column("next_batch", BigInteger, nullable=False),  # the first that was never handed out
+    Column("total_batches", BigInteger, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("leases_given", BigInteger, nullable=False),
+    Column("leases_met", BigInteger, nullable=False),
+    Column("leases_missed", BigInteger, nullable=False),
+    Column("merging_until", Double, nullable=False),  # a coordinator is merging it until then
+)
+
+versions = Table(
+    "versions",
+    metadata,
+    Column("block", Integer, ForeignKey("blocks.block"), primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("weights", String(64), nullable=False),
+    Column("weights_size", BigInteger, nullable=False),
+    Column("velocity", String(64)),
+    Column("velocity_size", BigInteger),
+    Column("merged_batches", BigInteger, nullable=False),
+    Column("created", Double, nullable=False),
+)
+
+workers = Table(
+    "workers",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("public_key", String(128), nullable=False, unique=True),
+    Column("name", String(80), nullable=False),
+    Column("device", String(80), nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("joined", Double, nullable=False),
+    Column("seen", Double, nullable=False),
+    Column("banned", Boolean, nullable=False),
+    Column("batches_merged", BigInteger, nullable=False),
+    Column("updates_merged", BigInteger, nullable=False),
+)
+
+invites = Table(
+    "invites",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("secret_hash", String(64), nullable=False, unique=True),
+    Column("role", String(16), nullable=False),
+    Column("uses_left", Integer, nullable=False),
+    Column("expires", Double, nullable=False),
+    Column("revoked", Boolean, nullable=False),
+)
+
+# open -> sending -> submitted; until then also -> returned | expired
+leases = Table(
+    "leases",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("worker", String(64), ForeignKey("workers.id"), nullable=False),
+    Column("block", Integer, ForeignKey("blocks.block"), nullable=False),
+    Column("base_version", Integer, nullable=False),
+    Column("first_batch", BigInteger, nullable=False),
+    Column("steps", Integer, nullable=False),
+    Column("schedule_start", BigInteger, nullable=False),
+    Column("schedule_stride", Integer, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("deadline", Double, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("created", Double, nullable=False),
+    Index("leases_by_block", "block", "state"),
+    Index("leases_by_worker", "worker", "state"),
+    Index("leases_by_deadline", "state", "deadline"),
+)
+
+# Data ranges that came back: handed out again before anything new.
+gaps = Table(
+    "gaps",
+    metadata,
+    Column("block", Integer, ForeignKey("blocks.block"), primary_key=True),
+    Column("first_batch", BigInteger, primary_key=True),
+    Column("steps", Integer, nullable=False),
+)
+
+# offered -> pending | refused;  pending -> merged
+updates = Table(
+    "updates",
+    metadata,
+    Column("lease", String(64), ForeignKey("leases.id"), primary_key=True),
+    Column("worker", String(64), nullable=False),
+    Column("block", Integer, nullable=False),
+    Column("base_version", Integer, nullable=False),
+    Column("steps", Integer, nullable=False),
+    Column("offer", Text, nullable=False),  # JSON of the signed claim
+    Column("signature", String(128), nullable=False),
+    Column("blob", String(64)),
+    Column("blob_size", BigInteger),
+    Column("state", String(16), nullable=False),
+    Column("reason", String(500), nullable=False),
+    Column("weight", Double, nullable=False),
+    Column("loss", Double),
+    Column("committed", Double),
+    Column("merged_into", Integer),
+    Index("updates_by_block", "block", "state"),
+    Index("updates_by_worker", "worker", "state"),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column(
+        "number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True
+    ),
+    Column("time", Double, nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("worker", String(64)),
+    Column("block", Integer),
+    Column("detail", String(500), nullable=False),
+)
+
+scores = Table(
+    "scores",
+    metadata,
+    Column(
+        "number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True
+    ),
+    Column("block", Integer),  # null: the assembled model
+    Column("versions", String(4000), nullable=False),  # JSON
+    Column("split", String(8), nullable=False),
+    Column("windows", String(64), nullable=False),
+    Column("ce", Double, nullable=False),
+    Column("worker", String(64), nullable=False),
+    Column("time", Double, nullable=False),
+)

@@ -1,0 +1,127 @@
+"""A worker with the evaluate role: scores every block and the assembled model as versions appear.
+
+That is where the cross entropies in a run's status come from: honest ones, on the same windows of
+valid every time. It trains nothing.
+"""
+
+import math
+from collections.abc import Callable
+
+from blocktrain.config import Config, from_toml
+from blocktrain.data.corpus import Bytes
+from blocktrain.data.windows import evaluation_windows
+from blocktrain.errors import ConfigError
+from blocktrain.model.stack import Stack, assemble, new_block
+from blocktrain.protocol import tensors
+from blocktrain.protocol.messages import Score, Status
+from blocktrain.storage.blobs import Blobs
+from blocktrain.storage.chunks import LocalChunks
+from blocktrain.train.assemble import load_block
+from blocktrain.train.device import Compute, resolve
+from blocktrain.train.evaluate import Evaluation, evaluate
+from blocktrain.worker.client import Client
+from blocktrain.worker.corpus_cache import CorpusCache
+from blocktrain.worker.events import Kind, WorkerEvent
+from blocktrain.worker.retry import Patience
+from blocktrain.worker.settings import WorkerSettings
+from blocktrain.worker.throttle import Throttle
+from blocktrain.worker.traffic import Traffic
+from blocktrain.worker.transfer import Transfer
+
+SCORED_WINDOWS = 256
+LOOK_SECONDS = 2.0  # between two looks for new versions
+
+
+class Evaluator:
+    def __init__(
+        self,
+        client: Client,
+        settings: WorkerSettings,
+        on_event: Callable[[WorkerEvent], None],
+        windows: int = SCORED_WINDOWS,
+    ) -> None:
+        self.client, self.settings, self.windows = client, settings, windows
+        self._on_event = on_event
+        self._traffic = Traffic()
+        cache = Blobs(LocalChunks(settings.folder / "chunks", sync=False))
+        throttle = Throttle(settings.max_bandwidth, client.clock)
+        self._transfer = Transfer(client, cache, throttle, self._traffic)
+
+    def run(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Score until the run is over and its last versions are scored. False: stopped before."""
+        patience = Patience(math.inf, lambda: not should_stop())
+        joined = self.client.join(
+            self.settings.name, resolve(self.settings.device, "auto").name, patience
+        )
+        if joined.role != "evaluate":
+            raise ConfigError(
+                f"this invite is for workers that {joined.role}: leave --evaluate out"
+            )
+        config = from_toml(joined.description.config)
+        compute = resolve(self.settings.device, config.train.precision)
+        corpus = CorpusCache(self._transfer).open(joined.description, config.data, patience)
+        window = config.model.window
+        windows = evaluation_windows(corpus.split("valid", window), window, self.windows)
+        scored: tuple[int, ...] = ()
+        while not should_stop():
+            status = self.client.status(patience)
+            versions = tuple(block.version for block in status.blocks)
+            if versions != scored:
+                self._score(config, compute, status, windows, patience)
+                scored = versions
+            elif status.state == "finished":
+                self._tell("finished", "the run is finished and scored")
+                return True
+            else:
+                self.client.clock.sleep(LOOK_SECONDS)
+        self._tell("stopped", "the worker was stopped")
+        return False
+
+    def _score(
+        self,
+        config: Config,
+        compute: Compute,
+        status: Status,
+        windows: Bytes,
+        patience: Patience,
+    ) -> None:
+        stack = self._stack(config, compute, status, patience)
+        evaluation = evaluate(stack, windows, draws=1)
+        versions = tuple(block.version for block in status.blocks)
+        for block, version in enumerate(versions):
+            self._report(block, (version,), evaluation, _block_ce(evaluation, block))
+        self._report(None, versions, evaluation, evaluation.default.ce)
+        named = ", ".join(map(str, versions))
+        self._tell("accepted", f"versions {named}: CE {evaluation.default.ce:.4f}")
+
+    def _stack(self, config: Config, compute: Compute, status: Status, patience: Patience) -> Stack:
+        blocks = []
+        for block in status.blocks:
+            module = new_block(config, block.index)
+            weights = tensors.decode(self._transfer.read(block.weights, patience))
+            load_block(module, weights, f"version {block.version} of block {block.index}")
+            module.compute_dtype = compute.dtype
+            blocks.append(module.to(compute.device))
+        self._transfer.keep_only(block.weights for block in status.blocks)
+        return assemble(config, blocks)
+
+    def _report(
+        self, block: int | None, versions: tuple[int, ...], evaluation: Evaluation, ce: float
+    ) -> None:
+        self.client.score(
+            Score(block=block, versions=versions, split="valid", windows=evaluation.digest, ce=ce)
+        )
+
+    def _tell(self, kind: Kind, text: str) -> None:
+        traffic = self._traffic
+        self._on_event(WorkerEvent(kind, text, bytes_down=traffic.down, bytes_up=traffic.up))
+
+
+def _block_ce(evaluation: Evaluation, block: int) -> float:
+    """The block's own head; a run of one block has no other."""
+    named = {
+        score.readout: score.ce
+        for score in evaluation.scores
+        if score.start != "noise" and score.draws == 1
+    }
+    return named.get(f"block {block}", named["final"])

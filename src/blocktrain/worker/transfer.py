@@ -1,0 +1,318 @@
+"""Blobs to and from the run: chunks side by side, each checked, none moved twice.
+
+What was downloaded lies in a chunk cache on disk (`storage.chunks`), and what is to be uploaded
+is written there first, so that memory holds a few chunks however large a blob is. A transfer that
+was cut goes on where it was: with the chunks that are missing, and inside a chunk with the bytes
+that are missing. Knows nothing of what blobs mean, nor when they are needed.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import httpx
+
+from blocktrain.core import faults
+from blocktrain.errors import (
+    CorruptFileError,
+    ProtocolError,
+    RefusedError,
+    RunError,
+    UnreachableError,
+)
+from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Receipt, Recipe, UpdateOffer
+from blocktrain.storage.blobs import Blobs
+from blocktrain.storage.chunks import name_of
+from blocktrain.worker.client import Client
+from blocktrain.worker.crew import side_by_side
+from blocktrain.worker.exchange import exchange, pieces
+from blocktrain.worker.links import Links
+from blocktrain.worker.retry import PassingError, Patience
+from blocktrain.worker.throttle import Throttle
+from blocktrain.worker.traffic import Traffic
+
+THREADS = 4
+LINK_SECONDS = 15.0  # that a place other than the coordinator may fail to answer
+AVOID_SECONDS = 600.0  # that such a place is left alone then
+MOST_ROUNDS = 8  # of sending what is missing and asking again
+
+Result = TypeVar("Result")
+
+
+class Sink(Protocol):
+    """Where the chunks of one download go."""
+
+    def missing(self, recipe: Recipe) -> list[int]:
+        """Numbers of the chunks that are not there yet."""
+        ...
+
+    def put(self, index: int, data: bytes) -> None: ...
+
+
+class Transfer:
+    def __init__(
+        self,
+        client: Client,
+        cache: Blobs,
+        throttle: Throttle,
+        traffic: Traffic,
+        threads: int = THREADS,
+        link_seconds: float = LINK_SECONDS,
+    ) -> None:
+        self.client, self.cache = client, cache
+        self.throttle, self.traffic = throttle, traffic
+        self._threads, self._link_seconds = threads, link_seconds
+        self._no_links_before = -math.inf
+
+    def fetch(self, blob: Blob, patience: Patience) -> None:
+        """Have a blob in the chunk cache."""
+        if not self.has(blob):
+            self._download(blob, _IntoCache(self.cache), patience)
+
+    def has(self, blob: Blob) -> bool:
+        """Whether all of a blob is in the chunk cache."""
+        chunks = self.cache.chunks
+        if not chunks.has([blob.name]):
+            return False
+        try:
+            needed = self.cache.chunks_of(blob.name)
+        except (CorruptFileError, ProtocolError):
+            chunks.delete(blob.name)
+            return False
+        return chunks.has(needed) == needed
+
+    def read(self, blob: Blob, patience: Patience) -> bytearray:
+        """All of a blob, through the chunk cache; a chunk that went bad there is fetched again."""
+        self.fetch(blob, patience)
+        try:
+            return self._assembled(blob)
+        except CorruptFileError:
+            for name in self.cache.chunks_of(blob.name):
+                self.cache.chunks.delete(name)
+            self.fetch(blob, patience)
+            return self._assembled(blob)
+
+    def fetch_file(self, blob: Blob, path: Path, patience: Patience) -> None:
+        """Have a blob as a file of its own, which appears when it is complete."""
+        partial = path.with_name(path.name + ".partial")
+        try:
+            with _IntoFile(partial) as sink:
+                self._download(blob, sink, patience)
+            partial.replace(path)
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error.strerror}") from None
+
+    def send(
+        self, offer: UpdateOffer, patience: Patience, on_offered: Callable[[], None] = lambda: None
+    ) -> Receipt:
+        """Upload an update whose chunks are in the cache; what the coordinator says to it.
+        `on_offered`: called once the coordinator knows of it."""
+        recipe = offer.claim.recipe
+        for _ in range(MOST_ROUNDS):
+            state = self.client.offer(offer, patience)
+            on_offered()
+            missing = list(dict.fromkeys(state.missing))
+            if not missing:
+                try:
+                    return self.client.commit(offer.claim.lease, patience)
+                except RefusedError as refused:
+                    if refused.code != "conflict":
+                        raise
+                    continue  # chunks went missing after all
+            if not set(missing) <= set(recipe.chunks):
+                raise ProtocolError("the coordinator asks for chunks that the update does not have")
+            links = Links(
+                state.urls, lambda: self.client.offer(offer, patience).urls, self.client.clock
+            )
+
+            self._put_chunks(missing, offer.claim.lease, links, patience)
+        raise ProtocolError(f"the coordinator still misses chunks after {MOST_ROUNDS} uploads")
+
+    def keep_only(self, blobs: Iterable[Blob]) -> None:
+        """Drop every other blob from the chunk cache."""
+        chunks = self.cache.chunks
+        needed: set[str] = set()
+        for blob in blobs:
+            if self.has(blob):
+                needed |= self.cache.chunks_of(blob.name)
+        for name in [name for name, _ in chunks.stored() if name not in needed]:
+            chunks.delete(name)
+
+    def _assembled(self, blob: Blob) -> bytearray:
+        data, offset = bytearray(blob.size), 0
+        for part in self.cache.reader(blob).stream():
+            data[offset : offset + len(part)] = part
+            offset += len(part)
+        return data
+
+    def _download(self, blob: Blob, sink: Sink, patience: Patience) -> None:
+        answer = self.client.blob(blob.name, patience)
+        recipe = answer.recipe
+        if self.cache.add_recipe(recipe) != blob:
+            raise ProtocolError(f"the coordinator sent another blob than {blob.name}")
+        links = Links(
+            answer.urls, lambda: self.client.blob(blob.name, patience).urls, self.client.clock
+        )
+
+        def get(index: int, still_wanted: Callable[[], bool]) -> None:
+            size = min(CHUNK_BYTES, recipe.size - index * CHUNK_BYTES)
+            both = patience.also(still_wanted)
+            sink.put(index, self._get_chunk(recipe.chunks[index], size, links, both))
+
+        side_by_side(get, sink.missing(recipe), self._threads)
+
+    def _get_chunk(self, name: str, size: int, links: Links, patience: Patience) -> bytes:
+        held = bytearray()
+
+        def attempt(http: httpx.Client, url: str, headers: dict[str, str]) -> bytes:
+            self._receive(http, url, headers, held, size, patience)
+            if name_of(held) != name:
+                held.clear()
+                raise PassingError(f"chunk {name} arrived damaged")
+            return bytes(held)
+
+        return self._by_link_or_coordinator(name, "", links, patience, attempt)
+
+    def _put_chunks(self, names: list[str], lease: str, links: Links, patience: Patience) -> None:
+        def put(name: str, still_wanted: Callable[[], bool]) -> None:
+            data = self.cache.chunks.get(name)
+            both = patience.also(still_wanted)
+
+            def attempt(http: httpx.Client, url: str, headers: dict[str, str]) -> None:
+                self._transmit(http, url, headers, data, both)
+
+            self._by_link_or_coordinator(name, f"?lease={lease}", links, both, attempt)
+            faults.reached("chunk-sent")
+
+        side_by_side(put, names, self._threads)
+
+    def _by_link_or_coordinator(
+        self,
+        name: str,
+        query: str,
+        links: Links,
+        patience: Patience,
+        attempt: Callable[[httpx.Client, str, dict[str, str]], Result],
+    ) -> Result:
+        link = links[name]
+        while link and self.client.clock.monotonic() >= self._no_links_before:
+            try:
+                return self._by_link(link, patience, attempt)
+            except UnreachableError:
+                if not patience.wanted():
+                    raise
+                self._no_links_before = self.client.clock.monotonic() + AVOID_SECONDS
+            except (RefusedError, ProtocolError):
+                link = links.renewed(name, link)
+        path = f"/v1/chunks/{name}{query}"
+        return self.client.authorized(
+            lambda http, address, headers: attempt(http, address + path, headers), patience
+        )
+
+    def _by_link(
+        self,
+        link: str,
+        patience: Patience,
+        attempt: Callable[[httpx.Client, str, dict[str, str]], Result],
+    ) -> Result:
+        soon = min(patience.until, self.client.clock.monotonic() + self._link_seconds)
+        connection = self.client.connection
+        return connection.retry(
+            lambda: attempt(connection.public_http(), link, {}), Patience(soon, patience.wanted)
+        )
+
+    def _receive(
+        self,
+        http: httpx.Client,
+        url: str,
+        headers: dict[str, str],
+        held: bytearray,
+        size: int,
+        patience: Patience,
+    ) -> None:
+        """Go on with a chunk of which `held` is there already."""
+        if held:
+            headers = {**headers, "Range": f"bytes={len(held)}-"}
+        clock = self.client.clock
+        with exchange(http, clock, "GET", url, headers=headers) as response:
+            resumed = response.headers.get("Content-Range", "").startswith(f"bytes {len(held)}-")
+            if response.status_code != httpx.codes.PARTIAL_CONTENT or not resumed:
+                held.clear()
+            for piece in pieces(response, size - len(held), clock):
+                held += piece
+                self.traffic.count(down=len(piece))
+                self.throttle.take(len(piece))
+                _refuse_unwanted(patience)
+        if len(held) < size:
+            raise PassingError(f"chunk ended after {len(held)} of {size} bytes")
+
+    def _transmit(
+        self,
+        http: httpx.Client,
+        url: str,
+        headers: dict[str, str],
+        data: bytes,
+        patience: Patience,
+    ) -> None:
+        def flow() -> Iterator[bytes]:
+            for start in range(0, len(data), self.throttle.piece):
+                _refuse_unwanted(patience)
+                piece = data[start : start + self.throttle.piece]
+                self.throttle.take(len(piece))
+                self.traffic.count(up=len(piece))
+                yield piece
+
+        headers = {**headers, "Content-Length": str(len(data))}
+        with exchange(http, self.client.clock, "PUT", url, headers=headers, content=flow()):
+            return
+
+
+def _refuse_unwanted(patience: Patience) -> None:
+    """In the middle of a chunk, which may take long."""
+    if not patience.wanted():
+        raise PassingError("the transfer is no longer wanted")
+
+
+class _IntoCache:
+    def __init__(self, cache: Blobs) -> None:
+        self._chunks = cache.chunks
+
+    def missing(self, recipe: Recipe) -> list[int]:
+        there = self._chunks.has(recipe.chunks)
+        first = {name: index for index, name in reversed(list(enumerate(recipe.chunks)))}
+        return sorted(index for name, index in first.items() if name not in there)
+
+    def put(self, index: int, data: bytes) -> None:
+        self._chunks.put(data)
+
+
+class _IntoFile:
+    """A file that fills up in any order; what it holds is known by looking at it."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        self._file = path.open("r+b")
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "_IntoFile":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._file.close()
+
+    def missing(self, recipe: Recipe) -> list[int]:
+        self._file.truncate(recipe.size)
+        self._file.seek(0)
+        return [
+            index
+            for index, name in enumerate(recipe.chunks)
+            if name_of(self._file.read(CHUNK_BYTES)) != name
+        ]
+
+    def put(self, index: int, data: bytes) -> None:
+        with self._lock:
+            self._file.seek(index * CHUNK_BYTES)
+            self._file.write(data)

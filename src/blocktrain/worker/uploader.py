@@ -1,0 +1,81 @@
+"""Sends updates while the next lease is trained: one at a time, in a thread of its own."""
+
+import threading
+from collections.abc import Callable
+
+from blocktrain.core import faults
+from blocktrain.errors import BlocktrainError
+from blocktrain.protocol.messages import Blob, Lease, Receipt, UpdateOffer
+from blocktrain.worker.keeper import Keeper
+from blocktrain.worker.transfer import Transfer
+
+POLL_SECONDS = 0.2
+
+OnReceipt = Callable[[Lease, Receipt], None]
+OnFailure = Callable[[Lease, BlocktrainError], None]
+
+
+class Uploader:
+    def __init__(
+        self, transfer: Transfer, seconds: float, on_receipt: OnReceipt, on_failure: OnFailure
+    ) -> None:
+        """`seconds`: for how long an update is worth trying to send."""
+        self._transfer, self._seconds = transfer, seconds
+        self._on_receipt, self._on_failure = on_receipt, on_failure
+        self._thread: threading.Thread | None = None
+        self._sending: tuple[Blob, Keeper] | None = None
+        self._abandoned = False
+        self._offered = threading.Event()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def blob(self) -> Blob | None:
+        """What is being sent."""
+        sending = self._sending
+        return sending[0] if self.busy and sending else None
+
+    def start(self, blob: Blob, offer: UpdateOffer, keeper: Keeper) -> None:
+        """Begin to send; the keeper's lease is kept until the update is committed."""
+        assert not self.busy, "one update at a time"
+        self._sending = (blob, keeper)
+        self._offered.clear()
+        self._thread = threading.Thread(target=self._send, args=(offer, keeper), daemon=True)
+        self._thread.start()
+
+    def offered(self, wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Wait until the coordinator knows of the update; before that it would hand out the same
+        lease again. False: it was no longer wanted."""
+        while self.busy and not self._offered.wait(POLL_SECONDS):
+            if not wanted():
+                return False
+        return True
+
+    def finish(self, wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Wait until all is sent; False: it was no longer wanted before that."""
+        while self._thread and self._thread.is_alive():
+            if not wanted():
+                return False
+            self._thread.join(POLL_SECONDS)
+        return True
+
+    def abandon(self, reason: str) -> None:
+        """Give up what is still being sent, and its lease with it."""
+        self._abandoned = True
+        if self.busy and self._sending:
+            self._sending[1].give_back(reason)
+
+    def _send(self, offer: UpdateOffer, keeper: Keeper) -> None:
+        patience = self._transfer.client.patience(self._seconds, lambda: not self._abandoned)
+        try:
+            receipt = self._transfer.send(offer, patience, self._offered.set)
+        except BlocktrainError as error:
+            if not self._abandoned:
+                self._on_failure(keeper.lease, error)
+        else:
+            faults.reached("sent")
+            self._on_receipt(keeper.lease, receipt)
+        finally:
+            keeper.release()

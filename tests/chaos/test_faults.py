@@ -1,0 +1,197 @@
+"""Processes die at the worst moments and come back; the run ends as if nothing had happened:
+every batch of every block is merged exactly once, and the model has learned."""
+
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.conftest import ROOT
+from tests.support.processes import Processes, Running, free_port
+
+from blocktrain.config import Config, load_config
+from blocktrain.coordinator.home import Home
+from blocktrain.coordinator.members import Members
+from blocktrain.data.corpus import load_corpus
+from blocktrain.data.windows import evaluation_windows
+from blocktrain.protocol.identity import WorkerKey
+from blocktrain.protocol.invite import Invite
+from blocktrain.protocol.messages import Blob, Status
+from blocktrain.storage.blobs import Blobs
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.storage.schema import leases, updates
+from blocktrain.train.assemble import load_stack
+from blocktrain.train.device import resolve
+from blocktrain.train.evaluate import evaluate
+from blocktrain.worker.client import Client
+from blocktrain.worker.model_fetch import fetch_model
+
+STEPS = 30
+LEARNED = 4.0  # nats per byte; knowing nothing is ln 256 = 5.5
+RUN_SECONDS = 45.0
+INVITE_SECONDS = 1e6
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run nobody has worked for yet; every test gets a copy."""
+    folder = tmp_path_factory.mktemp("founded")
+    text = folder / "text.txt"
+    text.write_text("the cat sat on the mat; a dog lay in the sun and slept. " * 400)
+    run = Home(folder / "run").open_or_found(_config(text))
+    run.ledger.close()
+    return folder / "run"
+
+
+def _config(text: Path) -> Config:
+    return load_config(
+        ROOT / "configs" / "tiny.toml",
+        ["model.layers=2", "model.blocks=2", "model.width=32", "model.window=32",
+         f"train.steps={STEPS}", "train.batch=4", "train.warmup=2", "train.lr=1e-2",
+         "train.precision=fp32", "train.device=cpu", f"data.source=text:{text.as_posix()}",
+         "swarm.first_steps=5", "swarm.most_steps=10", "swarm.quorum=1",
+         "swarm.grace_seconds=0", "swarm.shortest_deadline=3", "swarm.deadline_factor=1",
+         "swarm.lease_seconds=3", ],
+    )  # fmt: skip
+
+
+class Swarm:
+    """A run's folder, its processes, and what must be true of it in the end."""
+
+    def __init__(self, folder: Path, processes: Processes, ports: tuple[int, ...]) -> None:
+        self.folder, self.processes, self.ports = folder, processes, ports
+        self.run = Home(folder).open()
+        secret = Members(self.run).invite("train", 100, INVITE_SECONDS)
+        addresses = tuple(f"https://127.0.0.1:{port}" for port in ports)
+        self.invite = Invite(addresses, secret, self.run.authority.fingerprint, self.run.id)
+
+    def coordinator(self, faults: str = "", number: int = 0) -> Running:
+        return self.processes.coordinator(self.folder, self.ports[number], faults)
+
+    def worker(self, name: str, faults: str = "") -> Running:
+        return self.processes.worker(self.invite.encode(), name, faults)
+
+    def status(self) -> Status:
+        with closing(self._client()) as client:
+            return client.status()
+
+    def finishes(self, out: Path) -> None:
+        """The run ends, nothing is lost or counted twice, and the model is there and good."""
+        self.processes.wait_for("the end of the run", self._finished, RUN_SECONDS)
+        status = self.status()
+        assert [block.progress for block in status.blocks] == [1.0, 1.0]
+        with closing(self._client()) as client:
+            fetched = fetch_model(client, out)
+        assert fetched.versions == [block.version for block in status.blocks]
+        self._check_ledger()
+        assert _ce(fetched.run) < LEARNED
+
+    def _finished(self) -> bool:
+        with self.run.ledger.read() as tx:
+            row = tx.run()
+        return row is not None and row.finished is not None
+
+    def _client(self) -> Client:
+        return Client(self.invite, WorkerKey.create())
+
+    def _check_ledger(self) -> None:
+        with self.run.ledger.read() as tx:
+            states, versions = tx.block_states(), tx.versions()
+            given = tx._run(leases.select()).all()
+            sent = {row.lease: row for row in tx._run(updates.select())}
+        counted: Counter[tuple[int, int]] = Counter()
+        for lease in given:
+            if lease.id in sent and sent[lease.id].state == "merged":
+                batches = range(lease.first_batch, lease.first_batch + lease.steps)
+                counted.update((lease.block, batch) for batch in batches)
+        everything = {(state.index, batch) for state in states for batch in range(STEPS)}
+        assert set(counted) == everything
+        assert set(counted.values()) == {1}
+        assert all(state.finished and state.merged_batches == STEPS for state in states)
+        assert not [row.state for row in sent.values() if row.state == "pending"]
+        for version in versions:
+            _read_whole(self.run.blobs, version.weights)
+
+
+def _read_whole(blobs: Blobs, blob: Blob) -> None:
+    assert sum(len(piece) for piece in blobs.reader(blob).stream()) == blob.size
+
+
+def _ce(run: RunDir) -> float:
+    config = run.config
+    corpus = load_corpus(config.data)
+    windows = evaluation_windows(corpus.split("valid", config.model.window), config.model.window, 8)
+    ce = evaluate(load_stack(run, resolve("cpu", "fp32")), windows, draws=1).default.ce
+    assert math.isfinite(ce)
+    return ce
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    with Processes(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def swarm(founded: Path, tmp_path: Path, processes: Processes) -> Iterator[Swarm]:
+    folder = tmp_path / "run"
+    shutil.copytree(founded, folder)
+    swarm = Swarm(folder, processes, (free_port(), free_port()))
+    with closing(swarm.run.ledger):
+        yield swarm
+
+
+@pytest.mark.parametrize(
+    "fault", ["claimed@3", "chunk-stored@2", "settled@2", "merge-written@2", "published@2"]
+)
+def test_a_coordinator_is_killed_and_comes_back(swarm: Swarm, tmp_path: Path, fault: str):
+    coordinator = swarm.coordinator(f"{fault}=kill")
+    workers = [swarm.worker("a"), swarm.worker("b")]
+    swarm.processes.wait_for_kill(coordinator)
+    swarm.coordinator()
+    swarm.finishes(tmp_path / "model")
+    assert all(worker.code in (None, 0) for worker in workers)
+
+
+@pytest.mark.parametrize("fault", ["downloaded@1", "step@8", "chunk-sent@1", "sent@2"])
+def test_a_worker_is_killed_and_another_finishes(swarm: Swarm, tmp_path: Path, fault: str):
+    swarm.coordinator()
+    unlucky = swarm.worker("a", f"{fault}=kill")
+    swarm.processes.wait_for_kill(unlucky)
+    swarm.worker("b")
+    swarm.finishes(tmp_path / "model")
+
+
+def test_a_killed_worker_comes_back(swarm: Swarm, tmp_path: Path):
+    swarm.coordinator()
+    swarm.processes.wait_for_kill(swarm.worker("a", "step@8=kill"))
+    swarm.processes.wait_for_end(swarm.worker("a"))
+    swarm.finishes(tmp_path / "model")
+    assert len(swarm.status().workers) == 1
+
+
+def test_everybody_is_gone_for_a_while(swarm: Swarm, tmp_path: Path):
+    coordinator = swarm.coordinator()
+    workers = [swarm.worker("a", "step@12=kill"), swarm.worker("b", "step@12=kill")]
+    for worker in workers:
+        swarm.processes.wait_for_kill(worker)
+    coordinator.kill()
+    swarm.coordinator()
+    for worker in [swarm.worker("a"), swarm.worker("b")]:
+        swarm.processes.wait_for_end(worker)
+    swarm.finishes(tmp_path / "model")
+
+
+def test_two_coordinators_share_a_run(swarm: Swarm, tmp_path: Path):
+    """Both hand out and merge; one dies while it merges, and the other goes on."""
+    first = swarm.coordinator("merge-written@2=kill", number=0)
+    assert swarm.status().state == "running"  # it has written its certificate
+    swarm.coordinator(number=1)
+    workers = [swarm.worker("a"), swarm.worker("b")]
+    swarm.processes.wait_for_kill(first)
+    for worker in workers:
+        swarm.processes.wait_for_end(worker)
+    swarm.finishes(tmp_path / "model")

@@ -1,0 +1,163 @@
+"""A run across processes, as users start it: coordinator, workers, status, fetch."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKTRAIN = [sys.executable, "-m", "blocktrain.cli.main"]
+SMALL = ["model.layers=2", "model.blocks=2", "model.width=32", "model.window=32", "train.batch=4",
+         "train.warmup=2", "train.precision=fp32", "train.device=cpu", "train.steps=24",
+         "train.save_every=1000", "swarm.first_steps=5", "swarm.most_steps=7",
+         "objective.tail=1"]  # fmt: skip
+SECONDS = 90
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    words = (ROOT / "src/blocktrain/core/noise.py").read_bytes()
+    (tmp_path / "corpus.txt").write_bytes(words * 8)
+    return tmp_path
+
+
+def settings(home: Path, *extra: str) -> list[str]:
+    values = [*SMALL, f"data.source=text:{home}/corpus.txt", *extra]
+    return ["--config", "tiny", *(part for value in values for part in ("--set", value))]
+
+
+def environment(home: Path) -> dict[str, str]:
+    return {**os.environ, "BLOCKTRAIN_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"}
+
+
+def call(home: Path, *arguments: object) -> str:
+    done = subprocess.run(
+        [*BLOCKTRAIN, *map(str, arguments)],
+        capture_output=True, text=True, timeout=SECONDS, cwd=home, env=environment(home),
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextmanager
+def coordinator(home: Path, *options: str) -> Iterator[dict]:
+    process = subprocess.Popen(
+        [*BLOCKTRAIN, "coordinator", "--listen", "127.0.0.1:0", "--data-dir", "coordinator",
+         "--json", *options],
+        stdout=subprocess.PIPE, text=True, cwd=home, env=environment(home),
+    )  # fmt: skip
+    try:
+        yield json.loads(process.stdout.readline())
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def start_worker(home: Path, invite: str, *options: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*BLOCKTRAIN, "worker", invite, *options],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=home,
+        env=environment(home),
+    )  # fmt: skip
+
+
+def finish(*workers: subprocess.Popen) -> None:
+    for worker in workers:
+        told, _ = worker.communicate(timeout=SECONDS)
+        assert worker.returncode == 0, told
+
+
+@pytest.mark.parametrize("options", [[], ["--plain-http"]])
+def test_one_worker_per_block_gives_the_local_run_s_weights(home: Path, options: list[str]):
+    with coordinator(home, *settings(home), *options) as told:
+        scheme = "http://" if options else "https://"
+        assert all(address.startswith(scheme) for address in told["addresses"])
+        finish(*(start_worker(home, told["invite"], "--blocks", str(b)) for b in range(2)))
+        status = json.loads(call(home, "status", told["invite"], "--json"))
+        assert status["state"] == "finished"
+        assert [block["progress"] for block in status["blocks"]] == [1.0, 1.0]
+        assert all(block["ce"] is None and block["ce_note"] for block in status["blocks"])
+        call(home, "fetch", told["invite"], "--out", "fetched")
+    call(home, "train", *settings(home), "--out", "local")
+    fetched = load_file(home / "fetched" / "model.safetensors")
+    for block in range(2):
+        for name, tensor in load_file(next(home.glob(f"local/block-{block}/v*"))).items():
+            assert np.array_equal(fetched[f"block.{block}.{name}"], tensor), name
+    scored = json.loads(call(home, "eval", "fetched", "--windows", "8", "--json"))
+    assert scored["ce"] < 5.0
+
+
+def test_a_cascade_is_trained_scored_and_looked_at(home: Path):
+    with coordinator(home, *settings(home, "objective.kind=cascade")) as told:
+        address = told["addresses"][0]
+        judging = call(
+            home, "invite", "new", "--evaluate", "--data-dir", "coordinator",
+            "--address", address, "--uses", "1",
+        ).strip()  # fmt: skip
+        judge = start_worker(home, judging, "--evaluate", "--name", "judge")
+        finish(*(start_worker(home, told["invite"]) for _ in range(2)), judge)
+        status = json.loads(call(home, "status", told["invite"], "--json"))
+        assert status["ce"] < 5.0
+        assert all(block["ce"] < 5.5 for block in status["blocks"])
+        assert {worker["role"] for worker in status["workers"]} == {"train", "evaluate"}
+        assert sum(w["bytes_trained"] for w in status["workers"]) == 2 * 24 * 4 * 32
+        shown = call(home, "status", told["invite"])
+        assert "judge" in shown and "finished" in shown
+        listed = json.loads(call(home, "invite", "list", "--data-dir", "coordinator", "--json"))
+        assert sorted(invite["role"] for invite in listed) == ["evaluate", "train"]
+
+
+def test_a_coordinator_goes_on_where_it_stopped_and_a_banned_worker_stays_out(home: Path):
+    with coordinator(home, *settings(home, "train.steps=400")) as told:
+        worker = start_worker(home, told["invite"], "--name", "first")
+        wait_for(lambda: status_of(home, told)["blocks"][0]["version"] > 0)
+    with coordinator(home) as again:
+        assert again["run"] == told["run"]
+        known = status_of(home, again)["workers"][0]
+        assert known["name"] == "first"
+        worker.terminate()
+        worker.communicate(timeout=60)
+        call(home, "ban", known["worker"], "--data-dir", "coordinator")
+        folder = next((home / "cache" / "workers").glob("*/0"))
+        refused = start_worker(home, again["invite"], "--folder", str(folder))
+        said, _ = refused.communicate(timeout=60)
+        assert refused.returncode == 8
+        assert "banned" in said
+        assert call(home, "backup", "--data-dir", "coordinator", "--out", "saved.tar")
+    call(home, "restore", "saved.tar", "--data-dir", "restored")
+
+
+def status_of(home: Path, told: dict) -> dict:
+    return json.loads(call(home, "status", told["invite"], "--json"))
+
+
+def wait_for(met, seconds: float = 60.0) -> None:
+    ends = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < ends, "it did not come about in time"
+        time.sleep(0.5)
+
+
+def test_errors_are_one_line(home: Path):
+    done = subprocess.run(
+        [*BLOCKTRAIN, "worker", "bt1_nonsense"],
+        capture_output=True, text=True, timeout=60, cwd=home, env=environment(home), check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "mistyped" in done.stderr
+    assert "Traceback" not in done.stderr
+    nothing = subprocess.run(
+        [*BLOCKTRAIN, "coordinator", "--data-dir", "nowhere"],
+        capture_output=True, text=True, timeout=60, cwd=home, env=environment(home), check=False,
+    )  # fmt: skip
+    assert nothing.returncode == 2
+    assert "holds no run" in nothing.stderr

@@ -1,0 +1,280 @@
+"""A real run in a folder, workers that take part in it, and a real server in front of it.
+
+Nothing is trained: a "trained" block is its base plus a number, so that what a merge must give is
+known beforehand.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import uvicorn
+
+from blocktrain.config import Config, from_dict
+from blocktrain.coordinator.api import create_app
+from blocktrain.coordinator.members import Caller
+from blocktrain.coordinator.run import Run, found_run, open_run
+from blocktrain.coordinator.server import bound_socket
+from blocktrain.coordinator.service import Service
+from blocktrain.data.corpus import Corpus
+from blocktrain.protocol.identity import WorkerKey
+from blocktrain.protocol.messages import (
+    CHUNK_BYTES,
+    PROTOCOL,
+    Blob,
+    Join,
+    Joined,
+    Lease,
+    LeaseAnswer,
+    LeaseRequest,
+    Receipt,
+    Recipe,
+    Role,
+    UpdateClaim,
+    UpdateOffer,
+)
+from blocktrain.protocol.tensors import decode, encode
+from blocktrain.storage.chunks import ChunkStore, LocalChunks, name_of
+from blocktrain.storage.ledger import Ledger
+
+Weights = dict[str, npt.NDArray[np.float32]]
+
+INVITE_SECONDS = 1e6
+READY_SECONDS = 10.0
+
+
+@dataclass
+class SetClock:
+    """A clock that stands still until it is moved. It starts now, because files have real ages;
+    at a whole second, so that sums are exact."""
+
+    now: float = field(default_factory=lambda: float(int(time.time())))
+
+    def __call__(self) -> float:
+        return self.now
+
+    def forward(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def swarm_config(**settings: Any) -> Config:
+    """Two blocks of 40 batches of 2 x 8 bytes; a worker whose speed is unknown gets 10 steps."""
+    base = from_dict(
+        {
+            "model": {"layers": 2, "blocks": 2, "width": 8, "heads": 2, "window": 8},
+            "train": {"steps": 40, "batch": 2},
+            "swarm": {"quorum": 1, "grace_seconds": 0.0},
+        }
+    )
+    return base.with_settings(**settings)
+
+
+def first_weights(block: int) -> Weights:
+    draws = np.random.default_rng(block)
+    shapes: dict[str, tuple[int, ...]] = {"head.bias": (3,), "body.weight": (4, 5), "scale": ()}
+    return {name: draws.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def make_corpus() -> Corpus:
+    data = np.arange(4000, dtype=np.uint16).astype(np.uint8)
+    splits = {"train": data[:3000], "valid": data[3000:3600], "test": data[3600:]}
+    return Corpus("made", splits, {split: f"digest of {split}" for split in splits})
+
+
+def make_run(
+    folder: Path,
+    config: Config | None = None,
+    *,
+    url: str | None = None,
+    clock: SetClock | None = None,
+    weights: Sequence[Weights] | None = None,
+) -> Run:
+    """Found a run whose blocks are a few small tensors, and open it."""
+    config, clock = config or swarm_config(), clock or SetClock()
+    weights = weights or [first_weights(block) for block in range(config.units)]
+    files = []
+    for block, tensors in enumerate(weights):
+        files.append(folder / f"block-{block}.safetensors")
+        with files[-1].open("wb") as file:
+            file.writelines(encode(tensors))
+    ledger, chunks = open_stores(folder, url)
+    found_run(config, make_corpus(), files, ledger, chunks, clock())
+    return open_run(ledger, chunks, clock)
+
+
+@contextmanager
+def running(
+    folder: Path,
+    clock: SetClock,
+    *,
+    url: str | None = None,
+    weights: Sequence[Weights] | None = None,
+    **settings: Any,
+) -> Iterator[Service]:
+    """A coordinator of a new run; its rounds are made by hand. Settings as section__key."""
+    run = make_run(folder, swarm_config(**settings), url=url, clock=clock, weights=weights)
+    try:
+        yield Service(run)
+    finally:
+        run.ledger.close()
+
+
+def open_stores(folder: Path, url: str | None = None) -> tuple[Ledger, ChunkStore]:
+    ledger = Ledger(url or f"sqlite:///{folder / 'ledger.db'}")
+    return ledger, LocalChunks(folder / "chunks", sync=False)
+
+
+def tensors_of(run: Run, blob: Blob) -> Weights:
+    return decode(b"".join(run.blobs.reader(blob).stream()))
+
+
+def weights_now(run: Run, block: int) -> Weights:
+    with run.ledger.read() as tx:
+        blob = tx.version(block).weights
+    return tensors_of(run, blob)
+
+
+def moved(weights: Weights, by: float) -> Weights:
+    """What "training" makes of weights."""
+    return {name: np.asarray(tensor + np.float32(by)) for name, tensor in weights.items()}
+
+
+@dataclass(frozen=True)
+class Made:
+    """An update before it is sent: its signed offer, and its chunks by name."""
+
+    offer: UpdateOffer
+    chunks: dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Signer:
+    """What a worker needs to make updates: who it is, where, and its key."""
+
+    run: str
+    worker: str
+    key: WorkerKey
+
+    def update(self, lease: Lease, weights: Weights, /, **changes: Any) -> Made:
+        """A valid update for a lease; `changes` replace fields of its claim before it is signed."""
+        return self.update_of_bytes(lease, b"".join(encode(weights)), **changes)
+
+    def update_of_bytes(self, lease: Lease, data: bytes, /, **changes: Any) -> Made:
+        parts = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+        names = [name_of(part) for part in parts]
+        claim: dict[str, Any] = {
+            "run": self.run,
+            "worker": self.worker,
+            "lease": lease.lease,
+            "fence": lease.fence,
+            "block": lease.block,
+            "base_version": lease.base_version,
+            "codec": "none",
+            "recipe": Recipe(size=len(data), chunks=tuple(names)),
+            "loss": 1.5,
+        }
+        signed = UpdateClaim(**{**claim, **changes})
+        offer = UpdateOffer(claim=signed, signature=self.key.sign_update(signed))
+        return Made(offer, dict(zip(names, parts, strict=True)))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker that calls the coordinator's parts directly."""
+
+    service: Service
+    signer: Signer
+    joined: Joined
+
+    @property
+    def id(self) -> str:
+        return self.joined.worker
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(self.joined.worker, self.joined.role)
+
+    def ask(self, **request: Any) -> LeaseAnswer:
+        return self.service.leases.claim(self.caller, LeaseRequest(**request))
+
+    def lease(self, **request: Any) -> Lease:
+        answer = self.ask(**request).answer
+        assert isinstance(answer, Lease), answer
+        return answer
+
+    def trained(self, lease: Lease, by: float = 1.0) -> Weights:
+        return moved(tensors_of(self.service.run, lease.base), by)
+
+    def make(self, lease: Lease, /, by: float = 1.0, **changes: Any) -> Made:
+        return self.signer.update(lease, self.trained(lease, by), **changes)
+
+    def send(self, made: Made) -> Receipt:
+        """Offer, send what is missing, commit."""
+        lease = made.offer.claim.lease
+        for name in self.service.updates.offer(self.caller, made.offer).missing:
+            self.service.updates.put_chunk(self.caller, lease, name, made.chunks[name])
+        return self.service.updates.commit(self.caller, lease)
+
+    def work(self, by: float = 1.0, **request: Any) -> Lease:
+        """A lease from the asking to the receipt."""
+        lease = self.lease(**request)
+        receipt = self.send(self.make(lease, by))
+        assert receipt.state == "pending", receipt
+        return lease
+
+
+def join_message(run: str, secret: str, key: WorkerKey, name: str = "tester") -> Join:
+    return Join(
+        invite=secret,
+        public_key=key.public,
+        name=name,
+        device="cpu",
+        protocols=(PROTOCOL,),
+        signature=key.sign_join(run, secret),
+    )
+
+
+def join(service: Service, role: Role = "train", name: str = "tester") -> Member:
+    key = WorkerKey.create()
+    secret = service.members.invite(role, 1, INVITE_SECONDS)
+    joined = service.members.join(join_message(service.run.id, secret, key, name))
+    return Member(service, Signer(service.run.id, joined.worker, key), joined)
+
+
+@contextmanager
+def served(service: Service, tls: tuple[Path, Path] | None = None) -> Iterator[str]:
+    """The routes behind a real port of this machine; the address. The rounds are not started:
+    a test makes them when it wants one."""
+    listener = bound_socket("127.0.0.1", 0)
+    config = uvicorn.Config(
+        create_app(service),
+        log_level="error",
+        access_log=False,
+        ssl_certfile=str(tls[0]) if tls else None,
+        ssl_keyfile=str(tls[1]) if tls else None,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=30,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        _wait_until_ready(server)
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def _wait_until_ready(server: uvicorn.Server) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while not server.started:
+        assert time.monotonic() < deadline, "the server does not start"
+        time.sleep(0.005)

@@ -1,0 +1,108 @@
+"""Coordinators and workers as real processes, each with a log, that may be killed and started
+again; a coordinator keeps its address. All end with the test."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from blocktrain.core.faults import VARIABLE
+
+COMMAND = (sys.executable, "-m", "blocktrain.cli.main")
+KILLED = (-9, 137)
+POLL_SECONDS = 0.05
+LOG_TAIL = 3000  # characters shown of each log when a test gives up
+
+
+@dataclass(frozen=True)
+class Running:
+    name: str
+    log: Path
+    process: "subprocess.Popen[bytes]"
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Processes:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._started: list[Running] = []
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for running in self._started:
+            if running.code is None:
+                running.kill()
+
+    def coordinator(self, data_dir: Path, port: int, faults: str = "") -> Running:
+        """The run of a folder, at this port; whoever needs it waits by asking it."""
+        return self._start(
+            f"coordinator-{port}", faults,
+            "coordinator", "--json", "--data-dir", data_dir, "--listen", f"127.0.0.1:{port}",
+        )  # fmt: skip
+
+    def worker(self, invite: str, name: str, faults: str = "") -> Running:
+        """Started again under its name, it is the same worker."""
+        return self._start(
+            name, faults,
+            "worker", invite, "--json", "--name", name, "--device", "cpu",
+            "--folder", self.folder / name,
+        )  # fmt: skip
+
+    def wait_for(self, what: str, happened: Callable[[], bool], seconds: float = 30.0) -> None:
+        ends = time.monotonic() + seconds
+        while not happened():
+            if time.monotonic() > ends:
+                raise AssertionError(f"{what}: not within {seconds} s\n{self._logs()}")
+            time.sleep(POLL_SECONDS)
+
+    def wait_for_kill(self, running: Running) -> None:
+        """Its fault has struck."""
+        self.wait_for(f"{running.name} dies", lambda: running.code is not None)
+        assert running.code in KILLED, f"{running.name} left with {running.code}\n{self._logs()}"
+
+    def wait_for_end(self, running: Running) -> None:
+        """It was told that the run is over."""
+        self.wait_for(f"{running.name} ends", lambda: running.code is not None)
+        assert running.code == 0, f"{running.name} left with {running.code}\n{self._logs()}"
+
+    def _start(self, name: str, faults: str, *arguments: str | Path) -> Running:
+        log = self.folder / f"{name}.log"
+        environment = {**os.environ, VARIABLE: faults, "OMP_NUM_THREADS": "1"}
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                [*COMMAND, *map(str, arguments)], stdout=file, stderr=file, env=environment
+            )
+        running = Running(name, log, process)
+        self._started.append(running)
+        return running
+
+    def _logs(self) -> str:
+        logs = dict.fromkeys(running.log for running in self._started)
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-LOG_TAIL:]}" for log in logs)
+
+
+def free_port() -> int:
+    """One that nobody has now; nearly always nobody takes it before it is used."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,33 @@
+"""What tests of the worker agree on: one run, one key, a client with short timeouts."""
+
+import ssl
+from random import Random
+
+import httpx
+
+from blocktrain.protocol.identity import WorkerKey
+from blocktrain.protocol.messages import Joined, RunDescription
+
+RUN, WORKER, SECRET = "run00001", "worker01", "c2VjcmV0"
+KEY = WorkerKey.create()
+
+
+class Eager(Random):
+    """Draws a very short pause every time."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return a + (b - a) / 100
+
+
+def impatient(context: ssl.SSLContext) -> httpx.Client:
+    return httpx.Client(verify=context, timeout=httpx.Timeout(1.0), trust_env=False)
+
+
+def described(**changes: object) -> RunDescription:
+    fields = {"config": "", "corpus": {}, "corpus_digests": {}, **changes}
+    return RunDescription(run=RUN, protocol=1, **fields)  # type: ignore[arg-type]
+
+
+def joined(**changes: object) -> Joined:
+    fields = {"role": "train", "token_seconds": 100, "description": described(), **changes}
+    return Joined(worker=WORKER, token="token1", **fields)  # type: ignore[arg-type]

@@ -1,0 +1,92 @@
+"""A coordinator's folder: a run is founded in it once, and found in it ever after."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.coordinator import swarm_config, tensors_of
+
+from blocktrain.config import Config
+from blocktrain.coordinator.home import Home
+from blocktrain.errors import ConfigError, RunError
+from blocktrain.model.stack import initial_block
+from blocktrain.storage.ledger import Ledger
+
+
+def config_for(folder: Path) -> Config:
+    return swarm_config(data__source=f"text:{folder / 'text.txt'}")
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Home, Config]]:
+    """A run in a folder, its first weights made by a process of their own."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "text.txt").write_text("some words to learn from\n" * 1000)
+    config = config_for(folder)
+    home = Home(folder / "coordinator")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BLOCKTRAIN_CACHE", str(folder / "cache"))
+        home.open_or_found(config).ledger.close()
+        yield home, config
+
+
+def test_a_founded_run_is_found_again(founded: tuple[Home, Config]):
+    home, config = founded
+    first, second = home.open(), home.open_or_found(config)
+    assert first.id == second.id
+    assert first.config == second.config == config
+    assert first.description.corpus["train"].size > 10_000
+    first.ledger.close()
+    second.ledger.close()
+
+
+def test_its_first_versions_are_the_models_initialization(founded: tuple[Home, Config]):
+    """The same on every machine: a function of the settings."""
+    home, config = founded
+    run = home.open()
+    with run.ledger.read() as tx:
+        versions = [tx.version(unit) for unit in range(config.units)]
+    assert len(versions) == 2
+    for unit, version in enumerate(versions):
+        expected = dict(initial_block(config, unit).named_parameters())
+        found = tensors_of(run, version.weights)
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            np.testing.assert_array_equal(tensor, expected[name].detach().numpy())
+    run.ledger.close()
+
+
+def test_other_settings_are_another_run(founded: tuple[Home, Config]):
+    home, config = founded
+    with pytest.raises(ConfigError, match="other settings"):
+        home.open_or_found(config.with_settings(train__steps=41))
+
+
+def test_a_folder_without_a_run_is_told_so(tmp_path: Path):
+    with pytest.raises(ConfigError, match="holds no run"):
+        Home(tmp_path / "nothing").open()
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_settings_whose_weights_cannot_be_made_found_nothing(
+    founded: tuple[Home, Config], tmp_path: Path
+):
+    _, config = founded
+    home = Home(tmp_path / "new")
+    broken = config.with_settings(train__warm_start=str(tmp_path / "no-run"))
+    with pytest.raises(RunError, match=r"cannot make the first weights: .*no-run"):
+        home.open_or_found(broken)
+    ledger = Ledger(home.db)
+    with ledger.read() as tx:
+        assert tx.run() is None
+    ledger.close()
+
+
+def test_the_first_invite_is_made_once_and_kept_for_the_operator(tmp_path: Path):
+    home = Home(tmp_path / "new")
+    made = iter(["first", "second"])
+    assert [home.invite_secret(lambda: next(made)) for _ in range(2)] == ["first", "first"]
+    if os.name != "nt":
+        assert (tmp_path / "new" / "invite-secret").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,424 @@
+"""Updates become versions, old versions and chunks go: on a real run, with exact numbers."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.coordinator import (
+    Member,
+    SetClock,
+    Weights,
+    first_weights,
+    join,
+    make_run,
+    moved,
+    open_stores,
+    running,
+    tensors_of,
+    weights_now,
+)
+
+from blocktrain.coordinator.merger import CLAIM_SECONDS, COLLECT_AFTER, Merger
+from blocktrain.coordinator.run import open_run
+from blocktrain.coordinator.service import Service
+from blocktrain.protocol.messages import Lease
+from blocktrain.storage.ledger import Ledger
+
+
+@pytest.fixture
+def clock() -> SetClock:
+    return SetClock()
+
+
+@pytest.fixture
+def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
+    with running(tmp_path, clock) as service:
+        yield service
+
+
+def version_of(service: Service, block: int = 0) -> int:
+    with service.run.ledger.read() as tx:
+        return tx.block_states()[block].version
+
+
+def assert_weights(found: Weights, expected: Weights) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(found[name], np.asarray(tensor, np.float32), err_msg=name)
+
+
+def lease_both(first: Member, second: Member) -> tuple[Lease, Lease]:
+    """Ten steps of block 0 for one, three for the other."""
+    return first.lease(blocks=(0,)), second.lease(blocks=(0,), steps_per_second=0.1)
+
+
+# What a merge gives
+
+
+def test_one_update_is_the_next_version_bit_for_bit(service: Service):
+    member = join(service)
+    lease = member.lease(blocks=(0,))
+    weights = member.trained(lease, 0.1)
+    weights["scale"] = np.asarray(-0.0, np.float32)
+    member.send(member.signer.update(lease, weights))
+    assert service.merger.merge_due() == 1
+    with service.run.ledger.read() as tx:
+        version, update = tx.version(0), tx.update(lease.lease)
+    assert version.version == 1
+    assert version.weights.name == update.blob
+    assert version.velocity is None
+    assert np.signbit(weights_now(service.run, 0)["scale"])
+
+
+def test_two_updates_become_their_mean_weighted_by_the_text_they_cover(
+    tmp_path: Path, clock: SetClock
+):
+    with running(tmp_path, clock, swarm__quorum=2) as service:
+        first, second = join(service), join(service)
+        ten, three = lease_both(first, second)
+        first.send(first.make(ten, by=1.0))
+        second.send(second.make(three, by=-2.0))
+        assert service.merger.merge_due() == 1
+        ends = [moved(first_weights(0), by) for by in (1.0, -2.0)]
+        sizes = [steps * service.run.batch_bytes for steps in (10, 3)]
+        assert sizes == [160, 48]
+        ordered = sorted(zip((ten.lease, three.lease), ends, sizes, strict=True))
+        expected = {
+            name: sum(size * end[name].astype(np.float64) for _, end, size in ordered) / sum(sizes)
+            for name in ends[0]
+        }
+        assert_weights(weights_now(service.run, 0), expected)
+
+
+def test_velocity_is_kept_with_the_version_and_used_for_the_next(tmp_path: Path, clock: SetClock):
+    rate, momentum = 0.7, 0.9
+    settings = {"swarm__outer_rate": rate, "swarm__outer_momentum": momentum}
+    with running(tmp_path, clock, **settings) as service:
+        member = join(service)
+        now = {name: tensor.astype(np.float64) for name, tensor in first_weights(0).items()}
+        speed = 0.0
+        for version, by in enumerate((0.5, -0.25, 1.0), 1):
+            member.work(by, blocks=(0,))
+            assert service.merger.merge_due() == 1
+            speed = momentum * speed - by
+            now = {name: tensor - rate * (momentum * speed - by) for name, tensor in now.items()}
+            with service.run.ledger.read() as tx:
+                held = tx.version(0)
+            assert held.version == version and held.velocity is not None
+            for name, tensor in tensors_of(service.run, held.weights).items():
+                np.testing.assert_allclose(tensor, now[name], rtol=1e-5, atol=1e-5)
+            for tensor in tensors_of(service.run, held.velocity).values():
+                np.testing.assert_allclose(tensor, speed, rtol=1e-4, atol=1e-5)
+
+
+def test_a_late_update_counts_with_its_discount(tmp_path: Path, clock: SetClock):
+    """Half of a fresh one, and what it learned since its base, not where it ended."""
+    with running(tmp_path, clock, swarm__quorum=1) as service:
+        late, quick = join(service), join(service)
+        slow_lease = late.lease(blocks=(0,))
+        quick.work(1.0, blocks=(0,))
+        service.merger.merge_due()
+        quick.send(quick.make(quick.lease(blocks=(0,)), by=3.0))
+        late.send(late.make(slow_lease, by=30.0))
+        assert service.merger.merge_due() == 1
+        expected = moved(first_weights(0), 1.0 + (3.0 + 0.5 * 30.0) / 2)
+        for name, tensor in weights_now(service.run, 0).items():
+            np.testing.assert_allclose(tensor, expected[name], rtol=1e-5)
+
+
+def test_an_update_that_waited_while_a_version_was_made_is_late(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock) as service:
+        first, second = join(service), join(service)
+        ten, three = lease_both(first, second)
+        first.send(first.make(ten, by=1.0))
+        with service.run.ledger.read() as tx:
+            seen = tx.block_states()[0]
+        second.send(second.make(three, by=2.0))
+        assert service.merger._merge(seen, seen.pending)
+        assert service.merger.merge_due() == 1
+        for name, tensor in weights_now(service.run, 0).items():
+            np.testing.assert_allclose(tensor, first_weights(0)[name] + 1.0 + 0.5 * 2.0, rtol=1e-5)
+        with service.run.ledger.read() as tx:
+            assert tx.block_states()[0].merged_batches == 13
+
+
+def test_a_merge_is_told(service: Service):
+    join(service).work(blocks=(1,))
+    service.merger.merge_due()
+    event = service.reports.events(0, 100)[-1]
+    assert (event.kind, event.worker, event.block) == ("merged", None, 1)
+    assert event.detail == "version 1: 1 updates, 10 steps"
+
+
+# When
+
+
+def test_quorum_and_grace(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, swarm__quorum=2, swarm__grace_seconds=5.0) as service:
+        members = [join(service) for _ in range(3)]
+        leases = [member.lease(blocks=(0,)) for member in members]
+        members[0].send(members[0].make(leases[0]))
+        clock.forward(50)
+        assert service.merger.merge_due() == 0  # one of three, and two are at it
+        members[1].send(members[1].make(leases[1]))
+        clock.forward(4.9)
+        assert service.merger.merge_due() == 0
+        clock.forward(0.1)
+        assert service.merger.merge_due() == 1
+        members[2].send(members[2].make(leases[2]))
+        assert service.merger.merge_due() == 1  # nobody else is at it
+        with service.run.ledger.read() as tx:
+            assert [tx.update(lease.lease).merged_into for lease in leases] == [1, 1, 2]
+
+
+def test_a_lost_worker_is_waited_for_until_its_deadline(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, swarm__quorum=2) as service:
+        alive, lost = join(service), join(service)
+        lost.lease(blocks=(0,))
+        alive.work(blocks=(0,))
+        clock.forward(119)
+        service.round()
+        assert version_of(service) == 0
+        clock.forward(2)
+        service.round()
+        assert version_of(service) == 1
+
+
+def test_blocks_do_not_wait_for_each_other(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, swarm__quorum=2) as service:
+        first, second, alone = (join(service) for _ in range(3))
+        second.lease(blocks=(0,))
+        first.work(blocks=(0,))
+        for version in range(1, 5):
+            alone.work(blocks=(1,))
+            assert service.merger.merge_due() == 1
+            assert (version_of(service, 0), version_of(service, 1)) == (0, version)
+
+
+def test_nothing_waits_nothing_happens(service: Service):
+    join(service).lease()
+    assert service.merger.merge_due() == 0
+    assert version_of(service) == 0
+
+
+def test_two_coordinators_make_one_version(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock) as service:
+        stores = [open_stores(tmp_path) for _ in range(3)]
+        mergers = [Merger(open_run(*each, clock)) for each in stores]
+        member = join(service)
+        for turn in range(1, 4):
+            member.work(blocks=(0,))
+            gate = threading.Barrier(len(mergers))
+
+            def merge(merger: Merger, gate: threading.Barrier = gate) -> int:
+                gate.wait()
+                return merger.merge_due()
+
+            with ThreadPoolExecutor(len(mergers)) as pool:
+                assert sum(pool.map(merge, mergers)) == 1
+            assert version_of(service) == turn
+        with service.run.ledger.read() as tx:
+            assert tx.worker(member.id).updates_merged == 3
+        for ledger, _ in stores:
+            ledger.close()
+
+
+def test_what_a_coordinator_that_died_was_merging_is_merged_by_another(
+    service: Service, clock: SetClock
+):
+    join(service).work(blocks=(0,))
+    with service.run.ledger.write() as tx:
+        assert tx.claim_merge(0, 0, clock.now, CLAIM_SECONDS)
+    clock.forward(CLAIM_SECONDS)
+    assert service.merger.merge_due() == 0
+    clock.forward(0.1)
+    assert service.merger.merge_due() == 1
+
+
+# The end
+
+
+def test_the_end_is_noticed_once(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, train__steps=10) as service:
+        other = Merger(service.run)
+        member = join(service)
+        for block in (0, 1):
+            service.round()
+            member.work(blocks=(block,))
+        assert service.merger.merge_due() == 1
+        assert service.reports.status().state == "running"
+        for _ in range(3):
+            service.round()
+            other.merge_due()
+            clock.forward(1)
+        assert service.reports.status().state == "finished"
+        kinds = [event.kind for event in service.reports.events(0, 100)]
+        assert kinds.count("finished") == 1
+        assert kinds[-1] == "finished"
+
+
+def test_a_run_does_not_end_while_something_is_out(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, train__steps=10) as service:
+        member = join(service)
+        member.work(blocks=(1,))
+        lease = member.lease(blocks=(0,))
+        for _ in range(2):
+            service.round()
+        assert service.reports.status().state == "running"
+        clock.forward(121)
+        service.round()  # it expires, so it has to be done again
+        service.round()
+        assert service.reports.status().state == "running"
+        member.send(member.make(lease))
+        service.round()
+        service.round()
+        assert service.reports.status().state == "finished"
+
+
+# What is kept
+
+
+def stored(service: Service) -> set[str]:
+    return {name for name, _ in service.run.chunks.stored()}
+
+
+def version_numbers(ledger: Ledger, block: int) -> list[int]:
+    with ledger.read() as tx:
+        return sorted(v.version for v in tx.versions() if v.block == block)
+
+
+def test_the_newest_versions_and_the_corpus_are_kept_and_the_rest_goes(
+    tmp_path: Path, clock: SetClock
+):
+    with running(tmp_path, clock, swarm__keep_versions=2) as service:
+        member = join(service)
+        for _ in range(4):
+            member.work(blocks=(0,))
+            service.round()
+            clock.forward(1)
+        with service.run.ledger.read() as tx:
+            names = {v.version: v.weights.name for v in tx.versions() if v.block == 0}
+        before = stored(service)
+        assert service.merger.collect() == 0  # all of it is younger than an hour
+        assert stored(service) == before
+        assert version_numbers(service.run.ledger, 0) == [3, 4]
+        assert version_numbers(service.run.ledger, 1) == [0]
+        clock.forward(COLLECT_AFTER + 10)
+        assert service.merger.collect() == 6  # of three versions, a recipe and a chunk each
+        left = stored(service)
+        assert all(names[version] in left for version in (3, 4))
+        assert not any(names[version] in left for version in (0, 1, 2))
+        for blob in service.run.description.corpus.values():
+            assert service.run.blobs.chunks_of(blob.name) <= left
+        assert service.merger.collect() == 0
+        assert weights_now(service.run, 0) and weights_now(service.run, 1)
+
+
+def test_what_somebody_builds_on_is_kept(tmp_path: Path, clock: SetClock):
+    settings = {"swarm__keep_versions": 1, "swarm__quorum": 1, "train__steps": 200}
+    with running(tmp_path, clock, **settings) as service:
+        trains, sends, waits, quick = (join(service) for _ in range(4))
+        slow = {"blocks": (0,), "steps_per_second": 1e-3}
+        lease = trains.lease(**slow)
+        quick.work(blocks=(0,))
+        service.merger.merge_due()
+        sending = sends.lease(**slow)
+        offered = sends.make(sending, by=7.0)
+        service.updates.offer(sends.caller, offered.offer)
+        for name, data in offered.chunks.items():
+            service.updates.put_chunk(sends.caller, sending.lease, name, data)
+        quick.work(blocks=(0,))
+        service.merger.merge_due()
+        waiting = waits.lease(**slow)
+        quick.work(blocks=(0,))
+        service.merger.merge_due()
+        waits.send(waits.make(waiting, by=9.0))
+        clock.forward(COLLECT_AFTER + 10)
+        service.merger.collect()
+        assert version_numbers(service.run.ledger, 0) == [0, 1, 2, 3]
+        assert trains.send(trains.make(lease)).state == "pending"
+        assert service.updates.commit(sends.caller, sending.lease).state == "pending"
+        assert service.merger.merge_due() == 1
+        clock.forward(COLLECT_AFTER + 10)
+        assert service.merger.collect() > 0
+        assert version_numbers(service.run.ledger, 0) == [4]
+
+
+def test_the_blocks_before_a_lease_of_a_cascade_are_kept_while_it_is_held(
+    tmp_path: Path, clock: SetClock
+):
+    cascade = {"objective__kind": "cascade", "objective__tail": 1, "swarm__keep_versions": 1}
+    with running(tmp_path, clock, **cascade) as service:
+        slow, quick = join(service), join(service)
+        lease = slow.lease(blocks=(1,), steps_per_second=1e-3)
+        for _ in range(3):
+            clock.forward(1)
+            quick.work(blocks=(0,))
+            service.merger.merge_due()
+        clock.forward(COLLECT_AFTER + 10)
+        service.merger.collect()
+        (before,) = lease.predecessors
+        assert before.version == 0
+        assert tensors_of(service.run, before.weights)
+        slow.send(slow.make(lease))
+        service.merger.merge_due()
+        clock.forward(COLLECT_AFTER + 10)
+        service.merger.collect()
+        assert version_numbers(service.run.ledger, 0) == [3]
+
+
+def test_velocity_is_kept_with_its_version(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, swarm__keep_versions=1, swarm__outer_momentum=0.5) as service:
+        member = join(service)
+        for _ in range(2):
+            member.work(blocks=(0,))
+            service.round()
+        clock.forward(COLLECT_AFTER + 10)
+        service.merger.collect()
+        with service.run.ledger.read() as tx:
+            velocity = tx.version(0).velocity
+        assert velocity is not None and tensors_of(service.run, velocity)
+        member.work(blocks=(0,))
+        assert service.merger.merge_due() == 1
+
+
+def test_a_chunk_that_nobody_names_stays_for_an_hour(service: Service, clock: SetClock):
+    name = service.run.chunks.put(b"of an upload that has just begun")
+    clock.forward(COLLECT_AFTER - 10)
+    assert service.merger.collect() == 0
+    clock.forward(20)
+    assert service.merger.collect() == 1
+    assert not service.run.chunks.has([name])
+
+
+def test_what_a_killed_process_was_writing_goes_too(
+    service: Service, tmp_path: Path, clock: SetClock
+):
+    partial = tmp_path / "chunks" / "partial" / "half a chunk"
+    partial.write_bytes(b"half")
+    service.merger.collect()
+    assert partial.exists()
+    clock.forward(COLLECT_AFTER + 10)
+    service.merger.collect()
+    assert not partial.exists()
+
+
+def test_a_run_goes_on_after_a_restart(tmp_path: Path, clock: SetClock):
+    """A second coordinator process finds every promise the first one made."""
+    first = Service(make_run(tmp_path, clock=clock))
+    member = join(first)
+    lease = member.lease(blocks=(0,))
+    made = member.make(lease)
+    first.updates.offer(member.caller, made.offer)
+    first.run.ledger.close()
+
+    second = Service(open_run(*open_stores(tmp_path), clock))
+    again = Member(second, member.signer, member.joined)
+    assert second.members.caller(member.joined.token) == member.caller
+    assert again.send(made).state == "pending"
+    assert second.merger.merge_due() == 1
+    assert_weights(weights_now(second.run, 0), moved(first_weights(0), 1.0))
+    second.run.ledger.close()

@@ -1,0 +1,307 @@
+"""Decisions on made-up states: examples, and properties that hold for every state."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blocktrain.config import SwarmConfig
+from blocktrain.coordinator.plan import (
+    STAY,
+    choose_block,
+    due_updates,
+    lease_seconds,
+    lease_steps,
+    weight,
+)
+from blocktrain.core.swarm import BlockState, PendingUpdate
+
+NOW = 1000.0
+SWARM = SwarmConfig(quorum=2, grace_seconds=5.0)
+WORKERS = ("ann", "bob", "eve")
+
+
+def block(index: int = 0, **changes: Any) -> BlockState:
+    """A block of 100 batches that nobody has touched."""
+    fresh = BlockState(
+        index=index, version=0, merged_batches=0, next_batch=0, total_batches=100,
+        returned_batches=0, leased_batches=0, open_leases=0, workers=frozenset(),
+        finishing=frozenset(), pending=(),
+    )  # fmt: skip
+    return replace(fresh, **changes)
+
+
+def merged(index: int, batches: int, **changes: Any) -> BlockState:
+    return block(index, merged_batches=batches, next_batch=batches, **changes)
+
+
+def update(worker: str = "ann", committed: float = NOW, steps: int = 10) -> PendingUpdate:
+    return PendingUpdate(f"lease of {worker}", worker, 0, steps, committed)
+
+
+def chosen(
+    blocks: list[BlockState], held: int | None = None, allowed: tuple[int, ...] | None = None
+) -> int | None:
+    found = choose_block(blocks, "ann", held, allowed)
+    return None if found is None else found.index
+
+
+@st.composite
+def states(draw: st.DrawFn, index: int = 0) -> BlockState:
+    """Any state a block can be in."""
+    total = draw(st.integers(1, 200))
+    handed_out = draw(st.integers(0, total))
+    cuts = sorted(draw(st.integers(0, handed_out)) for _ in range(3))
+    done, leased, waiting = cuts[0], cuts[1] - cuts[0], cuts[2] - cuts[1]
+    holders = draw(st.sets(st.sampled_from(WORKERS), min_size=1)) if leased else set()
+    senders = draw(st.lists(st.sampled_from(WORKERS), min_size=1, max_size=3)) if waiting else []
+    times = st.floats(NOW - 100, NOW)
+    shares = [waiting // len(senders)] * len(senders) if senders else []
+    pending = tuple(
+        update(worker, draw(times), steps) for worker, steps in zip(senders, shares, strict=True)
+    )
+    workers = frozenset(holders) | frozenset(senders)
+    finishing = draw(st.sets(st.sampled_from(sorted(workers)))) if workers else set()
+    return BlockState(
+        index=index,
+        version=draw(st.integers(0, 5)),
+        merged_batches=done,
+        next_batch=handed_out,
+        total_batches=total,
+        returned_batches=handed_out - cuts[2],
+        leased_batches=leased,
+        open_leases=len(holders),
+        workers=workers,
+        finishing=frozenset(finishing),
+        pending=pending,
+    )
+
+
+some_blocks = st.integers(1, 5).flatmap(
+    lambda count: st.tuples(*(states(index) for index in range(count)))
+)
+swarms = st.builds(
+    SwarmConfig,
+    lease_seconds=st.floats(0.1, 1000),
+    first_steps=st.integers(1, 500),
+    most_steps=st.integers(1, 500),
+    deadline_factor=st.floats(1, 10),
+    shortest_deadline=st.floats(0.5, 500),
+    quorum=st.integers(1, 4),
+    grace_seconds=st.floats(0, 60),
+    most_stale=st.integers(0, 5),
+    late_discount=st.floats(0.01, 1),
+)
+speeds = st.none() | st.floats(1e-3, 1e5)
+
+
+# Which block
+
+
+def test_the_block_that_lags_goes_first():
+    assert chosen([merged(0, 50), merged(1, 20), merged(2, 30)]) == 1
+
+
+def test_what_is_in_somebodys_hands_counts_as_done():
+    """Else everybody would be sent to the same block."""
+    leased = block(0, next_batch=40, leased_batches=40, open_leases=1, workers=frozenset({"bob"}))
+    waiting = block(1, next_batch=30, pending=(update("bob", steps=30),))
+    assert chosen([leased, waiting]) == 1
+    assert chosen([leased, waiting, merged(2, 20)]) == 2
+
+
+def test_among_equals_the_one_with_fewer_workers_then_the_first():
+    shared = {"next_batch": 10, "leased_batches": 10}
+    two = block(0, **shared, open_leases=2, workers=frozenset({"bob", "eve"}))
+    one = block(1, **shared, open_leases=1, workers=frozenset({"bob"}))
+    assert chosen([two, one]) == 1
+    assert chosen([block(0), block(1)]) == 0
+
+
+def test_blocks_of_different_length_are_compared_by_share():
+    short = block(0, total_batches=10, merged_batches=4, next_batch=4)
+    assert chosen([short, merged(1, 30)]) == 1
+
+
+@pytest.mark.parametrize(("ahead", "stays"), [(0, True), (10, True), (11, False), (60, False)])
+def test_a_worker_stays_with_its_block_while_that_is_less_than_a_tenth_ahead(
+    ahead: int, stays: bool
+):
+    blocks = [merged(0, 20), merged(1, 20 + ahead)]
+    assert chosen(blocks, held=1) == (1 if stays else 0)
+
+
+def test_a_worker_leaves_a_block_that_has_no_work():
+    assert chosen([merged(0, 0), merged(1, 100)], held=1) == 0
+
+
+def test_only_blocks_that_the_worker_can_train():
+    blocks = [merged(0, 0), merged(1, 50)]
+    assert chosen(blocks, allowed=(1,)) == 1
+    assert chosen(blocks, allowed=(7,)) is None
+    assert chosen(blocks, allowed=()) is None
+    assert chosen(blocks, held=0, allowed=(1,)) == 1
+
+
+def test_a_returned_range_is_work():
+    assert chosen([block(0, next_batch=100, returned_batches=5)]) == 0
+    assert chosen([block(0, next_batch=100)]) is None
+
+
+def test_a_worker_waits_for_its_own_update_rather_than_build_on_the_version_before():
+    finishing = block(0, workers=frozenset({"ann"}), finishing=frozenset({"ann"}))
+    assert chosen([finishing], held=0) is None
+    assert chosen([finishing, merged(1, 50)], held=0) == 1
+    assert choose_block([finishing], "bob", None, None) == finishing
+
+
+@settings(deadline=None)
+@given(some_blocks, st.integers(0, 5) | st.none(), st.sets(st.integers(0, 5)) | st.none())
+def test_whatever_is_chosen_can_be_trained_by_this_worker_now(
+    blocks: tuple[BlockState, ...], held: int | None, allowed: set[int] | None
+):
+    choices = [
+        state
+        for state in blocks
+        if state.to_hand_out > 0
+        and "ann" not in state.finishing
+        and (allowed is None or state.index in allowed)
+    ]
+    found = choose_block(blocks, "ann", held, allowed)
+    assert (found is None) == (not choices)
+    if found is not None:
+        assert found in choices
+        least = min(state.under_way / state.total_batches for state in choices)
+        share = found.under_way / found.total_batches
+        assert share == least or (found.index == held and share <= least + STAY)
+
+
+@settings(deadline=None)
+@given(some_blocks, st.integers(0, 5) | st.none(), st.randoms())
+def test_the_choice_does_not_depend_on_the_order_of_the_blocks(
+    blocks: tuple[BlockState, ...], held: int | None, draws: Any
+):
+    mixed = list(blocks)
+    draws.shuffle(mixed)
+    assert choose_block(mixed, "ann", held, None) == choose_block(blocks, "ann", held, None)
+
+
+# How much, and until when
+
+
+def test_a_first_lease_is_a_few_steps():
+    assert lease_steps(SWARM, None, 1000) == SWARM.first_steps
+
+
+@pytest.mark.parametrize(
+    ("speed", "left", "steps"),
+    [(2.0, 1000, 60), (0.001, 1000, 1), (1000.0, 1000, 100), (2.0, 7, 7), (None, 3, 3)],
+)
+def test_a_lease_is_fitted_to_the_speed_the_most_and_what_is_left(
+    speed: float | None, left: int, steps: int
+):
+    assert lease_steps(SWARM, speed, left) == steps
+
+
+@settings(deadline=None)
+@given(swarms, speeds, st.integers(1, 1000))
+def test_a_lease_fits_its_time_and_its_bounds(swarm: SwarmConfig, speed: float | None, left: int):
+    steps = lease_steps(swarm, speed, left)
+    assert 1 <= steps <= min(swarm.most_steps, left)
+    if speed is not None and steps > 1:
+        assert steps / speed <= swarm.lease_seconds * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(swarms, speeds, st.integers(1, 1000))
+def test_no_lease_is_shorter_than_the_work_it_asks_for(
+    swarm: SwarmConfig, speed: float | None, left: int
+):
+    steps = lease_steps(swarm, speed, left)
+    seconds = lease_seconds(swarm, steps, speed)
+    assert seconds >= swarm.shortest_deadline
+    expected = steps / speed if speed is not None else swarm.lease_seconds
+    assert seconds >= expected
+    assert seconds <= max(swarm.shortest_deadline, swarm.deadline_factor * expected)
+
+
+def test_a_deadline_leaves_room():
+    assert lease_seconds(SWARM, 60, 2.0) == 4 * 30
+    assert lease_seconds(SWARM, 2, 2.0) == SWARM.shortest_deadline
+    assert lease_seconds(SWARM, 10, None) == 4 * 30
+
+
+# When to merge
+
+
+def test_nothing_is_merged_where_nothing_waits():
+    assert due_updates(block(), SWARM, NOW) == ()
+    assert due_updates(block(open_leases=1, workers=frozenset({"bob"})), SWARM, NOW) == ()
+
+
+def test_where_nobody_else_trains_there_is_nothing_to_wait_for():
+    alone = block(pending=(update(),), workers=frozenset({"ann"}))
+    assert due_updates(alone, SWARM, NOW) == alone.pending
+
+
+def test_below_the_quorum_the_others_are_waited_for():
+    waiting = block(pending=(update(),), workers=frozenset({"ann", "bob"}), open_leases=1)
+    assert due_updates(waiting, SWARM, NOW + 1e6) == ()
+
+
+def test_after_the_quorum_the_others_get_the_grace_window():
+    both = (update("ann", NOW - 50), update("bob", NOW))
+    full = block(pending=both, workers=frozenset(WORKERS), open_leases=1)
+    assert due_updates(full, SWARM, NOW + 4.9) == ()
+    assert due_updates(full, SWARM, NOW + 5.0) == both
+
+
+def test_a_third_update_does_not_start_the_grace_window_again():
+    three = (update("ann", NOW), update("bob", NOW + 1), update("eve", NOW + 5))
+    full = block(pending=three, workers=frozenset({*WORKERS, "zoe"}), open_leases=1)
+    assert due_updates(full, SWARM, NOW + 6) == three
+
+
+def test_the_quorum_is_never_more_than_there_are_workers():
+    """A worker that sent an update and trains on: it alone is all there is."""
+    alone = block(pending=(update("ann", NOW),), workers=frozenset({"ann"}), open_leases=1)
+    assert due_updates(alone, SWARM, NOW + 5) == alone.pending
+
+
+@settings(deadline=None)
+@given(states(), swarms, st.floats(0, 200))
+def test_updates_are_merged_all_or_none_and_stay_due(
+    state: BlockState, swarm: SwarmConfig, later: float
+):
+    due = due_updates(state, swarm, NOW)
+    assert due in ((), state.pending)
+    if due:
+        assert due_updates(state, swarm, NOW + later) == due
+    if state.pending and not state.open_leases:
+        assert due == state.pending
+    if len(state.pending) >= swarm.quorum:
+        assert due_updates(state, swarm, NOW + swarm.grace_seconds) == state.pending
+
+
+# What an update counts
+
+
+def test_a_fresh_update_counts_fully_a_late_one_less_one_too_late_nothing():
+    swarm = SwarmConfig(most_stale=2, late_discount=0.5)
+    assert [weight(swarm, 7, base) for base in (7, 6, 5, 4, 0)] == [1.0, 0.5, 0.25, 0.0, 0.0]
+
+
+def test_without_patience_every_late_update_is_refused():
+    swarm = SwarmConfig(most_stale=0)
+    assert [weight(swarm, 1, base) for base in (1, 0)] == [1.0, 0.0]
+
+
+@settings(deadline=None)
+@given(swarms, st.integers(0, 20), st.integers(0, 20))
+def test_an_older_update_never_counts_more(swarm: SwarmConfig, version: int, behind: int):
+    now, then = version + behind, version
+    assert 0.0 <= weight(swarm, now, then) <= 1.0
+    assert weight(swarm, now + 1, then) <= weight(swarm, now, then)
+    assert (weight(swarm, now, then) > 0) == (behind <= swarm.most_stale)

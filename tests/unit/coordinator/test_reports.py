@@ -1,0 +1,197 @@
+"""What can be seen of a run: status, events, scores, blobs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.coordinator import SetClock, join, running
+
+from blocktrain.coordinator.reports import LOST_AFTER, NO_SCORE
+from blocktrain.coordinator.service import Service
+from blocktrain.errors import NotFoundError, RefusedError
+from blocktrain.protocol.messages import BlockStatus, Score, Status, WorkerStatus
+
+
+@pytest.fixture
+def clock() -> SetClock:
+    return SetClock()
+
+
+@pytest.fixture
+def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
+    with running(tmp_path, clock) as service:
+        yield service
+
+
+def score(block: int | None, ce: float) -> Score:
+    return Score(block=block, versions=(0, 0), split="valid", windows="windows0", ce=ce)
+
+
+def worker_status(service: Service, worker: str) -> WorkerStatus:
+    return next(w for w in service.reports.status().workers if w.worker == worker)
+
+
+def block_status(service: Service, block: int = 0) -> BlockStatus:
+    return service.reports.status().blocks[block]
+
+
+# Status
+
+
+def test_a_new_run(service: Service, clock: SetClock):
+    clock.forward(12)
+    status = service.reports.status()
+    with service.run.ledger.read() as tx:
+        weights = [tx.version(block).weights for block in range(2)]
+    assert status == Status(
+        run=service.run.id,
+        state="running",
+        ce=None,
+        ce_note=NO_SCORE,
+        blocks=tuple(
+            BlockStatus(
+                index=index,
+                version=0,
+                weights=weights[index],
+                ce=None,
+                ce_note=NO_SCORE,
+                bytes_trained=0,
+                progress=0.0,
+                replicas=0,
+                participation=None,
+                pending_updates=0,
+            )
+            for index in range(2)
+        ),
+        workers=(),
+        seconds=12.0,
+    )
+
+
+def test_a_block_that_is_trained(service: Service):
+    first, second = join(service), join(service)
+    first.work(blocks=(0,))
+    service.round()
+    first.work(blocks=(0,))
+    second.lease(blocks=(0,))
+    status = block_status(service)
+    assert (status.version, status.bytes_trained, status.progress) == (1, 10 * 2 * 8, 0.25)
+    assert (status.replicas, status.pending_updates) == (2, 1)
+    with service.run.ledger.read() as tx:
+        assert status.weights == tx.version(0, 1).weights
+
+
+def test_what_workers_do(service: Service, clock: SetClock):
+    trains, waits, banned, lost = (join(service, name=name) for name in ("a", "b", "c", "d"))
+    service.members.ban(banned.id)
+    clock.forward(LOST_AFTER + 1)
+    waits.work(blocks=(0,))
+    service.round()
+    trains.lease(blocks=(1,))
+    clock.forward(2)
+    states = {w.name: w.state for w in service.reports.status().workers}
+    assert states == {"a": "training", "b": "waiting", "c": "banned", "d": "lost"}
+    assert worker_status(service, trains.id) == WorkerStatus(
+        worker=trains.id, name="a", role="train", device="cpu", block=1, state="training",
+        bytes_trained=0, updates=0, seconds_since_seen=2.0,
+    )  # fmt: skip
+    found = worker_status(service, waits.id)
+    assert (found.block, found.bytes_trained, found.updates) == (None, 160, 1)
+    assert worker_status(service, lost.id).seconds_since_seen == LOST_AFTER + 3
+
+
+def test_a_worker_is_lost_after_ninety_seconds_of_silence(service: Service, clock: SetClock):
+    member = join(service)
+    member.lease()
+    clock.forward(LOST_AFTER)
+    assert worker_status(service, member.id).state == "training"
+    clock.forward(0.1)
+    assert worker_status(service, member.id).state == "lost"
+    member.ask()
+    assert worker_status(service, member.id).state == "training"
+
+
+def test_participation_is_the_share_of_leases_met_in_time(service: Service, clock: SetClock):
+    member = join(service)
+    member.lease(blocks=(0,))
+    assert block_status(service).participation is None
+    clock.forward(121)
+    service.round()
+    assert block_status(service).participation == 0.0
+    for _ in range(3):
+        member.work(blocks=(0,))
+        service.round()
+    assert block_status(service).participation == 0.75
+    assert block_status(service, 1).participation is None
+
+
+def test_a_late_update_does_not_mend_participation(service: Service, clock: SetClock):
+    member = join(service)
+    lease = member.lease(blocks=(0,))
+    clock.forward(121)
+    service.round()
+    assert member.send(member.make(lease)).state == "pending"
+    assert block_status(service).participation == 0.0
+
+
+# Scores
+
+
+def test_scores_are_shown_with_the_newest_first(service: Service, clock: SetClock):
+    judge = join(service, "evaluate")
+    for told in (score(None, 2.0), score(1, 3.0), score(1, 2.5), score(None, 1.75)):
+        service.reports.score(judge.caller, told)
+    status = service.reports.status()
+    assert (status.ce, status.ce_note) == (1.75, "")
+    assert [(block.ce, block.ce_note) for block in status.blocks] == [(None, NO_SCORE), (2.5, "")]
+    event = service.reports.events(0, 100)[-1]
+    assert (event.kind, event.worker, event.block) == ("scored", judge.id, None)
+    assert event.detail == "CE 1.7500"
+
+
+def test_only_the_evaluate_role_scores(service: Service):
+    with pytest.raises(RefusedError, match="evaluate") as refused:
+        service.reports.score(join(service, "train").caller, score(0, 1.0))
+    assert refused.value.code == "forbidden"
+    assert service.reports.status().ce is None
+
+
+def test_a_banned_judge_scores_no_more(service: Service):
+    judge = join(service, "evaluate")
+    service.members.ban(judge.id)
+    with pytest.raises(RefusedError, match="banned"):
+        service.reports.score(judge.caller, score(0, 1.0))
+    assert block_status(service).ce_note == NO_SCORE
+
+
+# Events and blobs
+
+
+def test_events_tell_a_run_in_order(service: Service, clock: SetClock):
+    first, second = join(service, name="a"), join(service, name="b")
+    lost = first.lease(blocks=(0,))
+    clock.forward(121)
+    service.round()
+    second.work(blocks=(0,))
+    service.round()
+    assert first.send(first.make(lost)).state == "refused"
+    service.members.ban(first.id)
+    events = service.reports.events(0, 100)
+    assert [event.kind for event in events] == [
+        "joined", "joined", "leased", "expired", "leased", "uploaded", "merged", "refused",
+        "banned",
+    ]  # fmt: skip
+    assert [event.number for event in events] == list(range(1, 10))
+    assert [event.time for event in events] == sorted(event.time for event in events)
+    assert service.reports.events(7, 1) == events[7:8]
+    assert service.reports.last_event() == 9
+
+
+def test_a_blob_is_its_recipe(service: Service):
+    blob = block_status(service).weights
+    answer = service.reports.blob(blob.name)
+    assert answer.recipe.size == blob.size
+    assert answer.urls is None  # chunks on a disk have no address of their own
+    assert {blob.name, *answer.recipe.chunks} == service.run.blobs.chunks_of(blob.name)
+    with pytest.raises(NotFoundError):
+        service.reports.blob("0" * 64)

@@ -1,0 +1,192 @@
+import os
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blocktrain.errors import CorruptFileError, NotFoundError, ProtocolError
+from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Recipe
+from blocktrain.storage.blobs import BlobReader, Blobs
+from blocktrain.storage.chunks import LocalChunks, name_of
+
+SIZE = 2 * CHUNK_BYTES + 12345
+DATA = os.urandom(SIZE)
+
+
+@pytest.fixture(scope="module")
+def blobs(tmp_path_factory: pytest.TempPathFactory) -> Blobs:
+    return Blobs(LocalChunks(tmp_path_factory.mktemp("chunks"), sync=False))
+
+
+@pytest.fixture(scope="module")
+def blob(blobs: Blobs) -> Blob:
+    return blobs.write([DATA])
+
+
+def parts(data: bytes, length: int) -> Iterator[bytes]:
+    for start in range(0, len(data), length):
+        yield data[start : start + length]
+
+
+@pytest.mark.parametrize("length", [100_003, 1 << 20, CHUNK_BYTES, CHUNK_BYTES + 1, SIZE])
+def test_parts_of_any_length_make_the_same_blob(blobs: Blobs, blob: Blob, length: int):
+    assert blobs.write(parts(DATA, length)) == blob
+    recipe = blobs.recipe(blob.name)
+    assert recipe.size == blob.size == SIZE
+    assert recipe.chunks == tuple(name_of(part) for part in parts(DATA, CHUNK_BYTES))
+    assert b"".join(blobs.reader(blob).stream()) == DATA
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1])
+def test_sizes_at_the_borders(blobs: Blobs, size: int):
+    blob = blobs.write([DATA[:size], b""])
+    assert blob.size == size
+    assert len(blobs.recipe(blob.name).chunks) == -(-size // CHUNK_BYTES)
+    assert b"".join(blobs.reader(blob.name).stream()) == DATA[:size]
+
+
+def test_a_name_is_the_hash_of_the_canonical_recipe(blobs: Blobs):
+    assert blobs.write([]).name == name_of(b'{"size":0,"chunks":[]}')
+    one = blobs.write([b"x"])
+    assert one.name == name_of(b'{"size":1,"chunks":["%s"]}' % name_of(b"x").encode())
+
+
+@settings(max_examples=40)
+@given(st.integers(0, SIZE), st.integers(0, SIZE))
+def test_any_part_can_be_read(blobs: Blobs, blob: Blob, first: int, second: int):
+    start, end = sorted((first, second))
+    assert blobs.reader(blob).read(start, end - start) == DATA[start:end]
+
+
+def test_reading_on_loads_each_chunk_once(blobs: Blobs, blob: Blob):
+    class Counting(LocalChunks):
+        loads = 0
+
+        def get(self, name: str) -> bytes:
+            self.loads += 1
+            return super().get(name)
+
+    assert isinstance(blobs.chunks, LocalChunks)
+    counting = Counting(blobs.chunks.folder)
+    reader = BlobReader(counting, blobs.recipe(blob.name))
+    found = b"".join(reader.read(at, min(999_983, SIZE - at)) for at in range(0, SIZE, 999_983))
+    assert found == DATA
+    assert counting.loads == 3
+    reader.read(SIZE - 1, 1)
+    assert counting.loads == 3
+    reader.forget()
+    reader.read(SIZE - 1, 1)
+    assert counting.loads == 4
+
+
+@pytest.mark.parametrize("start", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, SIZE - 1, SIZE])
+def test_a_stream_can_start_anywhere(blobs: Blobs, blob: Blob, start: int):
+    assert b"".join(blobs.reader(blob).stream(start)) == DATA[start:]
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, -1), (0, SIZE + 1), (SIZE, 1)])
+def test_reading_past_the_file_is_refused(blobs: Blobs, blob: Blob, offset: int, length: int):
+    with pytest.raises(ValueError, match=str(SIZE)):
+        blobs.reader(blob).read(offset, length)
+
+
+def test_writing_and_reading_take_two_chunks_of_memory(tmp_path: Path):
+    blobs = Blobs(LocalChunks(tmp_path, sync=False))
+    part = bytes(1 << 20)
+    tracemalloc.start()
+    try:
+        blob = blobs.write(part for _ in range(40))
+        for _ in blobs.reader(blob).stream():
+            pass
+        reader = blobs.reader(blob)
+        for offset in range(0, blob.size, 1 << 20):
+            reader.read(offset, 1 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * CHUNK_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_recipe_can_be_added_before_its_chunks(blobs: Blobs):
+    data = os.urandom(10)
+    blob = blobs.add_recipe(Recipe(size=10, chunks=(name_of(data),)))
+    with pytest.raises(NotFoundError):
+        blobs.reader(blob).read(0, 1)
+    blobs.chunks.put(data)
+    assert blobs.reader(blob).read(0, 10) == data
+    assert blobs.write([data]) == blob
+
+
+def test_what_a_blob_needs_is_known(blobs: Blobs, blob: Blob):
+    assert blobs.chunks_of(blob.name) == {
+        blob.name, *(name_of(part) for part in parts(DATA, CHUNK_BYTES))
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(size=0, chunks=("0" * 64,)),
+        Recipe(size=1, chunks=()),
+        Recipe(size=CHUNK_BYTES + 1, chunks=("0" * 64,)),
+        Recipe(size=CHUNK_BYTES, chunks=("0" * 64,) * 2),
+        Recipe(size=2**53, chunks=("0" * 64,)),
+    ],
+)
+def test_a_recipe_that_does_not_fit_its_size_is_refused(blobs: Blobs, recipe: Recipe):
+    with pytest.raises(ProtocolError, match="chunks, not"):
+        blobs.add_recipe(recipe)
+    name = blobs.chunks.put(recipe.model_dump_json().encode())
+    with pytest.raises(ProtocolError, match="chunks, not"):
+        blobs.recipe(name)
+
+
+HASH = b'"' + b"0" * 64 + b'"'
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not a recipe"),
+        (b"\xff\x00", "not a recipe"),
+        (b"[]", "not a recipe"),
+        (b'{"size":1}', "not a recipe"),
+        (b'{"size":1,"chunks":["../../etc"]}', "not a recipe"),
+        (b'{"size":-1,"chunks":[]}', "not a recipe"),
+        (b'{"size":1.0,"chunks":[%s]}' % HASH, "not a recipe"),
+        (b'{"size":1,"chunks":[%s],"x":1}' % HASH, "not a recipe"),
+        (b'{"size":1,"chunks":%s}' % (b"[" * 10_000), "not a recipe"),
+        (b'{"size": 1, "chunks": [%s]}' % HASH, "canonical"),
+        (b'{"chunks":[%s],"size":1}' % HASH, "canonical"),
+        (b'{"size":2,"size":1,"chunks":[%s]}' % HASH, "canonical|not a recipe"),
+    ],
+)
+def test_what_is_no_recipe_is_refused(blobs: Blobs, data: bytes, message: str):
+    name = blobs.chunks.put(data)
+    with pytest.raises(ProtocolError, match=message):
+        blobs.reader(name)
+
+
+def test_a_size_that_is_not_the_recipes_is_refused(blobs: Blobs, blob: Blob):
+    with pytest.raises(ProtocolError, match="bytes, not"):
+        blobs.reader(Blob(name=blob.name, size=blob.size - 1))
+
+
+@pytest.mark.parametrize("chunk", [b"", b"123", b"12345", DATA[:CHUNK_BYTES]])
+def test_a_chunk_that_is_not_as_long_as_its_recipe_says_is_refused(blobs: Blobs, chunk: bytes):
+    blob = blobs.add_recipe(Recipe(size=4, chunks=(blobs.chunks.put(chunk),)))
+    with pytest.raises(ProtocolError, match="not its recipe's"):
+        blobs.reader(blob).read(0, 4)
+    with pytest.raises(ProtocolError, match="not its recipe's"):
+        list(blobs.reader(blob).stream())
+
+
+def test_an_altered_chunk_is_named(tmp_path: Path):
+    chunks = LocalChunks(tmp_path, sync=False)
+    blob = Blobs(chunks).write([b"some bytes"])
+    name = name_of(b"some bytes")
+    (tmp_path / name[:2] / name[2:]).write_bytes(b"some bites")
+    with pytest.raises(CorruptFileError, match=name):
+        Blobs(chunks).reader(blob).read(0, 10)

@@ -1,0 +1,213 @@
+import itertools
+import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import safetensors.numpy
+
+from blocktrain.core.merge import Contribution, Outer, merge_tensor
+from blocktrain.errors import DivergedError, ProtocolError
+from blocktrain.protocol.messages import CHUNK_BYTES, Blob
+from blocktrain.protocol.tensors import decode, encode
+from blocktrain.storage.blobs import Blobs
+from blocktrain.storage.chunks import LocalChunks
+from blocktrain.storage.merging import Update, check_update, finite, merge_blobs, weights_form
+
+Floats = npt.NDArray[np.float32]
+
+PLAIN = Outer(1.0, 0.0)
+DILOCO = Outer(0.7, 0.9)
+SMALL = {"bias": (7,), "empty": (0, 3), "scale": (), "weight": (30, 50)}
+LARGE = {"a": (3,), "b": (2100, 1001), "c": (3, 800, 900), "d": (1,)}  # two borders of chunks
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> Blobs:
+    return Blobs(LocalChunks(tmp_path, sync=False))
+
+
+def weights(seed: int, shapes: Mapping[str, tuple[int, ...]] = SMALL) -> dict[str, Floats]:
+    draws = np.random.default_rng(seed)
+    return {
+        name: np.asarray(draws.random(shape, np.float32) - np.float32(0.5))
+        for name, shape in shapes.items()
+    }
+
+
+def loaded(blobs: Blobs, blob: Blob | None) -> dict[str, Floats]:
+    assert blob is not None
+    return decode(b"".join(blobs.reader(blob).stream()))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "outer"),
+    [(SMALL, PLAIN), (SMALL, Outer(0.5, 0.0)), (SMALL, DILOCO), (LARGE, DILOCO), ({}, DILOCO)],
+    ids=["mean", "rate", "small", "large", "empty"],
+)
+def test_a_file_is_merged_as_its_tensors_are(
+    blobs: Blobs, shapes: Mapping[str, tuple[int, ...]], outer: Outer
+):
+    current, velocity, start, *ends = (weights(seed, shapes) for seed in range(6))
+    files = [blobs.write(encode(file)) for file in (current, velocity, start, *ends)]
+    updates = [
+        Update("b", files[3], 3.0),
+        Update("c", files[4], 1.5, start=files[2]),
+        Update("a", files[5], 1.0),
+    ]
+    merged = merge_blobs(blobs, files[0], updates, files[1], outer)
+    found = loaded(blobs, merged.weights)
+    speeds = loaded(blobs, merged.velocity) if outer.momentum else None
+    assert (merged.velocity is None) == (outer.momentum == 0)
+    assert found.keys() == shapes.keys()
+    for name in shapes:
+        contributions = [
+            Contribution("b", ends[0][name], 3.0),
+            Contribution("c", ends[1][name], 1.5, start[name]),
+            Contribution("a", ends[2][name], 1.0),
+        ]
+        new, speed = merge_tensor(current[name], contributions, velocity[name], outer)
+        assert found[name].tobytes() == new.tobytes()
+        if speeds is not None:
+            assert speed is not None and speeds[name].tobytes() == speed.tobytes()
+
+
+def test_one_update_is_the_next_version_by_name(blobs: Blobs):
+    """With rate 1 and no momentum nothing is computed: the version is the update, chunk by
+    chunk."""
+    current, end, other = (blobs.write(encode(weights(seed, LARGE))) for seed in range(3))
+    assert end.size > 2 * CHUNK_BYTES
+    merged = merge_blobs(blobs, current, [Update("a", end, 123.0)], other, PLAIN)
+    assert merged.weights == end
+    alike = [Update("a", end, 0.1), Update("b", end, 7.0)]
+    assert merge_blobs(blobs, current, alike, None, PLAIN).weights == end
+    late = [Update("a", end, 0.1, start=current)]
+    assert merge_blobs(blobs, current, late, None, PLAIN).weights == end
+
+
+def test_the_order_of_updates_does_not_matter(blobs: Blobs):
+    current, *ends = (blobs.write(encode(weights(seed))) for seed in range(4))
+    updates = [Update(f"u{i}", end, 3.0**-i) for i, end in enumerate(ends)]
+    names = {
+        merge_blobs(blobs, current, list(order), None, DILOCO).weights.name
+        for order in itertools.permutations(updates)
+    }
+    assert len(names) == 1
+
+
+def test_without_a_velocity_it_starts_at_rest(blobs: Blobs):
+    current, end = (blobs.write(encode(weights(seed))) for seed in range(2))
+    rest = blobs.write(encode({name: np.zeros_like(t) for name, t in weights(0).items()}))
+    updates = [Update("a", end, 1.0)]
+    first = merge_blobs(blobs, current, updates, None, DILOCO)
+    assert first == merge_blobs(blobs, current, updates, rest, DILOCO)
+
+
+def test_a_merge_takes_an_update_once(blobs: Blobs):
+    file = blobs.write(encode(weights(0)))
+    with pytest.raises(ValueError, match="once"):
+        merge_blobs(blobs, file, [Update("a", file, 1.0), Update("a", file, 1.0)], None, PLAIN)
+    with pytest.raises(ValueError, match="nothing"):
+        merge_blobs(blobs, file, [], None, PLAIN)
+
+
+def test_memory_does_not_grow_with_files_or_updates(blobs: Blobs):
+    shape = {"w": (16, 1000, 1000)}
+    current, velocity, *ends = (blobs.write(encode(weights(i, shape))) for i in range(6))
+    updates = [Update(str(i), end, 1.0 + i) for i, end in enumerate(ends)]
+    tracemalloc.start()
+    try:
+        merge_blobs(blobs, current, updates, velocity, DILOCO)
+        assert tracemalloc.get_traced_memory()[1] < 40e6
+        tracemalloc.reset_peak()
+        assert finite(blobs.reader(current))
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("bad", "place"), [(np.nan, 0), (np.inf, 1_000_000), (-np.inf, -1)])
+def test_what_is_not_finite_is_found(blobs: Blobs, bad: float, place: int):
+    shape = {"a": (1,), "w": (3_000_000,)}
+    file = weights(0, shape)
+    base = blobs.write(encode(file))
+    assert finite(blobs.reader(base))
+    file["w"][place] = bad
+    update = blobs.write(encode(file))
+    assert not finite(blobs.reader(update))
+    with pytest.raises(ProtocolError, match="not finite"):
+        check_update(blobs, update, base)
+    with pytest.raises(DivergedError, match="not finite"):
+        merge_blobs(blobs, base, [Update("a", update, 1.0)], None, PLAIN)
+
+
+def altered(kind: str) -> bytes:
+    file = weights(1)
+    if kind == "missing":
+        del file["bias"]
+    elif kind == "extra":
+        file["zeal"] = file["bias"]
+    elif kind == "shape":
+        file["weight"] = file["weight"].T
+    elif kind == "dtype":
+        file["weight"] = file["weight"].astype(np.float16)  # type: ignore[assignment]
+    elif kind == "metadata":
+        return bytes(safetensors.numpy.save(file, {"by": "me"}))
+    elif kind == "padding":
+        data = b"".join(encode(file))
+        length = int.from_bytes(data[:8], "little")
+        return (
+            (length + 8).to_bytes(8, "little")
+            + data[8 : 8 + length]
+            + b" " * 8
+            + data[8 + length :]
+        )
+    elif kind == "noise":
+        return b"no tensors at all"
+    elif kind == "cut":
+        return b"".join(encode(file))[:-4]
+    return b"".join(encode(file))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", "'bias' is missing"),
+        ("extra", "'zeal' does not belong"),
+        ("shape", r"'weight' is F32\[50, 30\]"),
+        ("dtype", "'weight' is F16"),
+        ("metadata", "metadata"),
+        ("padding", "sorted by name"),
+        ("noise", "header"),
+        ("cut", "the tensors end at"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(blobs: Blobs, kind: str, message: str):
+    base = blobs.write(encode(weights(0)))
+    check_update(blobs, blobs.write(encode(weights(1))), base)
+    update = blobs.write([altered(kind)])
+    with pytest.raises(ProtocolError, match=message):
+        check_update(blobs, update, base)
+    for updates, velocity in (
+        ([Update("a", update, 1.0)], None),
+        ([Update("a", base, 1.0, start=update)], None),
+        ([Update("a", base, 1.0)], update),
+    ):
+        with pytest.raises(ProtocolError, match=message):
+            merge_blobs(blobs, base, updates, velocity, DILOCO)
+
+
+def test_the_form_of_weights_is_read_without_keeping_them(blobs: Blobs):
+    reader = blobs.reader(blobs.write(encode(weights(0, LARGE))))
+    assert [spec.name for spec in weights_form(reader)] == sorted(LARGE)
+    assert reader._held is None
+
+
+def test_a_header_of_several_chunks_is_merged_too(blobs: Blobs):
+    """Many long names: the numbers begin in the second chunk."""
+    names = {f"{'😀' * 250}{i:06d}": (1,) for i in range(8_000)}
+    current, end = (blobs.write(encode(weights(seed, names))) for seed in range(2))
+    assert weights_form(blobs.reader(end))[0].start > CHUNK_BYTES
+    assert merge_blobs(blobs, current, [Update("a", end, 1.0)], None, PLAIN).weights == end

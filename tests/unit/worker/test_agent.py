@@ -1,0 +1,475 @@
+import hashlib
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.fault_server import Fault, FaultServer
+from tests.support.turned_clock import TurnedClock
+from tests.support.worker_side import KEY, RUN, WORKER, described, joined
+
+from blocktrain.config import Config
+from blocktrain.data.corpus import Corpus
+from blocktrain.errors import (
+    ConfigError,
+    DeviceError,
+    ProtocolError,
+    RefusedError,
+    RunError,
+)
+from blocktrain.protocol import tensors
+from blocktrain.protocol.identity import verify_update
+from blocktrain.protocol.messages import (
+    Blob,
+    Finished,
+    Lease,
+    LeaseAnswer,
+    LeaseRequest,
+    LeaseReturn,
+    LeaseState,
+    Message,
+    Predecessor,
+    Receipt,
+    UpdateClaim,
+    UpdateOffer,
+    UploadState,
+    Wait,
+)
+from blocktrain.storage.chunks import name_of
+from blocktrain.storage.run_dir import Tensors
+from blocktrain.train.device import resolve
+from blocktrain.train.trainer import BlockTrainer
+from blocktrain.worker.agent import Agent
+from blocktrain.worker.client import Client
+from blocktrain.worker.events import WorkerEvent
+from blocktrain.worker.idleness import Idleness
+from blocktrain.worker.settings import WorkerSettings
+
+CPU = resolve("cpu", "fp32")
+SOON = Wait(seconds=0.02, reason="the last update is about to become a version")
+
+Next = Callable[[], Lease | Wait | Finished]
+
+
+class Script:
+    """Hands out what a test wrote down, takes in what is sent, and remembers both."""
+
+    def __init__(self, server: FaultServer, config: Config, corpus: Corpus) -> None:
+        self.server, self.config, self.corpus = server, config, corpus
+        self.answers: list[Next] = []
+        self.asked: list[LeaseRequest] = []
+        self.offers: list[UpdateOffer] = []
+        self.returned: list[str] = []
+        self.open = LeaseState(open=True, seconds_left=60.0)
+        self.receipt = Receipt(state="pending", weight=1.0)
+        self._committed: set[str] = set()
+        self._given = 0
+        server.on("POST /v1/join", lambda body: self._joined())
+        server.on("POST /v1/lease", self._lease)
+        server.on("POST /v1/lease/[^/]+/progress", lambda body: self.open)
+        server.on("POST /v1/lease/[^/]+/return", self._take_back)
+        server.on("POST /v1/updates", self._offer)
+        server.on("POST /v1/updates/[^/]+/commit", self._commit)
+
+    @property
+    def claims(self) -> list[UpdateClaim]:
+        """Updates that were committed, in order."""
+        return [o.claim for o in self.offers if o.claim.lease in self._committed]
+
+    def result(self, number: int) -> Blob:
+        recipe = self.claims[number].recipe
+        return Blob(name=name_of(recipe.model_dump_json().encode()), size=recipe.size)
+
+    def weights(self, number: int) -> Tensors:
+        chunks = self.claims[number].recipe.chunks
+        return tensors.decode(b"".join(self.server.chunks[name] for name in chunks))
+
+    def first_weights(self, block: int = 0, config: Config | None = None) -> Blob:
+        trainer = BlockTrainer(config or self.config, block, self.corpus, CPU, None)
+        return self.server.hold(b"".join(tensors.encode(trainer.weights())))
+
+    def lease(self, base: Blob, first: int, steps: int, **changes: Any) -> Lease:
+        self._given += 1
+        fields = {
+            "block": 0, "base_version": 0, "schedule_start": first, "schedule_stride": 1,
+            "seconds_left": 60.0, **changes,
+        }  # fmt: skip
+        return Lease(
+            lease=f"lease{self._given:03d}", fence=self._given, base=base, first_batch=first,
+            steps=steps, **fields,
+        )  # fmt: skip
+
+    def after(self, updates: int, then: Next) -> Next:
+        """An answer that comes once so many updates were committed."""
+        return lambda: then() if len(self.claims) >= updates else SOON
+
+    def _joined(self) -> Message:
+        splits = {split: data.tobytes() for split, data in self.corpus.splits.items()}
+        return joined(
+            description=described(
+                config=self.config.to_toml(),
+                corpus={split: self.server.hold(data) for split, data in splits.items()},
+                corpus_digests={s: hashlib.sha256(data).hexdigest() for s, data in splits.items()},
+            )
+        )
+
+    def _lease(self, body: bytes) -> LeaseAnswer:
+        self.asked.append(LeaseRequest.model_validate_json(body))
+        answer = self.answers[0]() if self.answers else Finished()
+        if answer is not SOON and self.answers:
+            self.answers.pop(0)
+        return LeaseAnswer(answer=answer)
+
+    def _take_back(self, body: bytes) -> LeaseState:
+        self.returned.append(LeaseReturn.model_validate_json(body).reason)
+        return LeaseState(open=False, seconds_left=0.0)
+
+    def _offer(self, body: bytes) -> UploadState:
+        offer = UpdateOffer.model_validate_json(body)
+        if offer not in self.offers:
+            self.offers.append(offer)
+        chunks = dict.fromkeys(offer.claim.recipe.chunks)
+        return UploadState(missing=tuple(n for n in chunks if n not in self.server.chunks))
+
+    def _commit(self, body: bytes) -> Receipt:
+        line = self.server.lines("POST /v1/updates/")[-1]
+        self._committed.add(re.findall(r"lease\d+", line)[0])
+        return self.receipt
+
+
+@pytest.fixture
+def script(
+    server: FaultServer,
+    config: Config,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Script:
+    monkeypatch.setenv("BLOCKTRAIN_CACHE", str(tmp_path / "cache"))
+    return Script(server, config.with_settings(data__source="text:/nowhere"), corpus)
+
+
+class Watched:
+    """An agent and what it told."""
+
+    def __init__(self, client: Client, folder: Path) -> None:
+        self.client = client
+        self.settings = WorkerSettings(folder / "worker", "cpu", name="tested")
+        self.events: list[WorkerEvent] = []
+        self.on_event: Callable[[WorkerEvent], None] = lambda event: None
+        self.idleness: Idleness | None = None
+
+    def make(self, **settings: Any) -> Agent:
+        return Agent(self.client, replace(self.settings, **settings), self._hear, self.idleness)
+
+    def run(self, **settings: Any) -> bool:
+        return self.make(**settings).run()
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events if event.kind not in ("training", "waiting")]
+
+    def _hear(self, event: WorkerEvent) -> None:
+        self.events.append(event)
+        self.on_event(event)
+
+
+@pytest.fixture
+def watched(client: Client, tmp_path: Path) -> Watched:
+    return Watched(client, tmp_path)
+
+
+def assert_equal(a: Tensors, b: Tensors) -> None:
+    assert a.keys() == b.keys()
+    for name, array in a.items():
+        assert np.array_equal(array, b[name]), name
+
+
+def blob_requests(server: FaultServer, blob: Blob) -> int:
+    return len(server.lines(f"GET /v1/blobs/{blob.name}"))
+
+
+def test_a_workers_whole_life(script: Script, watched: Watched, server: FaultServer):
+    """Leases in order, each merged alone: one download, and the weights of a local run."""
+    first = script.first_weights()
+    script.answers = [
+        lambda: script.lease(first, 0, 5),
+        script.after(1, lambda: script.lease(script.result(0), 5, 4, base_version=1)),
+        script.after(2, lambda: script.lease(script.result(1), 9, 3, base_version=2)),
+        script.after(3, Finished),
+    ]
+    assert watched.run()
+    straight = BlockTrainer(script.config, 0, script.corpus, CPU, None)
+    straight.train(lambda progress: None)
+    assert_equal(straight.weights(), script.weights(2))
+
+    assert blob_requests(server, first) == 1
+    assert not any(blob_requests(server, script.result(n)) for n in range(3))
+    assert script.asked[0].held_block is None
+    assert script.asked[-1].held_block == 0
+    assert 1 < (script.asked[-1].steps_per_second or 0) < 1e6
+    assert [claim.base_version for claim in script.claims] == [0, 1, 2]
+    assert all(verify_update(KEY.public, o.claim, o.signature) for o in script.offers)
+    assert {(claim.run, claim.worker) for claim in script.claims} == {(RUN, WORKER)}
+    assert watched.kinds() == [
+        "joined", "corpus", *["leased", "trained", "accepted"] * 3, "finished"
+    ]  # fmt: skip
+    last = watched.events[-1]
+    assert last.contribution == 12 * 4 * 32
+    assert last.bytes_up == 3 * first.size
+    training = [event for event in watched.events if event.kind == "training"]
+    assert training[-1].step == training[-1].steps == 3
+    assert 0 < (training[-1].loss or 0) < 10
+    assert training[-1].bytes_per_s > 0
+
+
+def test_a_base_that_was_merged_with_others_is_fetched(
+    script: Script, watched: Watched, server: FaultServer
+):
+    first, other = script.first_weights(), script.first_weights(1)
+    script.answers = [
+        lambda: script.lease(first, 0, 2),
+        script.after(1, lambda: script.lease(other, 2, 2, base_version=1)),
+    ]
+    assert watched.run()
+    assert blob_requests(server, other) == 1
+    assert len(script.claims) == 2
+
+
+def test_another_block_starts_afresh(script: Script, watched: Watched):
+    """And the next lease of the first block finds its own update in the cache."""
+    blocks = [script.first_weights(block) for block in (0, 1)]
+    script.answers = [
+        lambda: script.lease(blocks[0], 0, 2),
+        lambda: script.lease(blocks[1], 0, 3, block=1),
+        script.after(2, Finished),
+    ]
+    assert watched.run()
+    alone = BlockTrainer(script.config, 1, script.corpus, CPU, None)
+    for _ in range(3):
+        alone.train_step()
+    second = next(n for n, claim in enumerate(script.claims) if claim.block == 1)
+    assert_equal(alone.weights(), script.weights(second))
+
+
+def test_a_cascade_fetches_the_blocks_before(script: Script, watched: Watched, server: FaultServer):
+    config = script.config.with_settings(objective__kind="cascade", objective__tail=1)
+    script.config = config
+    before = BlockTrainer(config, 0, script.corpus, CPU, None)
+    before.train(lambda progress: None)
+    held = server.hold(b"".join(tensors.encode(before.weights())))
+
+    class Fixed:
+        def version(self, block: int) -> int:
+            return 4
+
+        def weights(self, block: int) -> Any:
+            return dict(before.module.named_parameters())
+
+    straight = BlockTrainer(config, 1, script.corpus, CPU, None, Fixed())
+    first = server.hold(b"".join(tensors.encode(straight.weights())))
+    straight.train(lambda progress: None)
+    named = (Predecessor(block=0, version=4, weights=held),)
+    script.answers = [
+        lambda: script.lease(first, 0, 7, block=1, predecessors=named),
+        script.after(1, lambda: script.lease(script.result(0), 7, 5, block=1, predecessors=named)),
+        script.after(2, Finished),
+    ]
+    assert watched.run()
+    assert_equal(straight.weights(), script.weights(1))
+    assert blob_requests(server, held) == 1
+
+
+def test_the_next_lease_is_asked_for_while_the_update_goes_up(
+    script: Script, watched: Watched, server: FaultServer
+):
+    """The upload hangs until the second lease is being trained."""
+    blocks = [script.first_weights(block) for block in (0, 1)]
+    begun = threading.Event()
+    server.faults = [Fault("PUT /v1/chunks", wait=begun)]
+    script.answers = [
+        lambda: script.lease(blocks[0], 0, 2),
+        lambda: script.lease(blocks[1], 0, 2, block=1),
+        script.after(2, Finished),
+    ]
+    watched.on_event = lambda e: begun.set() if (e.kind, e.block) == ("training", 1) else None
+    assert watched.run()
+    kinds = [(event.kind, event.block) for event in watched.events]
+    assert kinds.index(("leased", 1)) < kinds.index(("accepted", 0))
+
+
+def test_a_lost_lease_is_dropped(script: Script, watched: Watched):
+    script.config = script.config.with_settings(train__steps=100_000)
+    first = script.first_weights()
+    script.open = LeaseState(open=False, seconds_left=0.0, reason="this lease is expired")
+    script.answers = [lambda: script.lease(first, 0, 100_000, seconds_left=0.5)]
+    assert watched.run()
+    assert watched.kinds() == ["joined", "corpus", "leased", "lost", "finished"]
+    assert "this lease is expired" in watched.events[-2].text
+    assert not script.offers and not script.returned
+
+
+def test_a_stop_gives_a_long_lease_back(script: Script, watched: Watched):
+    script.config = script.config.with_settings(train__steps=1_000_000)
+    first = script.first_weights()
+    script.answers = [lambda: script.lease(first, 0, 1_000_000)]
+    agent = watched.make()
+    watched.on_event = lambda event: agent.stop() if event.kind == "training" else None
+    assert not agent.run()
+    assert script.returned == ["the worker was stopped"]
+    assert watched.kinds()[-2:] == ["returned", "stopped"]
+    assert not script.offers
+
+
+def test_a_stop_lets_a_short_lease_finish(script: Script, watched: Watched):
+    first = script.first_weights()
+    script.answers = [lambda: script.lease(first, 0, 40)]
+    agent = watched.make()
+    stopped = threading.Event()
+    watched.on_event = lambda event: stopped.set() if event.kind == "training" else None
+    assert not agent.run(stopped.is_set)
+    assert not script.returned
+    assert len(script.claims) == 1
+    assert watched.kinds()[-2:] == ["accepted", "stopped"]
+
+
+def test_a_stop_ends_a_wait(script: Script, watched: Watched):
+    script.answers = [lambda: Wait(seconds=1000.0, reason="everything is handed out")]
+    agent = watched.make()
+    watched.on_event = lambda event: agent.stop() if event.kind == "waiting" else None
+    began = time.monotonic()
+    assert not agent.run()
+    assert time.monotonic() - began < 3.0
+    assert watched.events[-2].text == "everything is handed out"
+
+
+def test_its_time_may_be_over(script: Script, watched: Watched):
+    script.answers = [lambda: Wait(seconds=1000.0, reason="nothing")]
+    assert not watched.run(until=time.time() + 0.5)
+    assert watched.events[-1].text == "the worker's time is over"
+
+
+def test_training_that_diverges_is_given_back(script: Script, watched: Watched):
+    healthy = script.first_weights()
+    start = BlockTrainer(script.config, 0, script.corpus, CPU, None).weights()
+    ruined = {name: np.full_like(array, np.nan) for name, array in start.items()}
+    broken = script.server.hold(b"".join(tensors.encode(ruined)))
+    script.answers = [
+        lambda: script.lease(broken, 0, 3),
+        lambda: script.lease(healthy, 0, 3),
+        script.after(1, Finished),
+    ]
+    assert watched.run()
+    assert "non-finite" in script.returned[0]
+    assert len(script.claims) == 1
+
+
+def test_a_run_that_only_fails_ends_the_worker(script: Script, watched: Watched):
+    gone = Blob(name="ab" * 32, size=100)
+    script.answers = [lambda: script.lease(gone, 0, 3)] * 9
+    with pytest.raises(RefusedError, match="no chunk"):
+        watched.run()
+    assert len(script.returned) == 5
+
+
+def test_weights_that_do_not_fit_end_the_worker(script: Script, watched: Watched):
+    wide = script.first_weights(config=script.config.with_settings(model__width=64))
+    script.answers = [lambda: script.lease(wide, 0, 3)]
+    with pytest.raises(RunError, match="does not fit this model"):
+        watched.run()
+    assert "does not fit" in script.returned[0]
+
+
+def test_a_refused_update_is_told_and_work_goes_on(script: Script, watched: Watched):
+    first = script.first_weights()
+    script.receipt = Receipt(state="refused", reason="it is 9 versions behind, more than 4")
+    script.answers = [
+        lambda: script.lease(first, 0, 2),
+        script.after(1, lambda: script.lease(first, 2, 2)),
+        script.after(2, Finished),
+    ]
+    assert watched.run()
+    told = [event.text for event in watched.events if event.kind == "refused"]
+    assert told == ["update refused: it is 9 versions behind, more than 4"] * 2
+    assert watched.events[-1].contribution == 0
+
+
+def test_a_coordinator_that_restarts_is_waited_for(
+    script: Script, watched: Watched, server: FaultServer
+):
+    first = script.first_weights()
+    script.answers = [lambda: script.lease(first, 0, 2), script.after(1, Finished)]
+    server.faults = [
+        Fault("POST /v1/lease", status=503, times=2),
+        Fault("POST /v1/updates", cut_after=0),
+    ]
+    assert watched.run()
+    assert len(script.claims) == 1
+
+
+def test_it_stands_back_while_others_use_the_machine(script: Script, watched: Watched):
+    first = script.first_weights()
+    load = [0.0]
+    watched.idleness = Idleness(lambda: load[0], lambda: 0.0, TurnedClock().clock, 1)
+
+    def on_event(event: WorkerEvent) -> None:
+        if event.kind == "training" and event.step == 1:
+            load[0] = 9.0
+        if event.kind == "paused":
+            threading.Timer(0.2, lambda: load.__setitem__(0, 0.0)).start()
+
+    watched.on_event = on_event
+    script.answers = [lambda: script.lease(first, 0, 3), script.after(1, Finished)]
+    assert watched.run(idle_only=True)
+    assert watched.kinds().count("paused") == 1
+    assert len(script.claims) == 1
+
+
+def test_what_does_not_fit_is_refused_before_any_work(script: Script, watched: Watched):
+    with pytest.raises(DeviceError, match=r"needs about .* MB to train, --memory allows 0 MB"):
+        watched.run(memory_bytes=1000)
+    with pytest.raises(ConfigError, match="the run has blocks 0 to 1"):
+        watched.run(blocks=(2,))
+    assert watched.run(memory_bytes=10**12, blocks=(1,))
+    assert script.asked[-1].blocks == (1,)
+
+
+def test_an_invite_for_another_role_is_refused(
+    script: Script, watched: Watched, server: FaultServer
+):
+    server.on("POST /v1/join", lambda body: joined(role="evaluate"))
+    with pytest.raises(ConfigError, match="workers that evaluate"):
+        watched.run()
+
+
+def test_settings_that_are_none_are_refused(script: Script, watched: Watched, server: FaultServer):
+    server.on("POST /v1/join", lambda body: joined(description=described(config="[model")))
+    with pytest.raises(ProtocolError, match="not valid TOML"):
+        watched.run()
+
+
+def test_a_banned_worker_ends(script: Script, watched: Watched, server: FaultServer):
+    def banned(body: bytes) -> Message:
+        raise RefusedError("forbidden", "this worker was banned from the run")
+
+    server.on("POST /v1/lease", banned)
+    with pytest.raises(RefusedError, match="banned"):
+        watched.run()
+
+
+def test_two_workers_cannot_share_a_folder(script: Script, watched: Watched):
+    script.answers = [lambda: Wait(seconds=1000.0, reason="nothing")]
+    first, second = watched.make(), watched.make()
+    waiting = threading.Event()
+    watched.on_event = lambda event: waiting.set() if event.kind == "waiting" else None
+    thread = threading.Thread(target=first.run)
+    thread.start()
+    assert waiting.wait(10)
+    with pytest.raises(RunError, match="another worker works in"):
+        second.run()
+    first.stop()
+    thread.join()

@@ -1,0 +1,297 @@
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.fault_server import Fault, FaultServer
+from tests.support.turned_clock import TurnedClock
+from tests.support.worker_side import KEY, RUN, SECRET, WORKER
+
+from blocktrain.coordinator.authority import Authority
+from blocktrain.errors import ProtocolError, RefusedError, UnreachableError, UntrustedError
+from blocktrain.protocol import identity
+from blocktrain.protocol.messages import (
+    Hello,
+    Join,
+    LeaseAnswer,
+    LeaseRequest,
+    Message,
+    Status,
+    Token,
+    TokenRequest,
+    Wait,
+)
+from blocktrain.worker.client import Client
+from blocktrain.worker.clock import Clock
+
+NewClient = Callable[..., Client]
+STATUS = Status(run=RUN, state="running", ce=None, blocks=(), workers=(), seconds=1.0)
+WAIT = LeaseAnswer(answer=Wait(seconds=1.0, reason="nothing"))
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def authorizations(server: FaultServer, line: str) -> list[str | None]:
+    return [seen.headers.get("Authorization") for seen in server.seen if seen.line == line]
+
+
+# Who answers
+
+
+def test_it_looks_on_with_the_invite_and_works_with_its_token(client: Client, server: FaultServer):
+    server.on("GET /v1/status", lambda body: STATUS)
+    assert client.status() == STATUS
+    client.join("a name", "cpu")
+    client.status()
+    assert authorizations(server, "GET /v1/status") == [f"Invite {SECRET}", "Bearer token1"]
+
+
+def test_joining_says_who_it_is(client: Client, server: FaultServer):
+    said: list[Join] = []
+
+    def join(body: bytes) -> Message:
+        said.append(Join.model_validate_json(body))
+        raise RefusedError("gone", "this invite has expired")
+
+    server.on("POST /v1/join", join)
+    with pytest.raises(RefusedError, match="expired") as caught:
+        client.join("two\nlines" + "x" * 100, "")
+    assert caught.value.code == "gone"
+    assert said[0].invite == SECRET
+    assert said[0].public_key == KEY.public
+    assert said[0].name.startswith("twolinesxxx") and len(said[0].name) == 80
+    assert said[0].device == "unnamed"
+
+
+def test_another_run_or_another_protocol_is_refused(client: Client, server: FaultServer):
+    server.on("GET /v1/hello", lambda body: Hello(run="run00002", protocols=(1,)))
+    with pytest.raises(ProtocolError, match="run run00002 answers there"):
+        client.join("name", "cpu")
+    server.on("GET /v1/hello", lambda body: Hello(run=RUN, protocols=(7, 8)))
+    with pytest.raises(ProtocolError, match="speaks version 7, 8 of the protocol, this worker 1"):
+        client.join("name", "cpu")
+    server.on("GET /v1/hello", lambda body: Hello(run=RUN, protocols=(2, 1)))
+    assert client.join("name", "cpu").worker == WORKER
+
+
+# Tokens
+
+
+def test_a_token_is_renewed_before_it_ends(server: FaultServer, new_client: NewClient):
+    turned = TurnedClock(now=5000.0)
+    client = new_client(clock=turned.clock)
+    asked: list[TokenRequest] = []
+
+    def renew(body: bytes) -> Token:
+        asked.append(TokenRequest.model_validate_json(body))
+        return Token(token=f"token{len(asked) + 1}", token_seconds=100)
+
+    server.on("POST /v1/token", renew)
+    server.on("POST /v1/lease", lambda body: WAIT)
+    client.join("name", "cpu")
+    for seconds in (0, 79, 2, 50, 40):
+        turned.now += seconds
+        client.lease(LeaseRequest())
+    tokens = authorizations(server, "POST /v1/lease")
+    assert tokens == [f"Bearer token{n}" for n in (1, 1, 2, 2, 3)]
+    assert asked[0].time == 5081
+    assert identity.verify_token_request(KEY.public, RUN, WORKER, asked[0].time, asked[0].signature)
+
+
+def test_a_refused_token_is_renewed_once(client: Client, server: FaultServer):
+    server.on("POST /v1/lease", lambda body: WAIT)
+    client.join("name", "cpu")
+    server.faults = [Fault("POST /v1/lease", status=401)]
+    assert client.lease(LeaseRequest()) == WAIT.answer
+    assert authorizations(server, "POST /v1/lease") == ["Bearer token1", "Bearer token2"]
+    server.faults = [Fault("POST /v1/lease", status=401, times=9)]
+    with pytest.raises(RefusedError) as caught:
+        client.lease(LeaseRequest())
+    assert caught.value.code == "unauthorized"
+    assert len(server.lines("POST /v1/lease")) == 4
+
+
+def test_a_worker_whose_clock_is_wrong_joins_again(client: Client, server: FaultServer):
+    def renew(body: bytes) -> Token:
+        raise RefusedError("unauthorized", "the clocks differ by more than five minutes")
+
+    server.on("POST /v1/token", renew)
+    server.on("POST /v1/lease", lambda body: WAIT)
+    client.join("name", "cpu")
+    server.faults = [Fault("POST /v1/lease", status=401)]
+    assert client.lease(LeaseRequest()) == WAIT.answer
+    assert len(server.lines("POST /v1/join")) == 2
+
+
+# Failures
+
+
+def test_the_next_address_is_tried_when_one_does_not_answer(
+    server: FaultServer, new_client: NewClient
+):
+    turned = TurnedClock()
+    client = new_client(closed_port(), server.address, clock=turned.clock)
+    client.hello()
+    client.hello()
+    assert turned.slept == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("GET /v1/hello", status=503),
+        Fault("GET /v1/hello", status=500, times=3),
+        Fault("GET /v1/hello", status=429, headers={"Retry-After": "3"}),
+        Fault("GET /v1/hello", cut_after=5),
+        Fault("GET /v1/hello", cut_after=0),
+    ],
+    ids=["503", "500", "429", "cut", "cut at once"],
+)
+def test_failures_that_pass_are_waited_out(
+    server: FaultServer, new_client: NewClient, fault: Fault
+):
+    turned = TurnedClock()
+    server.faults = [fault]
+    assert new_client(clock=turned.clock).hello().run == RUN
+    assert sum(turned.slept) >= 3.0 if fault.headers else sum(turned.slept) < 3.0
+
+
+def test_nobody_there_is_told_with_the_address(new_client: NewClient):
+    address = closed_port()
+    client = new_client(address, clock=TurnedClock().clock)
+    with pytest.raises(UnreachableError, match=f"no answer from {address}: .*refused"):
+        client.hello(client.patience(0.1))
+
+
+def test_a_refusal_is_asked_for_once(client: Client, server: FaultServer):
+    def ban(body: bytes) -> Message:
+        raise RefusedError("forbidden", "this worker was banned from the run")
+
+    server.on("POST /v1/lease", ban)
+    client.join("name", "cpu")
+    with pytest.raises(RefusedError, match="banned"):
+        client.lease(LeaseRequest())
+    assert len(server.lines("POST /v1/lease")) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "match"),
+    [
+        (b"<html>", "answer to /v1/hello is not understood"),
+        (b'{"run":"run00001","protocols":[1],"new":1}', "new: Extra inputs"),
+    ],
+)
+def test_an_answer_that_is_none_is_named(
+    client: Client, server: FaultServer, body: bytes, match: str
+):
+    server.faults = [Fault("GET /v1/hello", status=200, body=body)]
+    with pytest.raises(ProtocolError, match=match):
+        client.hello()
+    assert len(server.lines()) == 1
+
+
+def test_a_redirect_is_not_followed(client: Client, server: FaultServer):
+    there = {"Location": f"{server.address}/v1/hello"}
+    server.faults = [Fault("GET /v1/hello", status=302, headers=there)]
+    with pytest.raises(ProtocolError, match="answered 302"):
+        client.hello()
+
+
+def test_a_silent_connection_is_given_up(server: FaultServer, new_client: NewClient):
+    client = new_client()
+    server.on("GET /v1/hello", lambda body: time.sleep(2.0))
+    began = time.monotonic()
+    with pytest.raises(UnreachableError, match="timed out"):
+        client.hello(client.patience(0.0))
+    assert time.monotonic() - began < 1.8
+
+
+def test_a_trickling_connection_is_given_up(server: FaultServer, new_client: NewClient):
+    """Each byte comes in time, but all of them would take hours."""
+    hurried = Clock(lambda: 1000.0 * time.monotonic(), time.time, lambda seconds: None)
+    client = new_client(clock=hurried)
+    server.faults = [Fault("GET /v1/hello", seconds_between=0.01)]
+    with pytest.raises(UnreachableError, match="sends too slowly"):
+        client.hello(client.patience(0.0))
+    assert server.bytes_sent < 20
+
+
+# Trust
+
+
+@pytest.fixture
+def authority() -> Authority:
+    return Authority.create(RUN, time.time())
+
+
+@pytest.fixture
+def secure(authority: Authority, tmp_path: Path) -> Iterator[FaultServer]:
+    yield from tls_server(authority, authority, tmp_path)
+
+
+def tls_server(shown: Authority, signer: Authority, folder: Path) -> Iterator[FaultServer]:
+    """A server that shows one authority and has a certificate of maybe another."""
+    issued = signer.issue_server(["elsewhere.example"], time.time())
+    folder.mkdir(exist_ok=True)
+    (folder / "cert.pem").write_text(issued.cert_pem)
+    (folder / "key.pem").write_text(issued.key_pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    server = FaultServer(context)
+    server.faults = [
+        Fault("GET /v1/ca", status=200, body=shown.certificate_pem.encode(), times=1000)
+    ]
+    server.on("GET /v1/hello", lambda body: Hello(run=RUN, protocols=(1,)))
+    server.on("GET /v1/status", lambda body: STATUS)
+    yield server
+    server.close()
+
+
+def test_the_certificate_is_fetched_once_and_pinned(
+    secure: FaultServer, new_client: NewClient, authority: Authority
+):
+    client = new_client(secure.address, fingerprint=authority.fingerprint)
+    client.hello()
+    client.status()
+    assert secure.lines() == ["GET /v1/ca", "GET /v1/hello", "GET /v1/status"]
+
+
+def test_an_impostor_learns_nothing(secure: FaultServer, new_client: NewClient):
+    client = new_client(secure.address, fingerprint="ab" * 32)
+    with pytest.raises(UntrustedError, match="not the one the invite names"):
+        client.status()
+    assert secure.lines() == ["GET /v1/ca"]
+    assert "Authorization" not in secure.seen[0].headers
+
+
+def test_one_that_only_shows_the_right_certificate_learns_nothing(
+    new_client: NewClient, authority: Authority, tmp_path: Path
+):
+    other = Authority.create(RUN, time.time())
+    servers = tls_server(shown=authority, signer=other, folder=tmp_path)
+    impostor = next(servers)
+    client = new_client(impostor.address, fingerprint=authority.fingerprint)
+    with pytest.raises(UnreachableError, match="certificate verify failed"):
+        client.status(client.patience(0.0))
+    assert impostor.lines() == ["GET /v1/ca"]
+    servers.close()
+
+
+def test_an_honest_address_is_found_behind_an_impostor(
+    secure: FaultServer, new_client: NewClient, authority: Authority, tmp_path: Path
+):
+    other = Authority.create(RUN, time.time())
+    servers = tls_server(shown=other, signer=other, folder=tmp_path / "other")
+    impostor = next(servers)
+    turned = TurnedClock()
+    client = new_client(
+        impostor.address, secure.address, fingerprint=authority.fingerprint, clock=turned.clock
+    )
+    assert client.status() == STATUS
+    assert impostor.lines() == ["GET /v1/ca"]
+    servers.close()

@@ -1,0 +1,41 @@
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from blocktrain.worker.crew import side_by_side
+
+
+def test_everything_is_done_by_so_many_at_a_time():
+    done: list[int] = []
+    together = threading.Barrier(3, timeout=5)
+
+    def work(item: int, wanted: Callable[[], bool]) -> None:
+        together.wait()
+        done.append(item)
+
+    side_by_side(work, range(9), 3)
+    assert sorted(done) == list(range(9))
+
+
+def test_the_first_failure_ends_it():
+    done: list[int] = []
+    ended = threading.Event()
+
+    def work(item: int, wanted: Callable[[], bool]) -> None:
+        done.append(item)
+        if item == 0:
+            raise ValueError("first")
+        while wanted():
+            time.sleep(0.01)
+        ended.set()
+
+    with pytest.raises(ValueError, match="first"):
+        side_by_side(work, range(100), 2)
+    assert ended.wait(5)
+    assert len(done) == 2
+
+
+def test_nothing_to_do_is_done():
+    side_by_side(lambda item, wanted: None, [], 4)
