@@ -160,11 +160,14 @@ class SwarmConfig:
     most_steps: int = setting(100, "most steps of one lease", low=1)
     deadline_factor: float = setting(4.0, "a lease's deadline in multiples of its time", low=1.0)
     shortest_deadline: float = setting(60.0, "seconds no deadline is shorter than", low=0.5)
+    longest_deadline: float = setting(
+        86_400.0, "seconds no deadline is longer than, however slow a worker says it is", low=1.0
+    )
     quorum: int = setting(2, "updates that make a version, or as many as there are workers", low=1)
     grace_seconds: float = setting(5.0, "time others get once there is a quorum", low=0.0)
     most_stale: int = setting(4, "versions an update may be behind; older ones are refused", low=0)
     late_discount: float = setting(
-        0.5, "weight of an update for each version it is behind", low=0.0, high=1.0
+        0.5, "weight of an update for each version it is behind", low=0.01, high=1.0
     )
     outer_rate: float = setting(
         1.0, "share of the averaged update that is taken", low=0.0, high=2.0

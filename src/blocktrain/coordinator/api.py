@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from tempfile import SpooledTemporaryFile
 from typing import Annotated, Any, TypeVar
@@ -18,7 +20,7 @@ from blocktrain.coordinator.members import Caller
 from blocktrain.coordinator.metrics import Metrics
 from blocktrain.coordinator.service import Service
 from blocktrain.core import faults
-from blocktrain.errors import BlocktrainError, NotFoundError, RefusedError
+from blocktrain.errors import BlocktrainError, NotFoundError, ProtocolError, RefusedError
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
     PROTOCOL,
@@ -45,6 +47,8 @@ from blocktrain.protocol.messages import (
     UploadState,
 )
 
+log = logging.getLogger(__name__)
+
 M = TypeVar("M", bound=Message)
 
 LARGEST_MESSAGE = 8 * 1024 * 1024  # an offer that names every chunk of a large block
@@ -58,11 +62,16 @@ STATUS_OF = {
     "malformed": 422, "unauthorized": 401, "forbidden": 403, "not_found": 404, "conflict": 409,
     "gone": 410, "too_large": 413, "slow_down": 429, "unavailable": 503, "internal": 500,
 }  # fmt: skip
+NUMBER = re.compile(r"[0-9]{1,18}")
 CODE_OF = {status: code for code, status in STATUS_OF.items()}
 
 
 def create_app(service: Service) -> FastAPI:
-    app = FastAPI(title="blocktrain coordinator", version=str(PROTOCOL))
+    app = FastAPI(
+        title="blocktrain coordinator",
+        version=str(PROTOCOL),
+        responses={"default": {"model": Refusal, "description": "A refusal"}},
+    )
     app.state.service = service
     app.state.metrics = Metrics(service.reports)
     app.state.chunk_slots = asyncio.Semaphore(CHUNKS_AT_ONCE)
@@ -72,6 +81,7 @@ def create_app(service: Service) -> FastAPI:
     _add_updates(app)
     _add_blobs(app)
     _add_reports(app)
+    _describe_nested(app)
     return app
 
 
@@ -129,10 +139,25 @@ def _read(kind: type[M]) -> Callable[[Request], Awaitable[M]]:
     return read
 
 
+NESTED: dict[str, Any] = {}  # what bodies are made of and no route answers with
+
+
+def _describe_nested(app: FastAPI) -> None:
+    described = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = described()
+        components = document["components"]
+        components["schemas"] = {**NESTED, **components["schemas"]}
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
 def _takes(kind: type[Message]) -> dict[str, Any]:
     """How the OpenAPI document describes a body that is parsed by hand, and strictly."""
     schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
+    NESTED.update(schema.pop("$defs", {}))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
@@ -239,7 +264,10 @@ def _add_updates(app: FastAPI) -> None:
 def _add_blobs(app: FastAPI) -> None:
     @app.get("/v1/blobs/{name}", response_model=BlobAnswer, dependencies=READERS)
     def blob(service: Serving, name: Hash) -> Response:
-        return _answer(service.reports.blob(name))
+        try:
+            return _answer(service.reports.blob(name))
+        except ProtocolError as error:  # a chunk, but no recipe
+            raise NotFoundError(str(error)) from None
 
     @app.get("/v1/chunks/{name}", dependencies=READERS)
     def chunk(request: Request, service: Serving, name: Hash) -> Response:
@@ -277,10 +305,12 @@ def _add_reports(app: FastAPI) -> None:
 
     @app.get("/v1/events", dependencies=READERS)
     async def events(
-        request: Request, service: Serving, after: Annotated[int | None, Query(ge=0)] = None
+        request: Request,
+        service: Serving,
+        after: Annotated[int | None, Query(ge=0, le=2**53)] = None,
     ) -> StreamingResponse:
         told = request.headers.get("last-event-id", "")
-        start = int(told) if told.isdigit() else after
+        start = int(told) if NUMBER.fullmatch(told) else after
         if start is None:
             start = await run_in_threadpool(service.reports.last_event)
         return StreamingResponse(_event_stream(service, start), media_type="text/event-stream")
@@ -316,8 +346,9 @@ def _asked_range(header: str | None, size: int) -> tuple[int, int]:
         return 0, size
     unit, _, span = header.partition("=")
     first, dash, last = span.strip().partition("-")
-    if unit.strip() != "bytes" or not dash or not first.isdigit() or (last and not last.isdigit()):
-        raise RefusedError("malformed", f"cannot give the range {header!r}")
+    numbers = NUMBER.fullmatch(first) and (not last or NUMBER.fullmatch(last))
+    if unit.strip() != "bytes" or not dash or not numbers:
+        raise RefusedError("malformed", f"cannot give the range {header[:80]!r}")
     start, end = int(first), min(int(last) + 1 if last else size, size)
     if start >= end:
         raise RefusedError("malformed", f"the range {header!r} is outside of {size} bytes")
@@ -344,6 +375,11 @@ def _add_refusals(app: FastAPI) -> None:
     @app.exception_handler(DBAPIError)
     async def no_database(request: Request, error: DBAPIError) -> Response:
         return _refusal("unavailable", "the ledger does not answer; try again")
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        log.error("%s %s", request.method, request.url.path, exc_info=error)
+        return _refusal("internal", "a bug of the coordinator; its log tells more")
 
     @app.exception_handler(BlocktrainError)
     async def failed(request: Request, error: BlocktrainError) -> Response:

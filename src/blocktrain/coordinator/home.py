@@ -5,7 +5,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from blocktrain.config import Config
@@ -29,26 +30,28 @@ class Home:
         """The run this folder holds."""
         if not self._elsewhere and not (self.folder / "ledger.db").exists():
             raise ConfigError(f"{self.folder} holds no run; start one with --config")
-        return open_run(Ledger(self.db), open_chunks(self.blobs), clock)
+        with _closed_on_error(Ledger(self.db)) as ledger:
+            return open_run(ledger, open_chunks(self.blobs), clock)
 
     def open_or_found(self, config: Config, clock: Callable[[], float] = time.time) -> Run:
         """The run this folder holds, or a new one with these settings."""
-        ledger, chunks = Ledger(self.db), open_chunks(self.blobs)
-        with ledger.read() as tx:
-            held = tx.run()
-        if held is None:
-            _found(config, ledger, chunks, clock())
-        elif held.config != config.to_toml():
-            raise ConfigError(
-                f"{self.folder} holds a run with other settings; leave --config out to go on with"
-                " it, or use another --data-dir"
-            )
-        return open_run(ledger, chunks, clock)
+        with _closed_on_error(Ledger(self.db)) as ledger:
+            chunks = open_chunks(self.blobs)
+            with ledger.read() as tx:
+                held = tx.run()
+            if held is None:
+                _found(config, ledger, chunks, clock())
+            elif held.config != config.to_toml():
+                raise ConfigError(
+                    f"{self.folder} holds a run with other settings; leave --config out to go on"
+                    " with it, or use another --data-dir"
+                )
+            return open_run(ledger, chunks, clock)
 
     def invite_secret(self, make: Callable[[], str]) -> str:
         """The invite printed at every start: made once, then kept for the operator alone."""
         path = self.folder / INVITE_FILE
-        if not path.exists():
+        if not path.exists() or not path.read_text().strip():  # killed before it was filled
             path.parent.mkdir(parents=True, exist_ok=True)
             # Whole or not at all: another coordinator may be starting, or this one may be killed.
             scratch = path.with_name(f"{INVITE_FILE}.{os.getpid()}")
@@ -56,6 +59,15 @@ class Home:
             scratch.write_text(make())
             scratch.replace(path)
         return path.read_text().strip()
+
+
+@contextmanager
+def _closed_on_error(ledger: Ledger) -> Iterator[Ledger]:
+    try:
+        yield ledger
+    except BaseException:
+        ledger.close()
+        raise
 
 
 def _found(config: Config, ledger: Ledger, chunks: ChunkStore, now: float) -> None:

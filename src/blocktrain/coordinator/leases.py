@@ -34,10 +34,10 @@ class Leases:
             raise RefusedError("forbidden", f"leases are for training, this role is {caller.role}")
         now = self.run.clock()
         with self.run.ledger.write() as tx:
+            tx.lock_blocks()
             self.members.seen(tx, caller, now)
             if held := tx.leases_of(caller.worker, ("open",)):
                 return LeaseAnswer(answer=self._described(tx, held[0], now))
-            tx.lock_blocks()
             blocks = tx.block_states()
             if all(block.finished for block in blocks):
                 return LeaseAnswer(answer=Finished())
@@ -60,6 +60,7 @@ class Leases:
     def give_back(self, caller: Caller, lease: str, told: LeaseReturn) -> LeaseState:
         now = self.run.clock()
         with self.run.ledger.write() as tx:
+            tx.lock_blocks()
             self.members.seen(tx, caller, now)
             held = own_lease(tx, caller, lease, told.fence)
             if tx.move_lease(lease, "returned"):
@@ -74,6 +75,7 @@ class Leases:
             if not tx.overdue(now):
                 return
         with self.run.ledger.write() as tx:
+            tx.lock_blocks()
             for lease in tx.overdue(now):
                 if tx.move_lease(lease.id, "expired"):
                     tx.give_back_range(lease.block, lease.first_batch, lease.steps)

@@ -134,11 +134,12 @@ class Members:
             for lease in tx.leases_of(worker, HELD):
                 tx.move_lease(lease.id, "returned")
                 tx.give_back_range(lease.block, lease.first_batch, lease.steps)
-            for update in tx.updates_of(worker, ("pending",)):
+            for update in tx.updates_of(worker, ("offered", "pending")):
                 covered = tx.lease(update.lease)
                 assert covered is not None
                 tx.refuse_update(update.lease, "the worker was banned")
-                tx.give_back_range(covered.block, covered.first_batch, covered.steps)
+                if update.state == "pending":
+                    tx.give_back_range(covered.block, covered.first_batch, covered.steps)
             tx.add_event(now, "banned", worker)
 
     def _again(self, tx: Transaction, known: Found, now: float) -> str:

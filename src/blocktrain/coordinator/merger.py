@@ -9,9 +9,10 @@ from blocktrain.coordinator.updates import claimed
 from blocktrain.core import faults
 from blocktrain.core.merge import Outer
 from blocktrain.core.swarm import BlockState, PendingUpdate
+from blocktrain.errors import BlocktrainError, DivergedError
 from blocktrain.protocol.messages import Blob
-from blocktrain.storage.ledger import Transaction
-from blocktrain.storage.merging import Update, merge_blobs
+from blocktrain.storage.ledger import Transaction, Version
+from blocktrain.storage.merging import Merged, Update, merge_blobs
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,10 @@ class Merger:
         made = 0
         for state in states:
             due = plan.due_updates(state, self.run.config.swarm, self.run.clock())
-            made += bool(due and self._merge(state, due))
+            try:
+                made += bool(due and self._merge(state, due))
+            except BlocktrainError as error:
+                log.warning("block %d: merge failed, will try again: %s", state.index, error)
         if all(state.finished for state in states):
             self._finish()
         return made
@@ -42,6 +46,8 @@ class Merger:
     def collect(self) -> int:
         """Drop versions beyond those kept, and chunks nobody refers to; how many chunks went."""
         with self.run.ledger.write() as tx:
+            tx.lock_blocks()
+            self._refuse_never_sent(tx)
             kept = self._forget_old_versions(tx)
             live = tx.live_updates()
         needed = {blob.name for blob in self.run.description.corpus.values()} | kept
@@ -56,23 +62,38 @@ class Merger:
         self.run.chunks.clear_leftovers(oldest)
         return len(unused)
 
-    def _merge(self, state: BlockState, pending: Sequence[PendingUpdate]) -> bool:
+    def _merge(self, state: BlockState, due: Sequence[PendingUpdate]) -> bool:
         now = self.run.clock()
         with self.run.ledger.write() as tx:
-            to_read = (1 + len(pending)) * tx.version(state.index).weights.size
+            to_read = (1 + len(due)) * tx.version(state.index).weights.size
             seconds = CLAIM_SECONDS + to_read / CLAIM_BYTES_PER_SECOND
             if not tx.claim_merge(state.index, state.version, now, seconds):
                 return False
-            current = tx.version(state.index, state.version)
-            due = [update for update in pending if not self._refused_as_late(tx, update, state)]
-            sources = [self._source(tx, update, state) for update in due]
-            if not sources:
-                tx.end_merge(state.index)
-                return False
+        try:
+            return self._merge_claimed(state, due)
+        finally:
+            with self.run.ledger.write() as tx:
+                tx.release_merge(state.index, state.version)
+
+    def _merge_claimed(self, state: BlockState, due: Sequence[PendingUpdate]) -> bool:
         swarm = self.run.config.swarm
-        outer = Outer(swarm.outer_rate, swarm.outer_momentum)
-        merged = merge_blobs(self.run.blobs, current.weights, sources, current.velocity, outer)
+        late = [u for u in due if plan.weight(swarm, state.version, u.base_version) == 0.0]
+        for update in late:
+            behind = state.version - update.base_version
+            self._refuse([update], f"it fell {behind} versions behind while it waited")
+        fresh = [update for update in due if update not in late]
+        if not fresh:
+            return False
+        with self.run.ledger.read() as tx:
+            current = tx.version(state.index, state.version)
+            sources = [self._source(tx, update, state) for update in fresh]
+        try:
+            merged = self._merged(current, sources)
+        except DivergedError as error:
+            self._refuse(self._alone_at_fault(current, sources, fresh), str(error))
+            return False
         faults.reached("merge-written")
+        due = fresh
         with self.run.ledger.write() as tx:
             published = tx.publish(
                 state.index, state.version, merged.weights, merged.velocity, due, self.run.clock()
@@ -89,20 +110,43 @@ class Merger:
         faults.reached("published")
         return True
 
-    def _refused_as_late(self, tx: Transaction, update: PendingUpdate, state: BlockState) -> bool:
-        """It was in time when it came, but so many versions were made since that it no longer
-        counts: its text is handed out again."""
+    def _merged(self, current: Version, sources: Sequence[Update]) -> Merged:
         swarm = self.run.config.swarm
-        if plan.weight(swarm, state.version, update.base_version) > 0.0:
-            return False
-        behind = state.version - update.base_version
-        reason = f"it fell {behind} versions behind while it waited"
-        lease = tx.lease(update.lease)
-        assert lease is not None
-        if tx.refuse_update(update.lease, reason):
-            tx.give_back_range(lease.block, lease.first_batch, lease.steps)
-            tx.add_event(self.run.clock(), "refused", update.worker, state.index, reason)
-        return True
+        outer = Outer(swarm.outer_rate, swarm.outer_momentum)
+        return merge_blobs(self.run.blobs, current.weights, sources, current.velocity, outer)
+
+    def _alone_at_fault(
+        self, current: Version, sources: Sequence[Update], due: Sequence[PendingUpdate]
+    ) -> list[PendingUpdate]:
+        """Those that cannot be merged even alone; all, where it takes several."""
+        guilty = []
+        for update, source in zip(due, sources, strict=True):
+            try:
+                self._merged(current, [source])
+            except DivergedError:
+                guilty.append(update)
+        return guilty or list(due)
+
+    def _refuse(self, updates: Sequence[PendingUpdate], reason: str) -> None:
+        """Drop updates that wait; their text is handed out again."""
+        now = self.run.clock()
+        with self.run.ledger.write() as tx:
+            tx.lock_blocks()
+            for update in updates:
+                covered = tx.lease(update.lease)
+                assert covered is not None
+                if tx.refuse_update(update.lease, reason):
+                    tx.give_back_range(covered.block, covered.first_batch, covered.steps)
+                    tx.add_event(now, "refused", update.worker, covered.block, reason)
+
+    def _refuse_never_sent(self, tx: Transaction) -> None:
+        """What was offered, whose lease is over, and which would be too late by now."""
+        current = {state.index: state.version for state in tx.block_states()}
+        held = {lease.id for lease in tx.held_leases()}
+        for row in tx.live_updates():
+            counts = plan.weight(self.run.config.swarm, current[row.block], row.base_version)
+            if row.state == "offered" and row.lease not in held and counts == 0.0:
+                tx.refuse_update(row.lease, "it was never sent")
 
     def _source(self, tx: Transaction, update: PendingUpdate, state: BlockState) -> Update:
         """An update as the merge sees it: what it ends at, what it started from, what it counts."""
@@ -129,7 +173,7 @@ class Merger:
         for version in tx.versions():
             here = (version.block, version.version)
             recent = version.version > current[version.block] - self.run.config.swarm.keep_versions
-            if not recent and here not in in_use and replaced[here] < since:
+            if not recent and here not in in_use and replaced.get(here, 0.0) < since:
                 tx.forget_version(version.block, version.version)
                 continue
             kept.add(version.weights.name)

@@ -48,9 +48,10 @@ def lease_steps(swarm: SwarmConfig, steps_per_second: float | None, left: int) -
 
 
 def lease_seconds(swarm: SwarmConfig, steps: int, steps_per_second: float | None) -> float:
-    """Time until the deadline: expected time with room to spare, never less than the shortest."""
+    """Time until the deadline: expected time with room to spare, within bounds."""
     expected = steps / steps_per_second if steps_per_second else swarm.lease_seconds
-    return max(swarm.shortest_deadline, swarm.deadline_factor * expected)
+    roomy = min(swarm.deadline_factor * expected, swarm.longest_deadline)
+    return max(swarm.shortest_deadline, roomy)
 
 
 def due_updates(block: BlockState, swarm: SwarmConfig, now: float) -> tuple[PendingUpdate, ...]:

@@ -55,6 +55,8 @@ class Reports:
     def score(self, caller: Caller, told: Score) -> None:
         if caller.role != "evaluate":
             raise RefusedError("forbidden", "scores come from workers with the evaluate role")
+        if told.block is not None and told.block >= self.run.config.units:
+            raise RefusedError("not_found", f"there is no block {told.block}")
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             self.members.seen(tx, caller, now)

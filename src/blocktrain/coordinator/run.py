@@ -75,7 +75,9 @@ def found_run(
     chunks: ChunkStore,
     now: float,
 ) -> None:
-    """Write a run's beginning: its text, every block's version 0, its authority, its secret."""
+    """Write a run's beginning: its text, every block's version 0, its authority, its secret.
+    Where another coordinator did so meanwhile, its run is the run.
+    """
     blobs, run = Blobs(chunks), tokens.new_identifier()
     authority = Authority.create(run, now)
     held = {
@@ -87,6 +89,8 @@ def found_run(
     }
     first_versions = [blobs.write(_file_pieces(path)) for path in weights]
     with ledger.write() as tx:
+        if not tx.begin_run():
+            return
         tx.create_run(
             id=run,
             config=config.to_toml(),

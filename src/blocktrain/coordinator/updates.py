@@ -89,8 +89,8 @@ class Updates:
         """Count an update or refuse it, and close its lease, in one transaction."""
         now = self.run.clock()
         with self.run.ledger.write() as tx:
-            self.members.seen(tx, caller, now)
             tx.lock_blocks()
+            self.members.seen(tx, caller, now)
             held, offered = tx.lease(lease), tx.update(lease)
             assert held is not None and offered is not None
             if offered.state != "offered":

@@ -16,7 +16,7 @@ Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[0-9a-z]{8,64}$")]
 Base64 = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=r"^[^\x00-\x1f]*$")]
-Reason = Annotated[str, StringConstraints(max_length=500)]
+Reason = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00]*$")]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Positive = Annotated[int, Field(ge=1, le=2**53)]
 BlockIndex = Annotated[int, Field(ge=0, le=4095)]
@@ -84,7 +84,7 @@ class Joined(Message):
 
 class TokenRequest(Message):
     worker: Identifier
-    time: int  # seconds since 1970, so that an old request cannot be sent again
+    time: Count  # seconds since 1970, so that an old request cannot be sent again
     signature: Base64
 
 
@@ -202,7 +202,7 @@ class Score(Message):
     """A score of the assembled model (block null) or of one block, on named windows."""
 
     block: BlockIndex | None
-    versions: tuple[Count, ...]
+    versions: tuple[Count, ...] = Field(max_length=4096)
     split: Split
     windows: Identifier
     ce: float

@@ -6,6 +6,8 @@ that any number of coordinators may share one ledger. Knows no clock: times are 
 """
 
 import json
+import sqlite3
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +17,10 @@ from typing import Any
 
 import sqlalchemy as sql
 from sqlalchemy import Connection, CursorResult, Row, func, insert, select, update
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DatabaseError
 
 from blocktrain.core.swarm import BlockState, PendingUpdate
-from blocktrain.errors import ConfigError, UnreachableError
+from blocktrain.errors import ConfigError, NotFoundError, UnreachableError
 from blocktrain.protocol.messages import Blob, Event
 from blocktrain.storage.migrations import upgrade
 from blocktrain.storage.schema import (
@@ -53,10 +55,11 @@ class Version:
 class Ledger:
     def __init__(self, url: str) -> None:
         self.url = url
+        self.engine = _engine(url)
         try:
-            self.engine = _engine(url)
             upgrade(self.engine)
-        except OperationalError as error:
+        except DatabaseError as error:
+            self.engine.dispose()
             raise UnreachableError(f"cannot open the ledger {_shown(url)}: {error.orig}") from None
 
     @contextmanager
@@ -67,7 +70,11 @@ class Ledger:
 
     @contextmanager
     def read(self) -> Iterator["Transaction"]:
-        with self.engine.connect().execution_options(read=True) as connection:
+        """What is seen inside is of one moment."""
+        options: dict[str, Any] = {"read": True}
+        if self.engine.dialect.name == "postgresql":
+            options["isolation_level"] = "REPEATABLE READ"
+        with self.engine.connect().execution_options(**options) as connection:
             yield Transaction(connection)
 
     def close(self) -> None:
@@ -81,6 +88,12 @@ class Transaction:
         self._connection = connection
 
     # The run
+
+    def begin_run(self) -> bool:
+        """Keep others from founding a run until this one is written; False where there is one."""
+        if self._connection.dialect.name == "postgresql":
+            self._connection.exec_driver_sql("LOCK TABLE runs IN SHARE ROW EXCLUSIVE MODE")
+        return self.run() is None
 
     def create_run(self, **values: Any) -> None:
         self._run(insert(runs).values(**values, finished=None))
@@ -142,7 +155,8 @@ class Transaction:
     # Blocks and leases
 
     def lock_blocks(self) -> None:
-        """Nobody else hands out or merges until this transaction is over."""
+        """Nobody else hands out, takes back or merges until this transaction is over. Comes first
+        in every transaction that needs it: whoever waits for it holds nothing others wait for."""
         self._run(select(blocks.c.block).order_by(blocks.c.block).with_for_update())
 
     def block_states(self) -> list[BlockState]:
@@ -266,9 +280,10 @@ class Transaction:
         )
         return self._changed(chosen.values(merging_until=now + seconds))
 
-    def end_merge(self, block: int) -> None:
-        """Take a claim back: there was nothing to merge after all."""
-        self._run(update(blocks).where(blocks.c.block == block).values(merging_until=0.0))
+    def release_merge(self, block: int, version: int) -> None:
+        """A merge that failed: others need not wait for its announced time to end."""
+        chosen = update(blocks).where(blocks.c.block == block, blocks.c.version == version)
+        self._run(chosen.values(merging_until=0.0))
 
     def publish(
         self,
@@ -280,6 +295,13 @@ class Transaction:
         now: float,
     ) -> bool:
         """Version + 1, if the block still stands at `version` and every update still waits."""
+        self.lock_blocks()
+        leases_of = [item.lease for item in merged]
+        waiting = select(func.count()).where(
+            updates.c.lease.in_(leases_of), updates.c.state == "pending"
+        )
+        if self._run(waiting).scalar_one() != len(leases_of):
+            return False
         steps = sum(item.steps for item in merged)
         swapped = self._changed(
             update(blocks)
@@ -296,11 +318,8 @@ class Transaction:
         assert row is not None
         self._add_version(block, version + 1, weights, velocity, row.merged_batches, now)
         for item in merged:
-            chosen = update(updates).where(
-                updates.c.lease == item.lease, updates.c.state == "pending"
-            )
-            if not self._changed(chosen.values(state="merged", merged_into=version + 1)):
-                raise RuntimeError(f"update {item.lease} of block {block} vanished while merging")
+            chosen = update(updates).where(updates.c.lease == item.lease)
+            self._run(chosen.values(state="merged", merged_into=version + 1))
             self._run(
                 update(workers)
                 .where(workers.c.id == item.worker)
@@ -318,7 +337,10 @@ class Transaction:
             chosen = chosen.order_by(versions.c.version.desc()).limit(1)
         else:
             chosen = chosen.where(versions.c.version == version)
-        return _version(self._run(chosen).one())
+        found = self._run(chosen).first()
+        if found is None:
+            raise NotFoundError(f"version {version} of block {block} is not kept any more")
+        return _version(found)
 
     def versions(self) -> list[Version]:
         return [_version(row) for row in self._run(select(versions))]
@@ -341,6 +363,10 @@ class Transaction:
         block: int | None = None,
         detail: str = "",
     ) -> None:
+        if self._connection.dialect.name == "postgresql":
+            # Numbers become visible in their order, so that a reader who goes on from one misses
+            # none; the number of the lock means nothing.
+            self._connection.exec_driver_sql("SELECT pg_advisory_xact_lock(726565)")
         values = {"time": now, "kind": kind, "worker": worker, "block": block}
         self._run(insert(events).values(**values, detail=detail[:500]))
 
@@ -354,11 +380,10 @@ class Transaction:
     def add_score(self, *, versions: Collection[int], **values: Any) -> None:
         self._run(insert(scores).values(**values, versions=json.dumps(list(versions))))
 
-    def newest_score(self, block: int | None) -> Found | None:
+    def newest_score(self, block: int | None, split: str = "valid") -> Found | None:
         same = scores.c.block.is_(None) if block is None else scores.c.block == block
-        return self._run(
-            select(scores).where(same).order_by(scores.c.number.desc()).limit(1)
-        ).first()
+        chosen = select(scores).where(same, scores.c.split == split)
+        return self._run(chosen.order_by(scores.c.number.desc()).limit(1)).first()
 
     def _add_version(
         self,
@@ -444,7 +469,10 @@ def _engine(url: str) -> sql.Engine:
         return _sqlite_engine(parsed)
     if parsed.drivername in ("postgresql", "postgres"):
         parsed = parsed.set(drivername="postgresql+psycopg")
-    return sql.create_engine(parsed, pool_pre_ping=True, pool_size=16)
+    try:
+        return sql.create_engine(parsed, pool_pre_ping=True, pool_size=16)
+    except (sql.exc.ArgumentError, ImportError):
+        raise ConfigError(f"{_shown(url)} is neither SQLite nor PostgreSQL") from None
 
 
 def _sqlite_engine(url: sql.URL) -> sql.Engine:
@@ -453,13 +481,10 @@ def _sqlite_engine(url: sql.URL) -> sql.Engine:
     @sql.event.listens_for(engine, "connect")
     def prepare(connection: Any, record: Any) -> None:
         connection.isolation_level = None  # transactions are begun below, not by the driver
-        for pragma in (
-            "journal_mode=WAL",
-            "synchronous=FULL",
-            "foreign_keys=ON",
-            f"busy_timeout={BUSY_MILLISECONDS}",
-        ):
-            connection.execute(f"PRAGMA {pragma}")
+        connection.execute(f"PRAGMA busy_timeout={BUSY_MILLISECONDS}")
+        _write_ahead(connection)
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute("PRAGMA foreign_keys=ON")
 
     @sql.event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
@@ -468,6 +493,19 @@ def _sqlite_engine(url: sql.URL) -> sql.Engine:
         connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
     return engine
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Here SQLite does not wait: of two that open a new file at once, one is turned away."""
+    deadline = time.monotonic() + BUSY_MILLISECONDS / 1000
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _shown(url: str) -> str:

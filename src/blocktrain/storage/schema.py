@@ -158,7 +158,7 @@ scores = Table(
         "number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True
     ),
     Column("block", Integer),  # null: the assembled model
-    Column("versions", String(4000), nullable=False),  # JSON
+    Column("versions", Text, nullable=False),  # JSON
     Column("split", String(8), nullable=False),
     Column("windows", String(64), nullable=False),
     Column("ce", Double, nullable=False),

@@ -196,6 +196,21 @@ class BlockTrainer:
         self._sums.zero_()
         return loss, ce, int(counted)
 
+    def moments(self) -> Tensors:
+        """The optimizer's state, once it has made a step."""
+        return {
+            f"{name}.{key}": _to_numpy(self.optimizer.state[parameter][key])
+            for name, parameter in self.module.named_parameters()
+            for key in ADAM_STATE
+        }
+
+    def take_moments(self, moments: Tensors) -> None:
+        for name, parameter in self.module.named_parameters():
+            self.optimizer.state[parameter] = {
+                key: torch.from_numpy(moments[f"{name}.{key}"]).to(parameter.device)
+                for key in ADAM_STATE
+            }
+
     def weights(self) -> Tensors:
         return {name: _to_numpy(p) for name, p in self.module.named_parameters()}
 
@@ -238,11 +253,7 @@ class BlockTrainer:
                 " put the old text back, or start another run"
             )
         load_block(self.module, snapshot.weights, str(self.store.path))
-        for name, parameter in self.module.named_parameters():
-            self.optimizer.state[parameter] = {
-                key: torch.from_numpy(snapshot.state[f"{name}.{key}"]).to(parameter.device)
-                for key in ADAM_STATE
-            }
+        self.take_moments(snapshot.state)
         self.step = snapshot.step
         self._skipped.fill_(snapshot.counters["skipped"])
         best = snapshot.counters["best"]
@@ -280,11 +291,6 @@ class BlockTrainer:
         if not self.store:
             return
         chosen = self.best[1] if self.best and self.config.train.keep == "best" else None
-        state = {
-            f"{name}.{key}": _to_numpy(self.optimizer.state[parameter][key])
-            for name, parameter in self.module.named_parameters()
-            for key in ADAM_STATE
-        }
         counters: dict[str, Any] = {"skipped": int(self._skipped), "best": self.best}
         if self.predecessors:
             counters["built_on"] = self.predecessors.versions  # steps the blocks before stood at
@@ -293,7 +299,7 @@ class BlockTrainer:
             self._bytes(self.step),
             valid_ce,
             self.weights(),
-            state,
+            self.moments(),
             counters,
             self.corpus.digests.get("train", ""),
             chosen,

@@ -134,6 +134,7 @@ class Agent:
                 self._take(answer)
         if not self._uploader.finish(self._send_wanted):
             self._uploader.abandon(self._stop_reason())
+        self._block.put_away()
         return finished
 
     def _open(self) -> None:
@@ -152,7 +153,9 @@ class Agent:
         compute = resolve(settings.device, self._config.train.precision)
         corpus = CorpusCache(self._transfer).open(joined.description, self._config.data, patience)
         self._tell("corpus", f"text: {corpus.source}, {len(corpus.splits['train']):,} bytes")
-        self._block = HeldBlock(self._config, corpus, compute, self._transfer, settings.folder)
+        self._block = HeldBlock(
+            self._config, corpus, compute, self._transfer, settings.folder / self._run
+        )
 
     def _fitting_blocks(self) -> tuple[int, ...] | None:
         """The blocks this machine may and can train; None: any."""

@@ -51,7 +51,7 @@ class HeldBlock:
     ) -> Update | None:
         """Train a lease and write the result to the cache. None: stopped before the end."""
         if lease.block != self.index:
-            self.drop()  # before another takes its memory
+            self.put_away()  # before another takes its memory
         for predecessor in lease.predecessors:
             self._transfer.fetch(predecessor.weights, patience)
 
@@ -67,8 +67,17 @@ class HeldBlock:
         self.stands_at = blob
         return Update(blob, self._transfer.cache.recipe(blob.name), trained.loss)
 
+    def put_away(self) -> None:
+        """Let go of the block; what its optimizer has learned is kept on disk for the next time,
+        unless a lease was broken off in the middle."""
+        if self._trainer and self.stands_at:
+            self._trainer.put_away()
+        self._trainer, self.stands_at = None, None
+
     def drop(self) -> None:
-        """Forget the block and its optimizer."""
+        """Forget the block and its optimizer for good."""
+        if self._trainer:
+            self._trainer.forget()
         self._trainer, self.stands_at = None, None
 
     def _base(self, lease: Lease, patience: Patience) -> Tensors | None:

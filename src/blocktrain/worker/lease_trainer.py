@@ -1,9 +1,9 @@
 """Trains one block by leases: a range of batches from given weights, again and again.
 
 Between leases of the same block the optimizer's moments stay, whatever happened to the weights;
-they start from zero with a new LeaseTrainer. Knows no network: weights come in and go out as
-arrays. One worker that is given every lease of a block in order ends with the weights that
-training the block in one go would have given it.
+put away, they wait on disk for a worker that comes back to the block. Knows no network: weights
+come in and go out as arrays. One worker that is given every lease of a block in order ends with the
+weights that training the block in one go would have given it.
 """
 
 import threading
@@ -22,7 +22,9 @@ from blocktrain.protocol.messages import Lease, Predecessor
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.assemble import load_block
 from blocktrain.train.device import Compute
+from blocktrain.train.prefix import Published
 from blocktrain.train.trainer import BlockTrainer
+from blocktrain.worker.kept_moments import KeptMoments
 
 REPORT_EVERY = 10  # steps; a report waits for the device, so not after each where there is one
 # Torch has one generator for all threads: between seeding it and drawing, nobody else may.
@@ -71,10 +73,11 @@ class LeaseTrainer:
     def __init__(
         self, config: Config, block: int, corpus: Corpus, compute: Compute, scratch: Path
     ) -> None:
-        """`scratch`: a folder for what a cascade may keep on disk while it trains."""
+        """`scratch`: a folder of this run, for moments put away and for a cascade's features."""
         self.config, self.block, self.corpus = config, block, corpus
         self.compute, self.scratch = compute, scratch
         self._trainer: BlockTrainer | None = None
+        self._moments = KeptMoments(scratch / f"moments-{block}.safetensors")
 
     def run(
         self,
@@ -103,9 +106,7 @@ class LeaseTrainer:
         assert lease.block == self.block, "a lease of another block"
         reads_others = self.config.objective.kind == "cascade" and lease.block > 0
         published = LeasedVersions(lease, predecessors) if reads_others else None
-        trainer = self._trainer or BlockTrainer(
-            self.config, self.block, self.corpus, self.compute, None, published, self.scratch
-        )
+        trainer = self._trainer or self._new_trainer(published)
         assert base is not None or self._trainer, "nothing is held yet"
         if base is not None:
             load_block(trainer.module, base, f"version {lease.base_version} of block {self.block}")
@@ -114,6 +115,24 @@ class LeaseTrainer:
         trainer.step = lease.first_batch
         self._trainer = trainer
         return trainer
+
+    def _new_trainer(self, published: Published | None) -> BlockTrainer:
+        """With the moments it had when this worker last trained the block, if it did."""
+        trainer = BlockTrainer(
+            self.config, self.block, self.corpus, self.compute, None, published, self.scratch
+        )
+        if moments := self._moments.load(trainer.weights()):
+            trainer.take_moments(moments)
+        return trainer
+
+    def put_away(self) -> None:
+        """Keep the optimizer's moments on disk: the worker goes on with another block."""
+        if self._trainer:
+            self._moments.save(self._trainer.moments())
+
+    def forget(self) -> None:
+        """Never go on from the moments that are kept: they led nowhere."""
+        self._moments.remove()
 
     def _train(
         self,

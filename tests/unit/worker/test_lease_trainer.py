@@ -13,6 +13,7 @@ from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.device import resolve
 from blocktrain.train.schedule import learning_rate
 from blocktrain.train.trainer import BlockTrainer
+from blocktrain.worker.kept_moments import KeptMoments
 from blocktrain.worker.lease_trainer import LeaseReport, LeaseTrainer
 
 CPU = resolve("cpu", "fp32")
@@ -227,3 +228,38 @@ def test_training_that_is_not_finite_is_refused(config: Config, corpus: Corpus, 
         trainer.run(lease(0, 4, 3), base, none_before, quiet, never)
     with pytest.raises(DivergedError, match="20 steps in a row"):
         trainer.run(lease(0, 0, 30), base, none_before, quiet, never)
+
+
+def test_a_worker_that_comes_back_to_a_block_has_its_moments(
+    config: Config, corpus: Corpus, tmp_path: Path
+):
+    """Put away after a lease and taken up by a new trainer: bit for bit as if it had stayed."""
+    straight = BlockTrainer(config, 0, corpus, CPU, None)
+    straight.train(lambda progress: None)
+    base = initial(config, 0, corpus)
+    for given in leases(0):
+        trainer = LeaseTrainer(config, 0, corpus, CPU, tmp_path)
+        trained = trainer.run(given, base, none_before, quiet, never)
+        assert trained is not None
+        base = copied(trained.weights)
+        trainer.put_away()
+    assert_equal(straight.weights(), base)
+
+
+def test_moments_of_another_shape_or_a_broken_file_are_not_taken(tmp_path: Path):
+    kept = KeptMoments(tmp_path / "moments.safetensors")
+    weights = {"w": np.zeros((2, 3), np.float32)}
+    moments = {
+        "w.step": np.ones((), np.float32),
+        "w.exp_avg": np.ones((2, 3), np.float32),
+        "w.exp_avg_sq": np.ones((2, 3), np.float32),
+    }
+    assert kept.load(weights) is None
+    kept.save(moments)
+    assert kept.load(weights) is not None
+    assert kept.load({"w": np.zeros((3, 3), np.float32)}) is None
+    assert kept.load({"v": np.zeros((2, 3), np.float32)}) is None
+    (tmp_path / "moments.safetensors").write_bytes(b"half a fi")
+    assert kept.load(weights) is None
+    kept.remove()
+    assert kept.load(weights) is None

@@ -71,7 +71,7 @@ def upgrade() -> None:
             nullable=False,
         ),
         sa.Column("block", sa.Integer(), nullable=True),
-        sa.Column("versions", sa.String(length=4000), nullable=False),
+        sa.Column("versions", sa.Text(), nullable=False),
         sa.Column("split", sa.String(length=8), nullable=False),
         sa.Column("windows", sa.String(length=64), nullable=False),
         sa.Column("ce", sa.Double(), nullable=False),
