@@ -241,7 +241,9 @@ def test_nobody_is_sent_home_because_a_lease_came_back_meanwhile(tmp_path, clock
         threads = []
 
         def give_back() -> None:
-            call = lambda: service.leases.give_back(member.caller, lease.lease, told)
+            def call():
+                return service.leases.give_back(member.caller, lease.lease, told)
+
             threads.append(threading.Thread(target=call))
             threads[0].start()
             threads[0].join(0.5)  # a give_back that locks the blocks waits here
@@ -690,9 +692,12 @@ def test_after_a_failed_merge_the_next_round_tries_again(tmp_path, clock):
 
 @pytest.fixture
 def served_run(tmp_path, clock):
-    with running(tmp_path, clock) as service, served(service) as address:
-        with httpx.Client(base_url=address, timeout=10) as http:
-            yield service, http, {"authorization": f"Bearer {join(service).joined.token}"}
+    with (
+        running(tmp_path, clock) as service,
+        served(service) as address,
+        httpx.Client(base_url=address, timeout=10) as http,
+    ):
+        yield service, http, {"authorization": f"Bearer {join(service).joined.token}"}
 
 
 def assert_refusal(answer: httpx.Response, *statuses: int) -> None:
@@ -711,7 +716,7 @@ def test_a_range_of_odd_digits(served_run, asked):
 
 @pytest.mark.parametrize("told", ["²", "9" * 5000])
 def test_an_event_number_of_odd_digits(served_run, told):
-    service, http, headers = served_run
+    _service, http, headers = served_run
     sent = {**headers, "last-event-id": told.encode("latin-1")}
     with http.stream("GET", "/v1/events", headers=sent) as answer:
         assert answer.status_code < 500
@@ -721,8 +726,8 @@ def test_an_event_number_of_odd_digits(served_run, told):
     ("query", "header"), [("?after=99999999999999999999", {}), ("", {"last-event-id": "9" * 20})]
 )
 def test_an_event_number_that_no_database_holds(served_run, query, header):
-    """200, and then the stream breaks: OverflowError on SQLite, NumericValueOutOfRange on PostgreSQL."""
-    service, http, headers = served_run
+    """It must not be 200 and then a stream that breaks."""
+    _service, http, headers = served_run
     with http.stream("GET", f"/v1/events{query}", headers={**headers, **header}) as answer:
         assert answer.status_code == 422 or next(answer.iter_lines())
 
@@ -745,7 +750,7 @@ def test_a_bug_of_the_coordinator_is_told_as_a_refusal(served_run, monkeypatch):
 
 
 def test_uploads_that_stand_still_do_not_stop_the_others(served_run):
-    """Eight laptops that fell asleep while sending hold all eight slots, for as long as TCP likes."""
+    """Laptops that fell asleep while sending must not hold up those that are awake."""
     service, http, headers = served_run
     place = http.base_url
     sleeping = []
@@ -775,7 +780,7 @@ def test_uploads_that_stand_still_do_not_stop_the_others(served_run):
 
 
 def test_the_description_is_whole(served_run):
-    service, http, headers = served_run
+    _service, http, _headers = served_run
     text = http.get("/openapi.json").text
     document = json.loads(text)
     import re
@@ -785,7 +790,7 @@ def test_the_description_is_whole(served_run):
 
 
 def test_the_description_tells_what_a_refusal_looks_like(served_run):
-    service, http, headers = served_run
+    _service, http, _headers = served_run
     document = http.get("/openapi.json").json()
     assert "HTTPValidationError" not in json.dumps(document)  # it is a Refusal
 
