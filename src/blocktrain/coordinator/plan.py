@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from blocktrain.config import SwarmConfig
 from blocktrain.core.swarm import BlockState, PendingUpdate
 
-STAY = 0.1  # of the run: how far ahead of the slowest block a worker's own may be before it moves
+STAY = 0.5  # of the run: how far ahead of the slowest block a worker's own may be before it moves
 
 
 def choose_block(

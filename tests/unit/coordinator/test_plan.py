@@ -125,8 +125,8 @@ def test_blocks_of_different_length_are_compared_by_share():
     assert chosen([short, merged(1, 30)]) == 1
 
 
-@pytest.mark.parametrize(("ahead", "stays"), [(0, True), (10, True), (11, False), (60, False)])
-def test_a_worker_stays_with_its_block_while_that_is_less_than_a_tenth_ahead(
+@pytest.mark.parametrize(("ahead", "stays"), [(0, True), (50, True), (51, False), (60, False)])
+def test_a_worker_stays_with_its_block_while_that_is_less_than_half_a_run_ahead(
     ahead: int, stays: bool
 ):
     blocks = [merged(0, 20), merged(1, 20 + ahead)]
