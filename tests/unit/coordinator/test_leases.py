@@ -91,12 +91,13 @@ def test_a_worker_stays_with_the_block_it_holds(service: Service):
     member = join(service)
     blocks = []
     held = None
-    for _ in range(4):
+    for _ in range(9):
         lease = member.work(held_block=held, steps_per_second=0.1)
         held = lease.block
         blocks.append(held)
         service.round()
-    assert blocks == [0, 0, 1, 1]  # three steps of 40 at a time: it leaves once a tenth ahead
+    # Three steps of 40 at a time: it leaves once it is more than half a run ahead.
+    assert blocks == [0] * 7 + [1] * 2
 
 
 def test_the_schedule_of_one_worker_is_that_of_the_run(service: Service):
