@@ -174,7 +174,6 @@ class SwarmConfig:
     )
     outer_momentum: float = setting(0.0, "Nesterov momentum between versions", low=0.0, high=0.999)
     keep_versions: int = setting(3, "versions of each block that are kept", low=1)
-    largest_update_mb: int = setting(65536, "most megabytes of one update", low=1)
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def _lines() -> Callable[["WorkerEvent"], None]:
 def _line(event: "WorkerEvent") -> str:
     loss = f"loss {event.loss:.4f}  " if event.loss is not None else ""
     return (
-        f"block {event.block}  step {event.step}/{event.steps}  {loss}"
-        f"{event.bytes_per_s / 1e6:.3f} MB/s  moved {event.bytes_down / 1e6:.1f} MB down"
-        f" {event.bytes_up / 1e6:.1f} up  contributed {event.contribution / 1e6:.2f} MB of text"
+        f"block {event.block}  {event.step}/{event.steps}  {loss}"
+        f"{event.bytes_per_s / 1e6:.3f} MB/s  down {event.bytes_down / 1e6:.1f}"
+        f" up {event.bytes_up / 1e6:.1f} MB  given {event.contribution / 1e6:.2f} MB"
     )

@@ -24,6 +24,8 @@ def back_up(folder: Path, out: Path) -> int:
         raise RunError(f"{folder} holds no ledger to back up")
     if out.exists():
         raise RunError(f"{out} is there already")
+    if not out.parent.is_dir():
+        raise RunError(f"{out.parent} is no folder to write a backup into")
     partial = out.with_name(out.name + ".partial")
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
         snapshot = Path(scratch) / LEDGER
@@ -46,7 +48,8 @@ def restore(archive_path: Path, folder: Path) -> int:
         with tarfile.open(archive_path) as archive:
             archive.extractall(folder, filter="data")
     except (tarfile.TarError, EOFError) as error:
-        raise CorruptFileError(f"{archive_path} is not a whole backup: {error}") from None
+        reason = str(error).splitlines()[0]
+        raise CorruptFileError(f"{archive_path} is not a whole backup: {reason}") from None
     if not (folder / LEDGER).exists():
         raise CorruptFileError(f"{archive_path} holds no ledger")
     chunks = LocalChunks(folder / CHUNKS)

@@ -82,8 +82,11 @@ class Updates:
         try:
             check_update(self.run.blobs, blob, base.weights)
         except ProtocolError as error:
-            return self._settle(caller, lease, None, str(error))
-        return self._settle(caller, lease, blob, "")
+            receipt = self._settle(caller, lease, None, str(error))
+        else:
+            receipt = self._settle(caller, lease, blob, "")
+        self.run.chunks.clear_quarantine(lease)
+        return receipt
 
     def _settle(self, caller: Caller, lease: str, blob: Blob | None, fault: str) -> Receipt:
         """Count an update or refuse it, and close its lease, in one transaction."""
