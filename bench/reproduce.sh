@@ -25,7 +25,7 @@ quality() { # NAME CONFIG SOURCE OPTIONS...
 for part in "$@"; do
   case $part in
     small) quality small wikitext2-small 'wikitext-2/*.txt' --seeds 0 1 2 ;;
-    38m) quality 38m wikitext2-38m 'wikitext-2/*.txt' --seeds 0 1 2 \
+    38m) quality 38m wikitext2-38m 'wikitext-2/*.txt' --kinds end-to-end denoise --seeds 0 1 2 \
       --grid model.dropout=0.0,0.1,0.2 --choose ;;
     wikipedia) quality wikipedia wikipedia-38m 'wikipedia/*' --splits valid ;;
     leak) quality leak wikitext2-small 'wikitext-2/*.txt' --kinds denoise --splits test \
