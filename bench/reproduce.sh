@@ -35,7 +35,7 @@ for part in "$@"; do
     adaptive) quality adaptive wikitext2-small 'wikitext-2/*.txt' --kinds denoise --splits test \
       --grid objective.partition=lognormal,adaptive ;;
     cascade) quality cascade wikipedia-38m 'wikipedia/*' --splits valid \
-      --kinds end-to-end cascade fitting swarm ;;
+      --kinds end-to-end cascade swarm ;;
     stale) quality cascade wikipedia-38m 'wikipedia/*' --splits valid \
       --kinds end-to-end cascade --stale 50 250 ;;
     uneven) quality cascade wikipedia-38m 'wikipedia/*' --splits valid \
