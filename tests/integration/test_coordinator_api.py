@@ -589,17 +589,27 @@ def flood(api: Api, request_line: str, headers: dict[str, str], most: int) -> tu
     return answer, sent
 
 
+def offered_chunk(worker: HttpWorker) -> tuple[str, str]:
+    """A lease and the name of a chunk that is waited for."""
+    made = worker.make(worker.lease())
+    worker.post("/v1/updates", made.offer).raise_for_status()
+    return made.offer.claim.lease, next(iter(made.chunks))
+
+
 @pytest.mark.parametrize(
     ("request_line", "limit"),
     [
         ("POST /v1/lease", 8 * 1024 * 1024),
         ("POST /v1/join", 8 * 1024 * 1024),
-        (f"PUT /v1/chunks/{SOME_HASH}?lease={SOME_ID}", CHUNK_BYTES),
+        ("PUT /v1/chunks/{name}?lease={lease}", CHUNK_BYTES),
     ],
 )
-def test_a_body_without_end_is_refused_before_its_end(shared: Api, request_line: str, limit: int):
-    headers = {**shared.join().headers, "content-length": str(1 << 40)}
-    answer, sent = flood(shared, request_line, headers, most=4 * limit)
+def test_a_body_without_end_is_refused_before_its_end(api: Api, request_line: str, limit: int):
+    worker = api.join()
+    lease, name = offered_chunk(worker)
+    headers = {**worker.headers, "content-length": str(1 << 40)}
+    request_line = request_line.format(name=name, lease=lease)
+    answer, sent = flood(api, request_line, headers, most=4 * limit)
     assert answer.startswith(b"HTTP/1.1 413 "), answer[:100]
     assert b'"too_large"' in answer
     assert sent < 3 * limit  # what was taken in, and what lay in buffers on the way
@@ -613,12 +623,12 @@ def test_a_stranger_sends_nothing_at_all(shared: Api):
     assert sent < CHUNK_BYTES // 2
 
 
-def test_a_chunk_has_at_most_eight_mebibytes(shared: Api):
-    worker = shared.join()
-    answer = worker.put(SOME_HASH, SOME_ID, bytes(CHUNK_BYTES + 1))
-    refused(answer, 413, "too_large")
-    answer = worker.put(SOME_HASH, SOME_ID, bytes(CHUNK_BYTES))
-    refused(answer, 404, "not_found")
+def test_a_chunk_has_at_most_eight_mebibytes(api: Api):
+    worker = api.join()
+    lease, name = offered_chunk(worker)
+    refused(worker.put(name, lease, bytes(CHUNK_BYTES + 1)), 413, "too_large")
+    refused(worker.put(name, lease, bytes(CHUNK_BYTES)), 422, "malformed")
+    refused(worker.put(SOME_HASH, SOME_ID, bytes(CHUNK_BYTES)), 404, "not_found")
 
 
 # Chunks and ranges

@@ -21,11 +21,13 @@ import sqlalchemy as sql
 from tests.support.coordinator import (
     Member,
     SetClock,
+    commit,
     first_weights,
     join,
     make_corpus,
     make_run,
     open_stores,
+    put_chunk,
     running,
     served,
     swarm_config,
@@ -202,11 +204,15 @@ def test_a_block_that_cannot_be_merged_does_not_hold_up_the_others(tmp_path, clo
 def after_statement(ledger: Ledger, words: str, act: Callable[[], None]) -> None:
     """Do something once, right after a statement of this ledger."""
     acts = [act]
+    rows = ledger._prepared.rows
 
-    @sql.event.listens_for(ledger.engine, "after_cursor_execute")
-    def notice(connection, cursor, statement, parameters, context, many):
-        if words in statement and acts:
+    def notice(connection, statement, **values):
+        found = rows(connection, statement, **values)
+        if words in str(statement) and acts:
             acts.pop()()
+        return found
+
+    ledger._prepared.rows = notice
 
 
 def test_a_run_is_not_finished_because_a_lease_came_back_meanwhile(tmp_path, clock, url):
@@ -340,14 +346,14 @@ def test_expiring_and_committing_do_not_deadlock(tmp_path, clock):
         made = members[0].make(lease)
         service.updates.offer(members[0].caller, made.offer)
         for name, data in made.chunks.items():
-            service.updates.put_chunk(members[0].caller, lease.lease, name, data)
+            put_chunk(service, members[0].caller, lease.lease, name, data)
         clock.forward(121)
         return service.leases.expire
 
     def second(other, members):
         with other.run.ledger.read() as tx:
             (lease,) = tx.leases_of(members[0].id, ("sending",))
-        return lambda: other.updates.commit(members[0].caller, lease.id)
+        return lambda: commit(other, members[0].caller, lease.id)
 
     both(tmp_path, clock, url, first, second, "INSERT INTO gaps", "UPDATE leases")
 
@@ -451,7 +457,7 @@ def test_collecting_after_an_old_version_went_out_of_use(tmp_path, clock):
         made = late.make(lease)
         service.updates.offer(late.caller, made.offer)
         for name, data in made.chunks.items():
-            service.updates.put_chunk(late.caller, lease.lease, name, data)
+            put_chunk(service, late.caller, lease.lease, name, data)
         clock.forward(121)
         service.round()
         for _ in range(5):
@@ -459,7 +465,7 @@ def test_collecting_after_an_old_version_went_out_of_use(tmp_path, clock):
             service.round()
             clock.forward(1)
         service.merger.collect()  # forgets 1 to 4; 0 is in use
-        assert service.updates.commit(late.caller, lease.lease).state == "refused"
+        assert commit(service, late.caller, lease.lease).state == "refused"
         service.merger.collect()  # KeyError: (0, 0)
         with service.run.ledger.read() as tx:
             assert sorted(v.version for v in tx.versions() if v.block == 0) == [5]

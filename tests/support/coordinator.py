@@ -184,6 +184,27 @@ class Signer:
         return Made(offer, dict(zip(names, parts, strict=True)))
 
 
+def missing_chunks(service: Service, caller: Caller, offer: UpdateOffer) -> tuple[str, ...]:
+    """What an offer is answered with."""
+    if not service.updates.offer(caller, offer):
+        return ()
+    return service.updates.upload_state(offer.claim.lease, offer.claim.recipe).missing
+
+
+def put_chunk(service: Service, caller: Caller, lease: str, name: str, data: bytes) -> None:
+    service.updates.check_expected(caller, lease, name)
+    with service.run.chunks.incoming() as arriving:
+        arriving.write(data)
+        service.updates.keep_chunk(arriving, name)
+
+
+def commit(service: Service, caller: Caller, lease: str) -> Receipt:
+    found = service.updates.find(caller, lease)
+    if isinstance(found, Receipt):
+        return found
+    return service.updates.settle(caller, lease, service.updates.verify(found))
+
+
 @dataclass(frozen=True)
 class Member:
     """A worker that calls the coordinator's parts directly."""
@@ -217,9 +238,9 @@ class Member:
     def send(self, made: Made) -> Receipt:
         """Offer, send what is missing, commit."""
         lease = made.offer.claim.lease
-        for name in self.service.updates.offer(self.caller, made.offer).missing:
-            self.service.updates.put_chunk(self.caller, lease, name, made.chunks[name])
-        return self.service.updates.commit(self.caller, lease)
+        for name in missing_chunks(self.service, self.caller, made.offer):
+            put_chunk(self.service, self.caller, lease, name, made.chunks[name])
+        return commit(self.service, self.caller, lease)
 
     def work(self, by: float = 1.0, **request: Any) -> Lease:
         """A lease from the asking to the receipt."""

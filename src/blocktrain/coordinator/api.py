@@ -4,20 +4,22 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from tempfile import SpooledTemporaryFile
-from typing import Annotated, Any, TypeVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import BinaryIO
 
-from fastapi import Depends, FastAPI, Query, Request, Response
-from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse, StreamingResponse
-from pydantic import ValidationError
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
-from blocktrain.coordinator.members import Caller
+from blocktrain.coordinator.action import Action, Asked, Server
+from blocktrain.coordinator.desk import Desk
 from blocktrain.coordinator.metrics import Metrics
+from blocktrain.coordinator.openapi import BYTES, describe
 from blocktrain.coordinator.service import Service
 from blocktrain.core import faults
 from blocktrain.errors import BlocktrainError, NotFoundError, ProtocolError, RefusedError
@@ -25,7 +27,7 @@ from blocktrain.protocol.messages import (
     CHUNK_BYTES,
     PROTOCOL,
     BlobAnswer,
-    Hash,
+    Count,
     Hello,
     Identifier,
     Join,
@@ -49,13 +51,7 @@ from blocktrain.protocol.messages import (
 
 log = logging.getLogger(__name__)
 
-M = TypeVar("M", bound=Message)
-
-LARGEST_MESSAGE = 8 * 1024 * 1024  # an offer that names every chunk of a large block
-USUAL_MESSAGE = 64 * 1024
-CHUNKS_AT_ONCE = 8  # held in memory to be verified and stored; others wait their turn
-SPOOL_BYTES = 64 * 1024  # of a chunk on its way in; more of it is on disk
-PIECE_BYTES = 512 * 1024
+PIECE_BYTES = 1024 * 1024  # of a chunk on its way out: all of it that is in memory
 EVENT_POLL_SECONDS = 0.5
 EVENTS_AT_ONCE = 500
 STATUS_OF = {
@@ -66,266 +62,179 @@ NUMBER = re.compile(r"[0-9]{1,18}")
 CODE_OF = {status: code for code, status in STATUS_OF.items()}
 
 
-def create_app(service: Service) -> FastAPI:
-    app = FastAPI(
-        title="blocktrain coordinator",
-        version=str(PROTOCOL),
-        responses={"default": {"model": Refusal, "description": "A refusal"}},
+def create_app(service: Service) -> Starlette:
+    server = Server(service, Desk(service.run.ledger), Metrics(service.reports))
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        server.desk.start()
+        yield
+        server.desk.stop()
+
+    document = describe(ACTIONS)
+
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(document)
+
+    return Starlette(
+        routes=[*(action.route(server) for action in ACTIONS), Route("/openapi.json", openapi)],
+        exception_handlers={
+            RefusedError: refused,
+            NotFoundError: missing,
+            BlocktrainError: failed,
+            SQLAlchemyError: no_database,
+            HTTPException: by_framework,
+            Exception: unforeseen,
+        },
+        lifespan=lifespan,
     )
-    app.state.service = service
-    app.state.metrics = Metrics(service.reports)
-    app.state.chunk_slots = asyncio.Semaphore(CHUNKS_AT_ONCE)
-    _add_refusals(app)
-    _add_joining(app)
-    _add_leases(app)
-    _add_updates(app)
-    _add_blobs(app)
-    _add_reports(app)
-    _describe_nested(app)
-    return app
-
-
-# What every route needs
-
-
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
-
-
-def _credentials(request: Request, *schemes: str) -> tuple[str, str]:
-    scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() not in schemes or not secret:
-        raise RefusedError("unauthorized", f"needs an Authorization of: {', '.join(schemes)}")
-    return scheme.lower(), secret.strip()
-
-
-def _caller(request: Request) -> Caller:
-    _, token = _credentials(request, "bearer")
-    return _service(request).members.caller(token)
-
-
-def _reader(request: Request) -> None:
-    scheme, secret = _credentials(request, "bearer", "invite")
-    members = _service(request).members
-    if scheme == "bearer":
-        members.caller(secret)
-    else:
-        members.check_reader(secret)
-
-
-async def _parts(request: Request, most: int) -> AsyncIterator[bytes]:
-    """A body as it comes, refused as soon as it is longer than it may be."""
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise RefusedError("too_large", f"the body is longer than {most} bytes")
-        yield part
-
-
-def _read(kind: type[M]) -> Callable[[Request], Awaitable[M]]:
-    most = LARGEST_MESSAGE if kind is UpdateOffer else USUAL_MESSAGE
-
-    async def read(request: Request) -> M:
-        body = b"".join([part async for part in _parts(request, most)])
-        try:
-            return kind.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(map(str, first["loc"])) or "the body"
-            raise RefusedError("malformed", f"{place}: {first['msg']}") from None
-
-    return read
-
-
-NESTED: dict[str, Any] = {}  # what bodies are made of and no route answers with
-
-
-def _describe_nested(app: FastAPI) -> None:
-    described = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = described()
-        components = document["components"]
-        components["schemas"] = {**NESTED, **components["schemas"]}
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _takes(kind: type[Message]) -> dict[str, Any]:
-    """How the OpenAPI document describes a body that is parsed by hand, and strictly."""
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    NESTED.update(schema.pop("$defs", {}))
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _answer(message: Message) -> Response:
     return Response(message.model_dump_json(), media_type="application/json")
 
 
-By = Annotated[Caller, Depends(_caller)]
-Serving = Annotated[Service, Depends(_service)]
-READERS = [Depends(_reader)]
+# Joining
 
 
-# The routes
+async def hello(asked: Asked) -> Response:
+    return _answer(Hello(run=asked.service.run.id, protocols=(PROTOCOL,)))
 
 
-def _add_joining(app: FastAPI) -> None:
-    @app.get("/v1/hello", response_model=Hello)
-    def hello(service: Serving) -> Response:
-        return _answer(Hello(run=service.run.id, protocols=(PROTOCOL,)))
-
-    @app.get("/v1/ca", response_class=PlainTextResponse)
-    def authority(service: Serving) -> str:
-        return service.run.authority.certificate_pem
-
-    @app.post("/v1/join", response_model=Joined, openapi_extra=_takes(Join))
-    def join(service: Serving, asked: Annotated[Join, Depends(_read(Join))]) -> Response:
-        return _answer(service.members.join(asked))
-
-    @app.post("/v1/token", response_model=Token, openapi_extra=_takes(TokenRequest))
-    def token(
-        service: Serving, asked: Annotated[TokenRequest, Depends(_read(TokenRequest))]
-    ) -> Response:
-        return _answer(service.members.renew(asked))
+async def authority(asked: Asked) -> Response:
+    return PlainTextResponse(asked.service.run.authority.certificate_pem)
 
 
-def _add_leases(app: FastAPI) -> None:
-    @app.post("/v1/lease", response_model=LeaseAnswer, openapi_extra=_takes(LeaseRequest))
-    def lease(
-        service: Serving,
-        caller: By,
-        asked: Annotated[LeaseRequest, Depends(_read(LeaseRequest))],
-    ) -> Response:
-        answer = service.leases.claim(caller, asked)
-        faults.reached("claimed")
-        return _answer(answer)
+async def join(asked: Asked) -> Response:
+    return _answer(await asked.desk.ask(asked.service.members.join, await asked.message(Join)))
 
-    @app.post(
-        "/v1/lease/{lease}/progress",
-        response_model=LeaseState,
-        openapi_extra=_takes(LeaseProgress),
+
+async def token(asked: Asked) -> Response:
+    told = await asked.message(TokenRequest)
+    return _answer(await asked.desk.ask(asked.service.members.renew, told))
+
+
+# Leases
+
+
+async def lease(asked: Asked) -> Response:
+    wanted = await asked.message(LeaseRequest)
+    answer = await asked.desk.ask(asked.service.leases.claim, asked.caller, wanted)
+    faults.reached("claimed")
+    return _answer(answer)
+
+
+async def progress(asked: Asked) -> Response:
+    held, told = asked.at("lease"), await asked.message(LeaseProgress)
+    leases = asked.service.leases
+    return _answer(await asked.desk.ask(leases.progress, asked.caller, held, told))
+
+
+async def give_back(asked: Asked) -> Response:
+    held, told = asked.at("lease"), await asked.message(LeaseReturn)
+    leases = asked.service.leases
+    return _answer(await asked.desk.ask(leases.give_back, asked.caller, held, told))
+
+
+# Updates
+
+
+async def offer(asked: Asked) -> Response:
+    offered, updates = await asked.message(UpdateOffer), asked.service.updates
+    claim = offered.claim
+    if not await asked.desk.ask(updates.offer, asked.caller, offered):
+        return _answer(UploadState(missing=()))
+    return _answer(await run_in_threadpool(updates.upload_state, claim.lease, claim.recipe))
+
+
+async def put_chunk(asked: Asked) -> Response:
+    name, upload = asked.at("name"), asked.parameter("lease", Identifier)
+    if upload is None:
+        raise RefusedError("malformed", "lease: which update the chunk is of")
+    updates = asked.service.updates
+    await asked.desk.ask(updates.check_expected, asked.caller, upload, name)
+    with asked.service.run.chunks.incoming() as arriving:
+        async for part in asked.parts(CHUNK_BYTES):
+            arriving.write(part)
+        await run_in_threadpool(updates.keep_chunk, arriving, name)
+    asked.metrics.received(arriving.size)
+    return Response(status_code=204)
+
+
+async def commit(asked: Asked) -> Response:
+    sent, updates = asked.at("lease"), asked.service.updates
+    found = await asked.desk.ask(updates.find, asked.caller, sent)
+    if isinstance(found, Receipt):
+        return _answer(found)
+    fault = await run_in_threadpool(updates.verify, found)
+    receipt = await asked.desk.ask(updates.settle, asked.caller, sent, fault)
+    faults.reached("settled")
+    asked.service.wake()
+    return _answer(receipt)
+
+
+# Blobs
+
+
+async def blob(asked: Asked) -> Response:
+    try:
+        return _answer(await run_in_threadpool(asked.service.reports.blob, asked.at("name")))
+    except ProtocolError as error:  # a chunk, but no recipe
+        raise NotFoundError(str(error)) from None
+
+
+async def get_chunk(asked: Asked) -> Response:
+    """Not checked against its name here: whoever asks for it does that anyway."""
+    name = asked.at("name")
+    file, size = await run_in_threadpool(asked.service.run.chunks.open, name)
+    try:
+        start, end = _asked_range(asked.request.headers.get("range"), size)
+    except RefusedError:
+        file.close()
+        raise
+    headers = {
+        "etag": f'"{name}"',
+        "accept-ranges": "bytes",
+        "content-length": str(end - start),
+        "content-range": f"bytes {start}-{end - 1}/{size}",
+    }
+    whole = (start, end) == (0, size)
+    if whole:
+        del headers["content-range"]
+    asked.metrics.sent(end - start)
+    return StreamingResponse(
+        _pieces(file, start, end), 200 if whole else 206, headers, media_type=BYTES
     )
-    def progress(
-        service: Serving,
-        caller: By,
-        lease: Identifier,
-        told: Annotated[LeaseProgress, Depends(_read(LeaseProgress))],
-    ) -> Response:
-        return _answer(service.leases.progress(caller, lease, told))
-
-    @app.post(
-        "/v1/lease/{lease}/return", response_model=LeaseState, openapi_extra=_takes(LeaseReturn)
-    )
-    def give_back(
-        service: Serving,
-        caller: By,
-        lease: Identifier,
-        told: Annotated[LeaseReturn, Depends(_read(LeaseReturn))],
-    ) -> Response:
-        return _answer(service.leases.give_back(caller, lease, told))
 
 
-def _add_updates(app: FastAPI) -> None:
-    @app.post("/v1/updates", response_model=UploadState, openapi_extra=_takes(UpdateOffer))
-    def offer(
-        service: Serving,
-        caller: By,
-        offered: Annotated[UpdateOffer, Depends(_read(UpdateOffer))],
-    ) -> Response:
-        return _answer(service.updates.offer(caller, offered))
-
-    @app.put("/v1/chunks/{name}", status_code=204)
-    async def put_chunk(
-        request: Request, service: Serving, caller: By, name: Hash, lease: Identifier
-    ) -> Response:
-        # On disk while it comes: a slow line takes up no memory and nobody else's turn.
-        with SpooledTemporaryFile(SPOOL_BYTES) as arrived:
-            async for part in _parts(request, CHUNK_BYTES):
-                arrived.write(part)
-            async with request.app.state.chunk_slots:
-                arrived.seek(0)
-                data = arrived.read()
-                await run_in_threadpool(service.updates.put_chunk, caller, lease, name, data)
-        request.app.state.metrics.received(len(data))
-        return Response(status_code=204)
-
-    @app.post("/v1/updates/{lease}/commit", response_model=Receipt)
-    def commit(service: Serving, caller: By, lease: Identifier) -> Response:
-        receipt = service.updates.commit(caller, lease)
-        faults.reached("settled")
-        service.wake()
-        return _answer(receipt)
+async def _pieces(file: BinaryIO, start: int, end: int) -> AsyncIterator[bytes]:
+    with file:
+        file.seek(start)
+        while start < end:
+            piece = await run_in_threadpool(file.read, min(PIECE_BYTES, end - start))
+            if not piece:
+                return  # cut short meanwhile; the receiver counts what it got
+            start += len(piece)
+            yield piece
 
 
-def _add_blobs(app: FastAPI) -> None:
-    @app.get("/v1/blobs/{name}", response_model=BlobAnswer, dependencies=READERS)
-    def blob(service: Serving, name: Hash) -> Response:
-        try:
-            return _answer(service.reports.blob(name))
-        except ProtocolError as error:  # a chunk, but no recipe
-            raise NotFoundError(str(error)) from None
-
-    @app.get("/v1/chunks/{name}", dependencies=READERS)
-    def chunk(request: Request, service: Serving, name: Hash) -> Response:
-        data = memoryview(service.run.chunks.get(name))
-        start, end = _asked_range(request.headers.get("range"), len(data))
-        headers = {
-            "etag": f'"{name}"',
-            "accept-ranges": "bytes",
-            "content-length": str(end - start),
-            "content-range": f"bytes {start}-{end - 1}/{len(data)}",
-        }
-        whole = (start, end) == (0, len(data))
-        if whole:
-            del headers["content-range"]
-        request.app.state.metrics.sent(end - start)
-        pieces = (
-            bytes(data[at : min(at + PIECE_BYTES, end)]) for at in range(start, end, PIECE_BYTES)
-        )
-        return StreamingResponse(
-            pieces,
-            status_code=200 if whole else 206,
-            headers=headers,
-            media_type="application/octet-stream",
-        )
+# Reports
 
 
-def _add_reports(app: FastAPI) -> None:
-    @app.get("/v1/run", response_model=RunDescription, dependencies=READERS)
-    def run(service: Serving) -> Response:
-        return _answer(service.run.description)
+async def run(asked: Asked) -> Response:
+    return _answer(asked.service.run.description)
 
-    @app.get("/v1/status", response_model=Status, dependencies=READERS)
-    def status(service: Serving) -> Response:
-        return _answer(service.reports.status())
 
-    @app.get("/v1/events", dependencies=READERS)
-    async def events(
-        request: Request,
-        service: Serving,
-        after: Annotated[int | None, Query(ge=0, le=2**53)] = None,
-    ) -> StreamingResponse:
-        told = request.headers.get("last-event-id", "")
-        start = int(told) if NUMBER.fullmatch(told) else after
-        if start is None:
-            start = await run_in_threadpool(service.reports.last_event)
-        return StreamingResponse(_event_stream(service, start), media_type="text/event-stream")
+async def status(asked: Asked) -> Response:
+    return _answer(await run_in_threadpool(asked.service.reports.status))
 
-    @app.post("/v1/scores", status_code=204, openapi_extra=_takes(Score))
-    def score(
-        service: Serving, caller: By, told: Annotated[Score, Depends(_read(Score))]
-    ) -> Response:
-        service.reports.score(caller, told)
-        return Response(status_code=204)
 
-    @app.get("/metrics", response_class=PlainTextResponse)
-    def metrics(request: Request) -> Response:
-        text, kind = request.app.state.metrics.page()
-        return Response(text, media_type=kind)
+async def events(asked: Asked) -> Response:
+    told = asked.request.headers.get("last-event-id", "")
+    start = int(told) if NUMBER.fullmatch(told) else asked.parameter("after", Count)
+    if start is None:
+        start = await run_in_threadpool(asked.service.reports.last_event)
+    return StreamingResponse(_event_stream(asked.service, start), media_type="text/event-stream")
 
 
 async def _event_stream(service: Service, after: int) -> AsyncIterator[str]:
@@ -338,6 +247,50 @@ async def _event_stream(service: Service, after: int) -> AsyncIterator[str]:
         if not found:
             yield ": nothing new\n\n"
         await asyncio.sleep(EVENT_POLL_SECONDS)
+
+
+async def score(asked: Asked) -> Response:
+    told = await asked.message(Score)
+    await asked.desk.ask(asked.service.reports.score, asked.caller, told)
+    return Response(status_code=204)
+
+
+async def metrics(asked: Asked) -> Response:
+    text, kind = await run_in_threadpool(asked.metrics.page)
+    return Response(text, media_type=kind)
+
+
+ACTIONS = (
+    Action("GET", "/v1/hello", "anyone", hello, gives=Hello),
+    Action("GET", "/v1/ca", "anyone", authority, gives="text/plain"),
+    Action("POST", "/v1/join", "anyone", join, takes=Join, gives=Joined),
+    Action("POST", "/v1/token", "anyone", token, takes=TokenRequest, gives=Token),
+    Action("POST", "/v1/lease", "worker", lease, takes=LeaseRequest, gives=LeaseAnswer),
+    Action(
+        "POST", "/v1/lease/{lease}/progress", "worker", progress,
+        takes=LeaseProgress, gives=LeaseState,
+    ),
+    Action(
+        "POST", "/v1/lease/{lease}/return", "worker", give_back,
+        takes=LeaseReturn, gives=LeaseState,
+    ),
+    Action("POST", "/v1/updates", "worker", offer, takes=UpdateOffer, gives=UploadState),
+    Action(
+        "PUT", "/v1/chunks/{name}", "worker", put_chunk,
+        takes="bytes", parameters=(("lease", Identifier, True),),
+    ),
+    Action("POST", "/v1/updates/{lease}/commit", "worker", commit, gives=Receipt),
+    Action("GET", "/v1/blobs/{name}", "reader", blob, gives=BlobAnswer),
+    Action("GET", "/v1/chunks/{name}", "reader", get_chunk, gives=BYTES),
+    Action("GET", "/v1/run", "reader", run, gives=RunDescription),
+    Action("GET", "/v1/status", "reader", status, gives=Status),
+    Action(
+        "GET", "/v1/events", "reader", events,
+        gives="text/event-stream", parameters=(("after", Count, False),),
+    ),
+    Action("POST", "/v1/scores", "worker", score, takes=Score),
+    Action("GET", "/metrics", "anyone", metrics, gives="text/plain"),
+)  # fmt: skip
 
 
 def _asked_range(header: str | None, size: int) -> tuple[int, int]:
@@ -358,38 +311,33 @@ def _asked_range(header: str | None, size: int) -> tuple[int, int]:
 # Every error as a Refusal
 
 
-def _add_refusals(app: FastAPI) -> None:
-    @app.exception_handler(RefusedError)
-    async def refused(request: Request, error: RefusedError) -> Response:
-        return _refusal(error.code, str(error))
+async def refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return _refusal(error.code, str(error))
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        return _refusal("malformed", f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
 
-    @app.exception_handler(NotFoundError)
-    async def missing(request: Request, error: NotFoundError) -> Response:
-        return _refusal("not_found", str(error))
+async def missing(request: Request, error: Exception) -> Response:
+    return _refusal("not_found", str(error))
 
-    @app.exception_handler(DBAPIError)
-    async def no_database(request: Request, error: DBAPIError) -> Response:
-        return _refusal("unavailable", "the ledger does not answer; try again")
 
-    @app.exception_handler(Exception)
-    async def unforeseen(request: Request, error: Exception) -> Response:
-        log.error("%s %s", request.method, request.url.path, exc_info=error)
-        return _refusal("internal", "a bug of the coordinator; its log tells more")
+async def no_database(request: Request, error: Exception) -> Response:
+    return _refusal("unavailable", "the ledger does not answer; try again")
 
-    @app.exception_handler(BlocktrainError)
-    async def failed(request: Request, error: BlocktrainError) -> Response:
-        return _refusal("unavailable", str(error))
 
-    @app.exception_handler(HTTPException)
-    async def by_framework(request: Request, error: HTTPException) -> Response:
-        answer = _refusal(CODE_OF.get(error.status_code, "malformed"), str(error.detail))
-        answer.status_code = error.status_code
-        return answer
+async def failed(request: Request, error: Exception) -> Response:
+    return _refusal("unavailable", str(error))
+
+
+async def by_framework(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    answer = _refusal(CODE_OF.get(error.status_code, "malformed"), str(error.detail))
+    answer.status_code = error.status_code
+    return answer
+
+
+async def unforeseen(request: Request, error: Exception) -> Response:
+    log.error("%s %s", request.method, request.url.path, exc_info=error)
+    return _refusal("internal", "a bug of the coordinator; its log tells more")
 
 
 def _refusal(code: str, reason: str) -> Response:

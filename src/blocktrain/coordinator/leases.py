@@ -17,7 +17,9 @@ from blocktrain.protocol.messages import (
     Predecessor,
     Wait,
 )
-from blocktrain.storage.ledger import HELD, Found, Transaction
+from blocktrain.storage.ledger import Transaction
+from blocktrain.storage.prepared import Found
+from blocktrain.storage.statements import HELD
 
 MERGE_WAIT = 0.3  # seconds; the worker's own update is about to become a version
 IDLE_WAIT = 5.0
@@ -36,8 +38,8 @@ class Leases:
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
             self.members.seen(tx, caller, now)
-            if held := tx.leases_of(caller.worker, ("open",)):
-                return LeaseAnswer(answer=self._described(tx, held[0], now))
+            if held := tx.open_lease_of(caller.worker):
+                return LeaseAnswer(answer=self._described(tx, held, now))
             blocks = tx.block_states()
             if all(block.finished for block in blocks):
                 return LeaseAnswer(answer=Finished())

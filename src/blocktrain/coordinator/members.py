@@ -14,10 +14,13 @@ from blocktrain.protocol.messages import (
     Token,
     TokenRequest,
 )
-from blocktrain.storage.ledger import HELD, Found, Transaction
+from blocktrain.storage.ledger import Transaction
+from blocktrain.storage.prepared import Found
+from blocktrain.storage.statements import HELD
 
 TOKEN_SECONDS = 3600
 CLOCK_SKEW = 300.0
+SEEN_SECONDS = 1.0  # signs of life closer to each other than this are one
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ class Members:
     def seen(self, tx: Transaction, caller: Caller, now: float) -> Found:
         """The worker's row, its last sign of life noted."""
         worker = self.check_welcome(tx, caller)
-        tx.touch_worker(caller.worker, now)
+        if now - worker.seen > SEEN_SECONDS:
+            tx.touch_worker(caller.worker, now)
         return worker
 
     def check_welcome(self, tx: Transaction, caller: Caller) -> Found:

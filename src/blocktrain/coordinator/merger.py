@@ -10,7 +10,6 @@ from blocktrain.core import faults
 from blocktrain.core.merge import Outer
 from blocktrain.core.swarm import BlockState, PendingUpdate
 from blocktrain.errors import BlocktrainError, DivergedError
-from blocktrain.protocol.messages import Blob
 from blocktrain.storage.ledger import Transaction, Version
 from blocktrain.storage.merging import Merged, Update, merge_blobs
 
@@ -51,7 +50,6 @@ class Merger:
             kept = self._forget_old_versions(tx)
             live = tx.live_updates()
         needed = {blob.name for blob in self.run.description.corpus.values()} | kept
-        needed |= {row.blob for row in live if row.blob}
         keep = {chunk for row in live for chunk in claimed(row).recipe.chunks}
         for name in needed:
             keep |= self.run.blobs.chunks_of(name)
@@ -157,8 +155,7 @@ class Merger:
             start = tx.version(state.index, update.base_version).weights
         share = plan.weight(self.run.config.swarm, state.version, update.base_version)
         covered = update.steps * self.run.batch_bytes
-        end = Blob(name=row.blob, size=row.blob_size)
-        return Update(update.lease, end, covered, start, share)
+        return Update(update.lease, claimed(row).recipe, covered, start, share)
 
     def _forget_old_versions(self, tx: Transaction) -> set[str]:
         """Blobs of versions that stay: the newest few, whatever somebody builds on, and whatever

@@ -7,7 +7,8 @@ from blocktrain.coordinator.run import Run
 from blocktrain.core.swarm import BlockState
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.messages import BlobAnswer, BlockStatus, Event, Score, Status, WorkerStatus
-from blocktrain.storage.ledger import Found, Transaction
+from blocktrain.storage.ledger import Transaction
+from blocktrain.storage.prepared import Found
 
 LOST_AFTER = 90.0  # seconds without a word
 URL_SECONDS = 3600

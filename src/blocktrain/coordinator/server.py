@@ -68,6 +68,7 @@ def serve(service: Service, listener: socket.socket, tls: tuple[Path, Path] | No
         ssl_keyfile=str(tls[1]) if tls else None,
         timeout_graceful_shutdown=GOODBYE_SECONDS,
         server_header=False,
+        proxy_headers=False,  # who asks is known by token, not by address
     )
     config.load()
     if config.ssl:

@@ -16,6 +16,7 @@ from blocktrain.errors import BlocktrainError
 log = logging.getLogger(__name__)
 
 ROUND_SECONDS = 0.25
+SHORTEST_ROUND = 0.02
 COLLECT_SECONDS = 300.0
 
 
@@ -50,6 +51,7 @@ class Service:
         collected = self.run.clock()
         while not self._stop.is_set():
             self._wake.wait(ROUND_SECONDS)
+            self._stop.wait(SHORTEST_ROUND)  # what arrives close together is looked at once
             self._wake.clear()
             try:
                 self.round()

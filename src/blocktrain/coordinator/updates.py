@@ -1,4 +1,10 @@
-"""Taking updates in: offered, sent in chunks, verified, counted once."""
+"""Taking updates in: offered, sent in chunks, verified, counted once.
+
+Each method asks either the ledger or the store, never both: the one is done at the desk, the other
+may take its time.
+"""
+
+from typing import NamedTuple
 
 from blocktrain.coordinator import plan
 from blocktrain.coordinator.leases import own_lease
@@ -9,26 +15,36 @@ from blocktrain.errors import ProtocolError, RefusedError
 from blocktrain.protocol import identity
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
-    Blob,
     Receipt,
     Recipe,
     UpdateClaim,
     UpdateOffer,
     UploadState,
 )
-from blocktrain.storage.chunks import name_of
-from blocktrain.storage.ledger import Found, Transaction
-from blocktrain.storage.merging import check_update
+from blocktrain.protocol.tensors import TensorSpec
+from blocktrain.storage.chunks import Incoming
+from blocktrain.storage.ledger import Transaction, Version
+from blocktrain.storage.merging import check_update, weights_form
+from blocktrain.storage.prepared import Found
 
 URL_SECONDS = 3600
+
+
+class Sent(NamedTuple):
+    """An update that is said to be here."""
+
+    lease: str
+    recipe: Recipe
+    base: Version
 
 
 class Updates:
     def __init__(self, run: Run, members: Members) -> None:
         self.run, self.members = run, members
+        self._forms: dict[int, list[TensorSpec]] = {}
 
-    def offer(self, caller: Caller, offer: UpdateOffer) -> UploadState:
-        """Take down what a worker is about to send; which chunks of it are missing."""
+    def offer(self, caller: Caller, offer: UpdateOffer) -> bool:
+        """Take down what a worker is about to send; whether it is to be sent."""
         claim, now = offer.claim, self.run.clock()
         with self.run.ledger.write() as tx:
             worker = self.members.seen(tx, caller, now)
@@ -51,11 +67,16 @@ class Updates:
             elif known.offer != claim.model_dump_json():
                 raise RefusedError("conflict", "another update was offered for this lease")
             elif known.state != "offered":
-                return UploadState(missing=())
-        missing = self._missing(claim.lease, claim.recipe)
-        return UploadState(missing=missing, urls=self._put_urls(claim.lease, missing))
+                return False
+        return True
 
-    def put_chunk(self, caller: Caller, lease: str, name: str, data: bytes) -> None:
+    def upload_state(self, lease: str, recipe: Recipe) -> UploadState:
+        """Which chunks of an offered update are still to be sent, and where to."""
+        missing = self._missing(lease, recipe)
+        return UploadState(missing=missing, urls=self._put_urls(lease, missing))
+
+    def check_expected(self, caller: Caller, lease: str, name: str) -> None:
+        """Whether this chunk of this update is waited for."""
         with self.run.ledger.read() as tx:
             self.members.check_welcome(tx, caller)
             offered = self._offered(tx, caller, lease)
@@ -63,33 +84,44 @@ class Updates:
             raise RefusedError("conflict", f"this update is {offered.state} already")
         if name not in claimed(offered).recipe.chunks:
             raise RefusedError("forbidden", "this chunk is no part of the update that was offered")
-        if name_of(data) != name:
-            raise RefusedError("malformed", "these bytes do not have the hash they are sent as")
-        self.run.chunks.put(data)
+
+    def keep_chunk(self, arrived: Incoming, name: str) -> None:
+        try:
+            arrived.keep(name)
+        except ProtocolError as error:
+            raise RefusedError("malformed", str(error)) from None
         faults.reached("chunk-stored")
 
-    def commit(self, caller: Caller, lease: str) -> Receipt:
-        """Verify what was sent and count it, once; asked again, the same answer."""
+    def find(self, caller: Caller, lease: str) -> Receipt | Sent:
+        """What became of an update, or what there is to verify before it counts."""
         with self.run.ledger.read() as tx:
             offered = self._offered(tx, caller, lease)
             if offered.state != "offered":
                 return _receipt(offered)
             base = tx.version(offered.block, offered.base_version)
-        recipe = claimed(offered).recipe
-        if missing := self._missing(lease, recipe):
-            raise RefusedError("conflict", f"{len(missing)} chunks are missing")
-        blob = self.run.blobs.add_recipe(recipe)
-        try:
-            check_update(self.run.blobs, blob, base.weights)
-        except ProtocolError as error:
-            receipt = self._settle(caller, lease, None, str(error))
-        else:
-            receipt = self._settle(caller, lease, blob, "")
-        self.run.chunks.clear_quarantine(lease)
-        return receipt
+        return Sent(lease, claimed(offered).recipe, base)
 
-    def _settle(self, caller: Caller, lease: str, blob: Blob | None, fault: str) -> Receipt:
-        """Count an update or refuse it, and close its lease, in one transaction."""
+    def verify(self, sent: Sent) -> str:
+        """What is wrong with the bytes that were sent; empty where nothing is."""
+        if missing := self._missing(sent.lease, sent.recipe):
+            raise RefusedError("conflict", f"{len(missing)} chunks are missing")
+        try:
+            check_update(self.run.blobs.reader(sent.recipe), self._form(sent.base))
+        except ProtocolError as error:
+            return str(error)
+        finally:
+            self.run.chunks.clear_quarantine(sent.lease)
+        return ""
+
+    def _form(self, version: Version) -> list[TensorSpec]:
+        """A block's tensors, which are the same in all of its versions."""
+        if version.block not in self._forms:
+            reader = self.run.blobs.reader(version.weights)
+            self._forms[version.block] = weights_form(reader)
+        return self._forms[version.block]
+
+    def settle(self, caller: Caller, lease: str, fault: str) -> Receipt:
+        """Count an update or refuse it, and close its lease: once; asked again, the same answer."""
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
@@ -100,7 +132,7 @@ class Updates:
                 return _receipt(offered)
             in_time = tx.move_lease(lease, "submitted")
             reason = fault or self._too_late(tx, held, in_time=in_time)
-            if blob is None or reason:
+            if reason:
                 tx.refuse_update(lease, reason)
                 if in_time:
                     tx.give_back_range(held.block, held.first_batch, held.steps)
@@ -109,7 +141,7 @@ class Updates:
                 block = tx.block(held.block)
                 assert block is not None
                 weight = plan.weight(self.run.config.swarm, block.version, held.base_version)
-                tx.accept_update(lease, blob, weight, now)
+                tx.accept_update(lease, weight, now)
                 kind = "uploaded" if weight == 1.0 else "late"
                 tx.add_event(now, kind, caller.worker, held.block, f"{held.steps} steps")
             if in_time:

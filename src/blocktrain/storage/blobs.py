@@ -46,8 +46,11 @@ class Blobs:
         _check_fit(recipe)
         return recipe
 
-    def reader(self, blob: Blob | str) -> "BlobReader":
-        """A file by its name, or by name and the size it must have."""
+    def reader(self, blob: Blob | Recipe | str) -> "BlobReader":
+        """A file by its name, by name and the size it must have, or by what it is made of."""
+        if isinstance(blob, Recipe):
+            _check_fit(blob)
+            return BlobReader(self.chunks, blob)
         name = blob if isinstance(blob, str) else blob.name
         recipe = self.recipe(name)
         if isinstance(blob, Blob) and blob.size != recipe.size:

@@ -13,12 +13,15 @@ still needs them: that is the business of blobs and of the ledger.
 import os
 import re
 import secrets
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from tempfile import SpooledTemporaryFile
+from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol, Self
 from urllib.parse import parse_qs, urlsplit
 from urllib.request import url2pathname
 
@@ -44,6 +47,8 @@ UPLOAD = re.compile(r"[0-9A-Za-z_-]{1,128}")
 COMPARED_BYTES = 1024 * 1024  # at a time
 S3_REQUESTS = 16  # at a time, for one question about many chunks
 S3_OPTIONS = ("endpoint", "region")
+S3_UPLOADS = threading.Semaphore(8)  # chunks whole in memory on their way to the store
+SPOOL_BYTES = 64 * 1024  # of a chunk on its way in; more of it is on disk
 
 
 class ChunkStore(Protocol):
@@ -51,8 +56,17 @@ class ChunkStore(Protocol):
         """Store a chunk, whole or not at all, and return its name."""
         ...
 
+    def incoming(self) -> "Incoming":
+        """A chunk that comes in parts; in memory is only the part at hand."""
+        ...
+
     def get(self, name: str) -> bytes:
         """The chunk, checked. NotFoundError, or CorruptFileError where it was altered."""
+        ...
+
+    def open(self, name: str) -> tuple[BinaryIO, int]:
+        """The chunk to be read in parts, and its size. Unchecked, for those who check it
+        themselves."""
         ...
 
     def has(self, names: Iterable[str]) -> set[str]:
@@ -86,6 +100,22 @@ class ChunkStore(Protocol):
 
     def clear_leftovers(self, before: float) -> None:
         """Remove what was begun before this time (seconds since 1970) and became no chunk."""
+        ...
+
+
+class Incoming(Protocol):
+    """Ends as a chunk if it was kept, and otherwise as nothing."""
+
+    size: int
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def write(self, part: Buffer) -> None: ...
+
+    def keep(self, name: str) -> None:
+        """Make it the chunk of this name; a ProtocolError where it is not."""
         ...
 
 
@@ -125,13 +155,24 @@ class LocalChunks:
         path = self._path(name)
         with self._translated():
             if not _refreshed(path, data):
-                self._write(path, data)
+                with self.incoming() as arriving:
+                    arriving.write(data)
+                    arriving.keep(name)
         return name
+
+    def incoming(self) -> "_IncomingFile":
+        with self._translated():
+            return _IncomingFile(self)
 
     def get(self, name: str) -> bytes:
         with self._translated(name):
             data = self._path(name).read_bytes()
         return _verified(data, name, self)
+
+    def open(self, name: str) -> tuple[BinaryIO, int]:
+        with self._translated(name):
+            file = self._path(name).open("rb", buffering=0)
+            return file, os.fstat(file.fileno()).st_size
 
     def has(self, names: Iterable[str]) -> set[str]:
         return {name for name in names if self._path(name).is_file()}
@@ -165,23 +206,22 @@ class LocalChunks:
                 if changed < before:
                     entry.unlink(missing_ok=True)
 
-    def _write(self, path: Path, data: Buffer) -> None:
-        scratch = self._partial / secrets.token_hex(16)
-        try:
-            with scratch.open("xb") as out:
-                out.write(data)
-                if self._sync:
-                    out.flush()
-                    os.fsync(out.fileno())
+    def _take(self, file: BinaryIO, scratch: Path, name: str) -> None:
+        """Give a file that was written whole its name."""
+        path = self._path(name)
+        with self._translated():
+            if self._sync:
+                os.fsync(file.fileno())
+            file.close()
             self._make_folder(path.parent)
-            scratch.replace(path)
-        except OSError:
-            scratch.unlink(missing_ok=True)
-            # Windows refuses to replace a chunk that somebody reads: then it is there.
-            if not _refreshed(path, data):
-                raise
-        if self._sync:
-            _sync_folder(path.parent)
+            try:
+                scratch.replace(path)
+            except PermissionError:
+                # Windows refuses to replace a chunk that somebody reads: then it is there.
+                if not path.is_file():
+                    raise
+            if self._sync:
+                _sync_folder(path.parent)
 
     def _make_folder(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -200,6 +240,34 @@ class LocalChunks:
             if wanted and isinstance(error, FileNotFoundError):
                 raise _not_found(wanted, self) from None
             raise RunError(f"the chunk store {self}: {error.strerror}") from None
+
+
+class _IncomingFile:
+    """Hashed as it comes."""
+
+    def __init__(self, store: LocalChunks) -> None:
+        self.size = 0
+        self._store = store
+        self._hash = blake3()
+        self._scratch = store._partial / secrets.token_hex(16)
+        self._file = self._scratch.open("xb", buffering=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+        self._scratch.unlink(missing_ok=True)
+
+    def write(self, part: Buffer) -> None:
+        self.size += len(part)
+        self._hash.update(part)
+        with self._store._translated():
+            _write_all(self._file, part)
+
+    def keep(self, name: str) -> None:
+        _check_incoming(name, self._hash.hexdigest())
+        self._store._take(self._file, self._scratch, name)
 
 
 class S3Chunks:
@@ -234,6 +302,13 @@ class S3Chunks:
         with self._translated():
             self._store.put(_place(name), data, use_multipart=False)
         return name
+
+    def incoming(self) -> "_IncomingObject":
+        return _IncomingObject(self)
+
+    def open(self, name: str) -> tuple[BinaryIO, int]:
+        data = self.get(name)
+        return BytesIO(data), len(data)
 
     def get(self, name: str) -> bytes:
         data = self._read(_place(name), name, CHUNK_BYTES)
@@ -343,6 +418,43 @@ class S3Chunks:
         except exceptions.BaseError as error:
             reason = str(error).partition("\n")[0]
             raise UnreachableError(f"the chunk store {self}: {reason}") from None
+
+
+class _IncomingObject:
+    """On disk while it comes: a slow line takes up no memory."""
+
+    def __init__(self, store: S3Chunks) -> None:
+        self.size = 0
+        self._store = store
+        self._arrived = SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115: closed by __exit__
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._arrived.close()
+
+    def write(self, part: Buffer) -> None:
+        self.size += len(part)
+        self._arrived.write(part)
+
+    def keep(self, name: str) -> None:
+        with S3_UPLOADS:
+            self._arrived.seek(0)
+            data = self._arrived.read()
+            _check_incoming(name, name_of(data))
+            self._store.put(data)
+
+
+def _check_incoming(name: str, found: str) -> None:
+    if name != found:
+        raise ProtocolError("these bytes do not have the hash they are sent as")
+
+
+def _write_all(file: BinaryIO, part: Buffer) -> None:
+    view = memoryview(part)
+    while view:
+        view = view[file.write(view) :]
 
 
 def _checked_name_of(data: Buffer) -> str:

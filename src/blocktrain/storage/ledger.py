@@ -6,23 +6,23 @@ that any number of coordinators may share one ledger. Knows no clock: times are 
 """
 
 import json
-import sqlite3
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sql
-from sqlalchemy import Connection, CursorResult, Row, func, insert, select, update
+from sqlalchemy import Connection, CursorResult, Executable, func, insert, select, update
 from sqlalchemy.exc import DatabaseError
 
 from blocktrain.core.swarm import BlockState, PendingUpdate
-from blocktrain.errors import ConfigError, NotFoundError, UnreachableError
+from blocktrain.errors import NotFoundError, UnreachableError
 from blocktrain.protocol.messages import Blob, Event
+from blocktrain.storage import statements
+from blocktrain.storage.database import open_engine, shown
 from blocktrain.storage.migrations import upgrade
+from blocktrain.storage.prepared import Found, PreparedStatements
 from blocktrain.storage.schema import (
     blocks,
     events,
@@ -35,11 +35,7 @@ from blocktrain.storage.schema import (
     versions,
     workers,
 )
-
-Found = Row[*tuple[Any, ...]]
-
-BUSY_MILLISECONDS = 30_000
-HELD = ("open", "sending")  # states in which a lease is somebody's
+from blocktrain.storage.shared_commits import SharedCommits
 
 
 @dataclass(frozen=True)
@@ -55,27 +51,39 @@ class Version:
 class Ledger:
     def __init__(self, url: str) -> None:
         self.url = url
-        self.engine = _engine(url)
+        self.engine = open_engine(url)
+        self._commits = SharedCommits(self.engine)
+        self._prepared = PreparedStatements(self.engine.dialect)
         try:
             upgrade(self.engine)
         except DatabaseError as error:
             self.engine.dispose()
-            raise UnreachableError(f"cannot open the ledger {_shown(url)}: {error.orig}") from None
+            raise UnreachableError(f"cannot open the ledger {shown(url)}: {error.orig}") from None
 
     @contextmanager
     def write(self) -> Iterator["Transaction"]:
-        """All of what happens inside, or nothing; on disk afterwards."""
-        with self.engine.begin() as connection:
-            yield Transaction(connection)
+        """All of what happens inside, or nothing; on disk afterwards, or after `together`."""
+        with self._commits.writer() as connection:
+            yield Transaction(connection, self._prepared)
+
+    def together(self) -> AbstractContextManager[None]:
+        """What this thread writes inside is put on disk by one commit at the end."""
+        return self._commits.together()
 
     @contextmanager
     def read(self) -> Iterator["Transaction"]:
         """What is seen inside is of one moment."""
+        if connection := self._commits.open_connection:
+            yield Transaction(connection, self._prepared)
+            return
         options: dict[str, Any] = {"read": True}
         if self.engine.dialect.name == "postgresql":
             options["isolation_level"] = "REPEATABLE READ"
-        with self.engine.connect().execution_options(**options) as connection:
-            yield Transaction(connection)
+        with (
+            self.engine.connect().execution_options(**options) as connection,
+            connection.begin(),
+        ):
+            yield Transaction(connection, self._prepared)
 
     def close(self) -> None:
         self.engine.dispose()
@@ -84,8 +92,9 @@ class Ledger:
 class Transaction:
     """The statements, each named by what it means."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, prepared: PreparedStatements) -> None:
         self._connection = connection
+        self._prepared = prepared
 
     # The run
 
@@ -138,7 +147,7 @@ class Transaction:
         )
 
     def worker(self, worker: str) -> Found | None:
-        return self._run(select(workers).where(workers.c.id == worker)).first()
+        return self._first(statements.WORKER, of_worker=worker)
 
     def worker_of_key(self, public_key: str) -> Found | None:
         return self._run(select(workers).where(workers.c.public_key == public_key)).first()
@@ -147,7 +156,7 @@ class Transaction:
         return self._run(select(workers).order_by(workers.c.joined)).all()
 
     def touch_worker(self, worker: str, now: float) -> None:
-        self._run(update(workers).where(workers.c.id == worker).values(seen=now))
+        self._change(statements.TOUCH_WORKER, of_worker=worker, now=now)
 
     def ban_worker(self, worker: str) -> bool:
         return self._changed(update(workers).where(workers.c.id == worker).values(banned=True))
@@ -157,42 +166,34 @@ class Transaction:
     def lock_blocks(self) -> None:
         """Nobody else hands out, takes back or merges until this transaction is over. Comes first
         in every transaction that needs it: whoever waits for it holds nothing others wait for."""
-        self._run(select(blocks.c.block).order_by(blocks.c.block).with_for_update())
+        if self._connection.dialect.name != "sqlite":  # where a writer is alone from the start
+            self._change(statements.LOCK_BLOCKS)
 
     def block_states(self) -> list[BlockState]:
-        returned = dict(self._pairs(gaps.c.block, func.sum(gaps.c.steps)))
-        is_open = leases.c.state.in_(HELD)
-        leased = dict(self._pairs(leases.c.block, func.sum(leases.c.steps), is_open))
+        returned = {row.block: int(row.steps) for row in self._rows(statements.RETURNED)}
         held: dict[int, list[Found]] = defaultdict(list)
-        for row in self._run(select(leases).where(is_open)):
+        for row in self.held_leases():
             held[row.block].append(row)
         pending: dict[int, list[PendingUpdate]] = defaultdict(list)
-        for row in self._run(select(updates).where(updates.c.state == "pending")):
+        for row in self._rows(statements.PENDING):
             pending[row.block].append(_pending(row))
         return [
-            _block_state(
-                row,
-                returned.get(row.block, 0),
-                leased.get(row.block, 0),
-                held[row.block],
-                pending[row.block],
-            )
-            for row in self._run(select(blocks).order_by(blocks.c.block))
+            _block_state(row, returned.get(row.block, 0), held[row.block], pending[row.block])
+            for row in self._rows(statements.BLOCKS)
         ]
 
     def block(self, index: int) -> Found | None:
-        return self._run(select(blocks).where(blocks.c.block == index)).first()
+        return self._first(statements.BLOCK, of_block=index)
 
     def take_range(self, block: int, most: int) -> tuple[int, int]:
         """(first batch, steps): what came back first, then what was never handed out."""
-        ordered = select(gaps).where(gaps.c.block == block).order_by(gaps.c.first_batch)
-        gap = self._run(ordered.limit(1)).first()
+        gap = self._first(statements.FIRST_GAP, of_block=block)
         if gap is None:
             row = self.block(block)
             assert row is not None
             steps = min(most, row.total_batches - row.next_batch)
             end = row.next_batch + steps
-            self._run(update(blocks).where(blocks.c.block == block).values(next_batch=end))
+            self._change(statements.HAND_OUT, of_block=block, end=end)
             return int(row.next_batch), steps
         self._take_gap(block, gap.first_batch)
         steps = min(most, gap.steps)
@@ -212,15 +213,16 @@ class Transaction:
 
     def add_lease(self, **values: Any) -> int:
         """Record a lease as open; its fencing token."""
-        chosen = blocks.c.block == values["block"]
-        count = {"fence": blocks.c.fence + 1, "leases_given": blocks.c.leases_given + 1}
-        self._run(update(blocks).where(chosen).values(**count))
-        fence = int(self._run(select(blocks.c.fence).where(chosen)).scalar_one())
-        self._run(insert(leases).values(**values, fence=fence, state="open"))
+        self._change(statements.COUNT_GIVEN, of_block=values["block"])
+        fence = int(self._rows(statements.BLOCK, of_block=values["block"])[0].fence)
+        self._change(statements.ADD_LEASE, **values, fence=fence, state="open")
         return fence
 
     def lease(self, lease: str) -> Found | None:
-        return self._run(select(leases).where(leases.c.id == lease)).first()
+        return self._first(statements.LEASE, of_lease=lease)
+
+    def open_lease_of(self, worker: str) -> Found | None:
+        return self._first(statements.OPEN_LEASE_OF, of_worker=worker)
 
     def leases_of(self, worker: str, states: Collection[str]) -> Sequence[Found]:
         chosen = select(leases).where(leases.c.worker == worker, leases.c.state.in_(states))
@@ -228,44 +230,34 @@ class Transaction:
 
     def move_lease(self, lease: str, state: str) -> bool:
         """Move a lease on; False where it is nobody's any more."""
-        chosen = update(leases).where(leases.c.id == lease, leases.c.state.in_(HELD))
-        return self._changed(chosen.values(state=state))
+        return self._change(statements.MOVE_LEASE, of_lease=lease, to=state)
 
     def overdue(self, now: float) -> Sequence[Found]:
-        chosen = select(leases).where(leases.c.state.in_(HELD), leases.c.deadline < now)
-        return self._run(chosen).all()
+        return self._rows(statements.OVERDUE, now=now)
 
     def held_leases(self) -> Sequence[Found]:
-        return self._run(select(leases).where(leases.c.state.in_(HELD))).all()
+        return self._rows(statements.HELD_LEASES)
 
     def count_lease(self, block: int, *, met: bool) -> None:
-        column = blocks.c.leases_met if met else blocks.c.leases_missed
-        self._run(update(blocks).where(blocks.c.block == block).values({column: column + 1}))
+        self._change(statements.COUNT_MET if met else statements.COUNT_MISSED, of_block=block)
 
     # Updates and versions
 
     def add_update(self, **values: Any) -> None:
-        self._run(
-            insert(updates).values(
-                **values, state="offered", reason="", weight=0.0, blob=None, blob_size=None,
-                committed=None, merged_into=None,
-            )
+        self._change(
+            statements.ADD_UPDATE, **values, state="offered", reason="", weight=0.0,
+            committed=None, merged_into=None,
         )  # fmt: skip
 
     def update(self, lease: str) -> Found | None:
-        return self._run(select(updates).where(updates.c.lease == lease)).first()
+        return self._first(statements.UPDATE, of_lease=lease)
 
     def updates_of(self, worker: str, states: Collection[str]) -> Sequence[Found]:
         chosen = select(updates).where(updates.c.worker == worker, updates.c.state.in_(states))
         return self._run(chosen).all()
 
-    def accept_update(self, lease: str, blob: Blob, weight: float, now: float) -> bool:
-        chosen = update(updates).where(updates.c.lease == lease, updates.c.state == "offered")
-        return self._changed(
-            chosen.values(
-                state="pending", blob=blob.name, blob_size=blob.size, weight=weight, committed=now
-            )
-        )
+    def accept_update(self, lease: str, weight: float, now: float) -> bool:
+        return self._change(statements.ACCEPT_UPDATE, of_lease=lease, share=weight, now=now)
 
     def refuse_update(self, lease: str, reason: str) -> bool:
         chosen = update(updates).where(updates.c.lease == lease)
@@ -318,26 +310,16 @@ class Transaction:
         assert row is not None
         self._add_version(block, version + 1, weights, velocity, row.merged_batches, now)
         for item in merged:
-            chosen = update(updates).where(updates.c.lease == item.lease)
-            self._run(chosen.values(state="merged", merged_into=version + 1))
-            self._run(
-                update(workers)
-                .where(workers.c.id == item.worker)
-                .values(
-                    batches_merged=workers.c.batches_merged + item.steps,
-                    updates_merged=workers.c.updates_merged + 1,
-                )
-            )
+            self._change(statements.MERGE_UPDATE, of_lease=item.lease, into=version + 1)
+            self._change(statements.CREDIT_WORKER, of_worker=item.worker, steps=item.steps)
         return True
 
     def version(self, block: int, version: int | None = None) -> Version:
         """A version of a block; the current one where none is named."""
-        chosen = select(versions).where(versions.c.block == block)
         if version is None:
-            chosen = chosen.order_by(versions.c.version.desc()).limit(1)
+            found = self._first(statements.NEWEST_VERSION, of_block=block)
         else:
-            chosen = chosen.where(versions.c.version == version)
-        found = self._run(chosen).first()
+            found = self._first(statements.VERSION, of_block=block, of_version=version)
         if found is None:
             raise NotFoundError(f"version {version} of block {block} is not kept any more")
         return _version(found)
@@ -367,8 +349,8 @@ class Transaction:
             # Numbers become visible in their order, so that a reader who goes on from one misses
             # none; the number of the lock means nothing.
             self._connection.exec_driver_sql("SELECT pg_advisory_xact_lock(726565)")
-        values = {"time": now, "kind": kind, "worker": worker, "block": block}
-        self._run(insert(events).values(**values, detail=detail[:500]))
+        told = {"time": now, "kind": kind, "worker": worker, "block": block}
+        self._change(statements.ADD_EVENT, **told, detail=detail[:500])
 
     def events(self, after: int, most: int) -> list[Event]:
         chosen = select(events).where(events.c.number > after).order_by(events.c.number)
@@ -410,10 +392,15 @@ class Transaction:
     def _take_gap(self, block: int, first_batch: int) -> None:
         self._run(sql.delete(gaps).where(gaps.c.block == block, gaps.c.first_batch == first_batch))
 
-    def _pairs(self, key: Any, value: Any, *where: Any) -> list[tuple[int, Any]]:
-        return [
-            (row[0], row[1]) for row in self._run(select(key, value).where(*where).group_by(key))
-        ]
+    def _first(self, statement: Executable, **values: Any) -> Found | None:
+        rows = self._rows(statement, **values)
+        return rows[0] if rows else None
+
+    def _rows(self, statement: Executable, **values: Any) -> list[Found]:
+        return self._prepared.rows(self._connection, statement, **values)
+
+    def _change(self, statement: Executable, **values: Any) -> bool:
+        return bool(self._prepared.change(self._connection, statement, **values))
 
     def _changed(self, statement: Any) -> bool:
         return bool(self._run(statement).rowcount)
@@ -423,7 +410,7 @@ class Transaction:
 
 
 def _block_state(
-    row: Found, returned: int, leased: int, held: list[Found], pending: list[PendingUpdate]
+    row: Found, returned: int, held: list[Found], pending: list[PendingUpdate]
 ) -> BlockState:
     coming = {lease.worker for lease in held}
     coming |= {item.worker for item in pending}
@@ -439,8 +426,8 @@ def _block_state(
         merged_batches=row.merged_batches,
         next_batch=row.next_batch,
         total_batches=row.total_batches,
-        returned_batches=int(returned),
-        leased_batches=int(leased),
+        returned_batches=returned,
+        leased_batches=sum(lease.steps for lease in held),
         open_leases=len(held),
         workers=frozenset(coming),
         finishing=frozenset(finishing),
@@ -456,61 +443,3 @@ def _version(row: Found) -> Version:
     velocity = Blob(name=row.velocity, size=row.velocity_size) if row.velocity else None
     weights = Blob(name=row.weights, size=row.weights_size)
     return Version(row.block, row.version, weights, velocity, row.merged_batches, row.created)
-
-
-def _engine(url: str) -> sql.Engine:
-    try:
-        parsed = sql.make_url(url)
-    except sql.exc.ArgumentError:
-        raise ConfigError(f"{_shown(url)} is not a database URL") from None
-    if parsed.drivername == "sqlite":
-        if parsed.database:
-            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-        return _sqlite_engine(parsed)
-    if parsed.drivername in ("postgresql", "postgres"):
-        parsed = parsed.set(drivername="postgresql+psycopg")
-    try:
-        return sql.create_engine(parsed, pool_pre_ping=True, pool_size=16)
-    except (sql.exc.ArgumentError, ImportError):
-        raise ConfigError(f"{_shown(url)} is neither SQLite nor PostgreSQL") from None
-
-
-def _sqlite_engine(url: sql.URL) -> sql.Engine:
-    engine = sql.create_engine(url, pool_size=16)
-
-    @sql.event.listens_for(engine, "connect")
-    def prepare(connection: Any, record: Any) -> None:
-        connection.isolation_level = None  # transactions are begun below, not by the driver
-        connection.execute(f"PRAGMA busy_timeout={BUSY_MILLISECONDS}")
-        _write_ahead(connection)
-        connection.execute("PRAGMA synchronous=FULL")
-        connection.execute("PRAGMA foreign_keys=ON")
-
-    @sql.event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        # A writer takes the lock at once: two that both begin by reading could not both go on.
-        reads = connection.get_execution_options().get("read")
-        connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
-
-    return engine
-
-
-def _write_ahead(connection: sqlite3.Connection) -> None:
-    """Here SQLite does not wait: of two that open a new file at once, one is turned away."""
-    deadline = time.monotonic() + BUSY_MILLISECONDS / 1000
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            return
-        except sqlite3.OperationalError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-
-
-def _shown(url: str) -> str:
-    """Without the password."""
-    try:
-        return sql.make_url(url).render_as_string(hide_password=True)
-    except sql.exc.ArgumentError:
-        return "given"

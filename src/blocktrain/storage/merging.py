@@ -14,7 +14,7 @@ import numpy as np
 
 from blocktrain.core.merge import Floats, Outer, WeightedMean, caught_up, outer_step
 from blocktrain.errors import ProtocolError
-from blocktrain.protocol.messages import CHUNK_BYTES, Blob
+from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Recipe
 from blocktrain.protocol.tensors import TensorSpec, canonical, check_like, parse_header
 from blocktrain.storage.blobs import BlobReader, Blobs
 
@@ -27,7 +27,7 @@ class Update:
     """A block's weights after training, and for a late update those it was trained from."""
 
     id: str
-    end: Blob
+    end: Recipe | Blob
     weight: float
     start: Blob | None = None
     share: float = 1.0  # of what a late update learned that is taken
@@ -41,12 +41,11 @@ class Merged:
     velocity: Blob | None
 
 
-def check_update(blobs: Blobs, update: Blob, base: Blob) -> None:
-    """Refuse, with a ProtocolError, weights that are no version of `base`'s block: of another
-    form, or with numbers that are not finite."""
-    reader = blobs.reader(update)
-    check_like(weights_form(reader), weights_form(blobs.reader(base)))
-    if not finite(reader):
+def check_update(reader: BlobReader, form: Sequence[TensorSpec]) -> None:
+    """Refuse, with a ProtocolError, weights of another form than the block's, or with numbers that
+    are not finite."""
+    check_like(weights_form(reader), form)
+    if not finite(reader, form):
         raise ProtocolError("the update holds numbers that are not finite")
 
 
@@ -62,9 +61,9 @@ def weights_form(reader: BlobReader) -> list[TensorSpec]:
     return specs
 
 
-def finite(reader: BlobReader) -> bool:
+def finite(reader: BlobReader, form: Sequence[TensorSpec]) -> bool:
     """Whether every number of a weights file is one."""
-    start = len(canonical(weights_form(reader)))
+    start = len(canonical(form))
     for index in range(reader.chunk_count):
         numbers = _numbers(reader, index, start)
         if not all(np.isfinite(numbers[cut]).all() for cut in _cuts(numbers.size)):
@@ -106,7 +105,7 @@ class _Files:
         weights = blobs.reader(current)
         form = weights_form(weights)
 
-        def alike(blob: Blob) -> BlobReader:
+        def alike(blob: Recipe | Blob) -> BlobReader:
             reader = blobs.reader(blob)
             check_like(weights_form(reader), form)
             return reader

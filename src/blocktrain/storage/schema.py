@@ -101,7 +101,6 @@ leases = Table(
     Column("deadline", Double, nullable=False),
     Column("state", String(16), nullable=False),
     Column("created", Double, nullable=False),
-    Index("leases_by_block", "block", "state"),
     Index("leases_by_worker", "worker", "state"),
     Index("leases_by_deadline", "state", "deadline"),
 )
@@ -126,15 +125,13 @@ updates = Table(
     Column("steps", Integer, nullable=False),
     Column("offer", Text, nullable=False),  # JSON of the signed claim
     Column("signature", String(128), nullable=False),
-    Column("blob", String(64)),
-    Column("blob_size", BigInteger),
     Column("state", String(16), nullable=False),
     Column("reason", String(500), nullable=False),
     Column("weight", Double, nullable=False),
     Column("loss", Double),
     Column("committed", Double),
     Column("merged_into", Integer),
-    Index("updates_by_block", "block", "state"),
+    Index("updates_by_state", "state"),
     Index("updates_by_worker", "worker", "state"),
 )
 

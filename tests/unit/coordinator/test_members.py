@@ -4,7 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.coordinator import Member, SetClock, join, join_message, running
+from tests.support.coordinator import (
+    Member,
+    SetClock,
+    join,
+    join_message,
+    put_chunk,
+    running,
+)
 
 from blocktrain.coordinator.members import CLOCK_SKEW, TOKEN_SECONDS, Caller
 from blocktrain.coordinator.service import Service
@@ -210,7 +217,7 @@ def test_a_banned_worker_gets_no_further(service: Service, clock: SetClock):
         member.ask,
         lambda: service.leases.progress(member.caller, lease.lease, progress),
         lambda: service.updates.offer(member.caller, made.offer),
-        lambda: service.updates.put_chunk(member.caller, lease.lease, name, data),
+        lambda: put_chunk(service, member.caller, lease.lease, name, data),
         lambda: service.members.renew(token_request(member, clock.now)),
         lambda: service.members.join(
             join_message(service.run.id, service.members.invite("train", 1, 60), member.signer.key)

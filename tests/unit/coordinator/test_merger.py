@@ -11,11 +11,13 @@ from tests.support.coordinator import (
     Member,
     SetClock,
     Weights,
+    commit,
     first_weights,
     join,
     make_run,
     moved,
     open_stores,
+    put_chunk,
     running,
     tensors_of,
     weights_now,
@@ -63,12 +65,13 @@ def test_one_update_is_the_next_version_bit_for_bit(service: Service):
     lease = member.lease(blocks=(0,))
     weights = member.trained(lease, 0.1)
     weights["scale"] = np.asarray(-0.0, np.float32)
-    member.send(member.signer.update(lease, weights))
+    made = member.signer.update(lease, weights)
+    member.send(made)
     assert service.merger.merge_due() == 1
     with service.run.ledger.read() as tx:
-        version, update = tx.version(0), tx.update(lease.lease)
+        version = tx.version(0)
     assert version.version == 1
-    assert version.weights.name == update.blob
+    assert service.run.blobs.recipe(version.weights.name) == made.offer.claim.recipe
     assert version.velocity is None
     assert np.signbit(weights_now(service.run, 0)["scale"])
 
@@ -329,7 +332,7 @@ def test_what_somebody_builds_on_is_kept(tmp_path: Path, clock: SetClock):
         offered = sends.make(sending, by=7.0)
         service.updates.offer(sends.caller, offered.offer)
         for name, data in offered.chunks.items():
-            service.updates.put_chunk(sends.caller, sending.lease, name, data)
+            put_chunk(service, sends.caller, sending.lease, name, data)
         quick.work(blocks=(0,))
         service.merger.merge_due()
         waiting = waits.lease(**slow)
@@ -340,7 +343,7 @@ def test_what_somebody_builds_on_is_kept(tmp_path: Path, clock: SetClock):
         service.merger.collect()
         assert version_numbers(service.run.ledger, 0) == [0, 1, 2, 3]
         assert trains.send(trains.make(lease)).state == "pending"
-        assert service.updates.commit(sends.caller, sending.lease).state == "pending"
+        assert commit(service, sends.caller, sending.lease).state == "pending"
         assert service.merger.merge_due() == 1
         clock.forward(COLLECT_AFTER + 10)
         assert service.merger.collect() > 0

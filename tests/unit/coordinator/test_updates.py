@@ -10,8 +10,11 @@ from tests.support.coordinator import (
     Made,
     Member,
     SetClock,
+    commit,
     first_weights,
     join,
+    missing_chunks,
+    put_chunk,
     running,
     tensors_of,
 )
@@ -53,15 +56,15 @@ def lease(member: Member) -> Lease:
 
 
 def offer(member: Member, made: Made) -> tuple[str, ...]:
-    return member.service.updates.offer(member.caller, made.offer).missing
+    return missing_chunks(member.service, member.caller, made.offer)
 
 
 def put(member: Member, made: Made, name: str, data: bytes) -> None:
-    member.service.updates.put_chunk(member.caller, made.offer.claim.lease, name, data)
+    put_chunk(member.service, member.caller, made.offer.claim.lease, name, data)
 
 
-def commit(member: Member, lease: Lease) -> Receipt:
-    return member.service.updates.commit(member.caller, lease.lease)
+def committed(member: Member, lease: Lease) -> Receipt:
+    return commit(member.service, member.caller, lease.lease)
 
 
 def refusal(call: Callable[[], Any]) -> RefusedError:
@@ -114,7 +117,7 @@ def test_an_offer_may_be_sent_again_to_learn_what_is_still_missing(tmp_path: Pat
         assert offer(member, made) == (first,)
         put(member, made, first, made.chunks[first])
         assert offer(member, made) == ()
-        assert commit(member, lease).state == "pending"
+        assert committed(member, lease).state == "pending"
         assert offer(member, made) == ()
         service.round()
         assert offer(member, made) == ()
@@ -123,7 +126,7 @@ def test_an_offer_may_be_sent_again_to_learn_what_is_still_missing(tmp_path: Pat
 def test_what_the_store_holds_already_is_not_asked_for(member: Member, lease: Lease):
     made = member.make(lease, by=0.0)
     assert offer(member, made) == ()
-    assert commit(member, lease).state == "pending"
+    assert committed(member, lease).state == "pending"
 
 
 def test_a_chunk_that_stands_twice_in_a_recipe_is_asked_for_once(tmp_path: Path, clock: SetClock):
@@ -237,7 +240,7 @@ def test_only_the_worker_that_offered_can_send(service: Service, member: Member,
     ((name, data),) = made.chunks.items()
     other = join(service)
     assert refusal(lambda: put(other, made, name, data)).code == "not_found"
-    assert refusal(lambda: commit(other, lease)).code == "not_found"
+    assert refusal(lambda: committed(other, lease)).code == "not_found"
 
 
 def test_bytes_must_have_their_hash(service: Service, member: Member, lease: Lease):
@@ -255,7 +258,7 @@ def test_a_chunk_may_be_sent_again(member: Member, lease: Lease):
     ((name, data),) = made.chunks.items()
     put(member, made, name, data)
     put(member, made, name, data)
-    assert commit(member, lease).state == "pending"
+    assert committed(member, lease).state == "pending"
 
 
 def test_nothing_is_sent_after_the_commit(service: Service, member: Member, lease: Lease):
@@ -279,10 +282,10 @@ def test_a_good_update_waits_to_be_merged(service: Service, member: Member, leas
 
 
 def test_a_commit_needs_an_offer_and_all_chunks(service: Service, member: Member, lease: Lease):
-    assert refusal(lambda: commit(member, lease)).code == "not_found"
+    assert refusal(lambda: committed(member, lease)).code == "not_found"
     made = member.make(lease)
     offer(member, made)
-    refused = refusal(lambda: commit(member, lease))
+    refused = refusal(lambda: committed(member, lease))
     assert (refused.code, str(refused)) == ("conflict", "1 chunks are missing")
     assert update_row(service, lease).state == "offered"
     assert member.send(made).state == "pending"
@@ -290,10 +293,10 @@ def test_a_commit_needs_an_offer_and_all_chunks(service: Service, member: Member
 
 def test_a_commit_may_be_sent_again(service: Service, member: Member, lease: Lease):
     first = member.send(member.make(lease))
-    assert commit(member, lease) == first
+    assert committed(member, lease) == first
     assert len(block_state(service).pending) == 1
     service.round()
-    assert commit(member, lease) == Receipt(state="merged", weight=1.0)
+    assert committed(member, lease) == Receipt(state="merged", weight=1.0)
     kinds = [event.kind for event in service.reports.events(0, 100)]
     assert kinds == ["joined", "leased", "uploaded", "merged"]
 
@@ -332,7 +335,7 @@ def test_weights_of_another_form_or_not_finite_are_refused(
     receipt = member.send(made)
     assert (receipt.state, receipt.weight) == ("refused", 0.0)
     assert words in receipt.reason
-    assert commit(member, lease) == receipt
+    assert committed(member, lease) == receipt
     assert last_event(service) == ("refused", receipt.reason)
     state = block_state(service)
     assert (state.pending, state.to_hand_out) == ((), 40)

@@ -20,8 +20,9 @@ from tests.support.postgres import fresh_database
 from blocktrain.core.swarm import PendingUpdate
 from blocktrain.errors import ConfigError, UnreachableError
 from blocktrain.protocol.messages import Blob
-from blocktrain.storage.ledger import HELD, Ledger, Transaction
+from blocktrain.storage.ledger import Ledger, Transaction
 from blocktrain.storage.schema import metadata
+from blocktrain.storage.statements import HELD
 
 ROOT = Path(__file__).resolve().parents[3]
 NOW = 1_700_000_000.0
@@ -77,7 +78,7 @@ def submit(tx: Transaction, lease: Any, now: float = NOW) -> PendingUpdate:
         steps=lease.steps, offer="{}", signature="", loss=1.0,
     )  # fmt: skip
     assert tx.move_lease(lease.id, "submitted")
-    assert tx.accept_update(lease.id, OTHERS, 1.0, now)
+    assert tx.accept_update(lease.id, 1.0, now)
     return PendingUpdate(lease.id, lease.worker, lease.base_version, lease.steps, now)
 
 
@@ -309,9 +310,9 @@ def test_an_update_is_accepted_once(ledger: Ledger):
     with ledger.write() as tx:
         lease = claim(tx, 10)
         submit(tx, lease)
-        assert not tx.accept_update(lease.id, WEIGHTS, 0.5, NOW + 1)
+        assert not tx.accept_update(lease.id, 0.5, NOW + 1)
         update = tx.update(lease.id)
-    assert (update.blob, update.weight, update.committed) == (OTHERS.name, 1.0, NOW)
+    assert (update.weight, update.committed) == (1.0, NOW)
 
 
 def test_an_update_is_merged_once(ledger: Ledger):

@@ -1,0 +1,129 @@
+"""One thing that can be asked of a coordinator: its address, who may ask, what it takes and gives.
+
+A request becomes an `Asked`, whose sender is known and whose parameters are well-formed, before
+the action sees it. What an action takes and gives is a message of the protocol, so that
+`coordinator.openapi` can describe it.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from blocktrain.coordinator.desk import Desk
+from blocktrain.coordinator.members import Caller
+from blocktrain.coordinator.metrics import Metrics
+from blocktrain.coordinator.service import Service
+from blocktrain.errors import RefusedError
+from blocktrain.protocol.messages import Hash, Identifier, Message, UpdateOffer
+
+M = TypeVar("M", bound=Message)
+
+LARGEST_MESSAGE = 8 * 1024 * 1024  # an offer that names every chunk of a large block
+USUAL_MESSAGE = 64 * 1024
+IN_PATH: dict[str, Any] = {"lease": Identifier, "name": Hash}
+
+By = Literal["anyone", "reader", "worker"]
+
+
+@dataclass(frozen=True)
+class Server:
+    """What every action works with."""
+
+    service: Service
+    desk: Desk
+    metrics: Metrics
+
+
+class Asked:
+    def __init__(self, request: Request, server: Server, caller: Caller | None) -> None:
+        self.request, self._server, self._caller = request, server, caller
+        self.service, self.desk, self.metrics = server.service, server.desk, server.metrics
+
+    @property
+    def caller(self) -> Caller:
+        assert self._caller is not None, "an action for workers alone"
+        return self._caller
+
+    def at(self, name: str) -> str:
+        """A part of the path."""
+        part: str = checked(IN_PATH[name], self.request.path_params[name], name)
+        return part
+
+    def parameter(self, name: str, kind: Any) -> Any:
+        """What follows the question mark; None where it was left out."""
+        value = self.request.query_params.get(name)
+        return None if value is None else checked(kind, value, name)
+
+    async def message(self, kind: type[M]) -> M:
+        most = LARGEST_MESSAGE if kind is UpdateOffer else USUAL_MESSAGE
+        body = b"".join([part async for part in self.parts(most)])
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError as error:
+            raise _malformed(error, "the body") from None
+
+    async def parts(self, most: int) -> AsyncIterator[bytes]:
+        """A body as it comes, refused as soon as it is longer than it may be."""
+        size = 0
+        async for part in self.request.stream():
+            size += len(part)
+            if size > most:
+                raise RefusedError("too_large", f"the body is longer than {most} bytes")
+            yield part
+
+
+@dataclass(frozen=True)
+class Action:
+    method: Literal["GET", "POST", "PUT"]
+    path: str
+    by: By
+    do: Callable[[Asked], Awaitable[Response]]
+    takes: type[Message] | Literal["bytes"] | None = None
+    gives: type[Message] | str | None = None  # a message, a media type, or nothing
+    parameters: tuple[tuple[str, Any, bool], ...] = ()  # name, kind, whether it must be there
+
+    def route(self, server: Server) -> Route:
+        async def answer(request: Request) -> Response:
+            caller = await _caller(request, server, self.by)
+            return await self.do(Asked(request, server, caller))
+
+        return Route(self.path, answer, methods=[self.method])
+
+
+async def _caller(request: Request, server: Server, by: By) -> Caller | None:
+    """Who asks, refused where that is not enough; None for those who only look on."""
+    members = server.service.members
+    if by == "anyone":
+        return None
+    schemes = ("bearer",) if by == "worker" else ("bearer", "invite")
+    scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() not in schemes or not secret:
+        raise RefusedError("unauthorized", f"needs an Authorization of: {', '.join(schemes)}")
+    if scheme.lower() == "bearer":
+        return members.caller(secret.strip())
+    await server.desk.ask(members.check_reader, secret.strip())
+    return None
+
+
+def checked(kind: Any, value: str, name: str) -> Any:
+    try:
+        return _adapter(kind).validate_strings(value)
+    except ValidationError as error:
+        raise _malformed(error, name) from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _malformed(error: ValidationError, what: str) -> RefusedError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"])) or what
+    return RefusedError("malformed", f"{place}: {first['msg']}")

@@ -1,0 +1,116 @@
+"""One thread that does the ledger's work for every request: what waits is done in one go and put
+on disk by one commit.
+
+Requests that each had a thread would wait for each other at every statement, twice: for the
+database and for the interpreter.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from blocktrain.errors import UnreachableError
+from blocktrain.storage.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MOST_AT_ONCE = 64  # other coordinators wait for the database too
+UNREACHABLE = UnreachableError("the ledger does not answer; try again")
+
+
+@dataclass
+class _Question:
+    call: Callable[[], Any]
+    answer: asyncio.Future[Any]
+    outcome: Any = None
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.outcome = self.call()
+        except SQLAlchemyError as error:
+            log.warning("the ledger: %s", error)
+            self.error = UNREACHABLE
+        except Exception as error:
+            self.error = error
+
+    def deliver(self) -> None:
+        if self.answer.done():  # whoever asked has left
+            return
+        if self.error:
+            self.answer.set_exception(self.error)
+        else:
+            self.answer.set_result(self.outcome)
+
+
+class Desk:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="desk", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._questions.put(None)
+        self._thread.join()
+
+    async def ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the call returns, once all it wrote is on disk."""
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._questions.put(_Question(partial(call, *args, **kwargs), answer))
+        return await answer
+
+    def _work(self) -> None:
+        while questions := self._next():
+            self._answer(questions)
+            self._deliver(questions)
+
+    def _next(self) -> list[_Question]:
+        """All that waits; nothing once there is to be no more."""
+        questions = [self._questions.get()]
+        while questions[-1] is not None and len(questions) < MOST_AT_ONCE:
+            try:
+                questions.append(self._questions.get_nowait())
+            except Empty:
+                break
+        if questions[-1] is None and len(questions) > 1:
+            self._questions.put(None)
+        return [question for question in questions if question is not None]
+
+    def _answer(self, questions: list[_Question]) -> None:
+        try:
+            with self._ledger.together():
+                for question in questions:
+                    question.run()
+        except SQLAlchemyError as error:
+            log.warning("the ledger: %s", error)
+            for question in questions:
+                question.error = UNREACHABLE
+
+    def _deliver(self, questions: list[_Question]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Question]] = defaultdict(list)
+        for question in questions:
+            by_loop[question.answer.get_loop()].append(question)
+        for loop, asked in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_deliver_all, asked)
+            except RuntimeError:  # the loop has ended, and with it whoever asked
+                continue
+
+
+def _deliver_all(questions: list[_Question]) -> None:
+    for question in questions:
+        question.deliver()

@@ -1,0 +1,71 @@
+"""Opening the ledger's database: SQLite or PostgreSQL, by URL."""
+
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sql
+from sqlalchemy import Connection
+
+from blocktrain.errors import ConfigError
+
+BUSY_MILLISECONDS = 30_000
+
+
+def open_engine(url: str) -> sql.Engine:
+    try:
+        parsed = sql.make_url(url)
+    except sql.exc.ArgumentError:
+        raise ConfigError(f"{shown(url)} is not a database URL") from None
+    if parsed.drivername == "sqlite":
+        if parsed.database:
+            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+        return _sqlite_engine(parsed)
+    if parsed.drivername in ("postgresql", "postgres"):
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    try:
+        return sql.create_engine(parsed, pool_pre_ping=True, pool_size=16)
+    except (sql.exc.ArgumentError, ImportError):
+        raise ConfigError(f"{shown(url)} is neither SQLite nor PostgreSQL") from None
+
+
+def _sqlite_engine(url: sql.URL) -> sql.Engine:
+    engine = sql.create_engine(url, pool_size=16)
+
+    @sql.event.listens_for(engine, "connect")
+    def prepare(connection: Any, record: Any) -> None:
+        connection.isolation_level = None  # transactions are begun below, not by the driver
+        connection.execute(f"PRAGMA busy_timeout={BUSY_MILLISECONDS}")
+        _write_ahead(connection)
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute("PRAGMA foreign_keys=ON")
+
+    @sql.event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        # A writer takes the lock at once: two that both begin by reading could not both go on.
+        reads = connection.get_execution_options().get("read")
+        connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Here SQLite does not wait: of two that open a new file at once, one is turned away."""
+    deadline = time.monotonic() + BUSY_MILLISECONDS / 1000
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def shown(url: str) -> str:
+    """Without the password."""
+    try:
+        return sql.make_url(url).render_as_string(hide_password=True)
+    except sql.exc.ArgumentError:
+        return "given"

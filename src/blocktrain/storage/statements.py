@@ -1,0 +1,102 @@
+"""The statements that every lease and every update needs, built once: building one takes four
+times as long as running it. Parameters are named after the ledger's own arguments."""
+
+from sqlalchemy import BindParameter, bindparam, func, insert, or_, select, update
+
+from blocktrain.storage.schema import (
+    blocks,
+    events,
+    gaps,
+    leases,
+    updates,
+    versions,
+    workers,
+)
+
+HELD = ("open", "sending")  # states in which a lease is somebody's
+
+# SQLAlchemy keeps a column's own name for its new value; the row that is meant has a longer one.
+_the_block: BindParameter[int] = bindparam("of_block")
+_the_lease: BindParameter[str] = bindparam("of_lease")
+_the_version: BindParameter[int] = bindparam("of_version")
+_the_worker: BindParameter[str] = bindparam("of_worker")
+_held = or_(*(leases.c.state == state for state in HELD))
+
+
+WORKER = select(workers).where(workers.c.id == _the_worker)
+TOUCH_WORKER = update(workers).where(workers.c.id == _the_worker).values(seen=bindparam("now"))
+CREDIT_WORKER = (
+    update(workers)
+    .where(workers.c.id == _the_worker)
+    .values(
+        batches_merged=workers.c.batches_merged + bindparam("steps"),
+        updates_merged=workers.c.updates_merged + 1,
+    )
+)
+
+LOCK_BLOCKS = select(blocks.c.block).order_by(blocks.c.block).with_for_update()
+BLOCKS = select(blocks).order_by(blocks.c.block)
+BLOCK = select(blocks).where(blocks.c.block == _the_block)
+RETURNED = select(gaps.c.block, func.sum(gaps.c.steps).label("steps")).group_by(gaps.c.block)
+FIRST_GAP = select(gaps).where(gaps.c.block == _the_block).order_by(gaps.c.first_batch).limit(1)
+HAND_OUT = update(blocks).where(blocks.c.block == _the_block).values(next_batch=bindparam("end"))
+COUNT_GIVEN = (
+    update(blocks)
+    .where(blocks.c.block == _the_block)
+    .values(fence=blocks.c.fence + 1, leases_given=blocks.c.leases_given + 1)
+)
+COUNT_MET = (
+    update(blocks).where(blocks.c.block == _the_block).values(leases_met=blocks.c.leases_met + 1)
+)
+COUNT_MISSED = (
+    update(blocks)
+    .where(blocks.c.block == _the_block)
+    .values(leases_missed=blocks.c.leases_missed + 1)
+)
+
+LEASE = select(leases).where(leases.c.id == _the_lease)
+ADD_LEASE = insert(leases)
+HELD_LEASES = select(leases).where(_held)
+OPEN_LEASE_OF = (
+    select(leases)
+    .where(leases.c.worker == _the_worker, leases.c.state == "open")
+    .order_by(leases.c.created)
+    .limit(1)
+)
+OVERDUE = select(leases).where(_held, leases.c.deadline < bindparam("now"))
+MOVE_LEASE = update(leases).where(leases.c.id == _the_lease, _held).values(state=bindparam("to"))
+
+UPDATE = select(updates).where(updates.c.lease == _the_lease)
+ADD_UPDATE = insert(updates)
+PENDING = select(
+    updates.c.lease,
+    updates.c.worker,
+    updates.c.block,
+    updates.c.base_version,
+    updates.c.steps,
+    updates.c.committed,
+).where(updates.c.state == "pending")
+ACCEPT_UPDATE = (
+    update(updates)
+    .where(updates.c.lease == _the_lease, updates.c.state == "offered")
+    .values(
+        state="pending",
+        weight=bindparam("share"),
+        committed=bindparam("now"),
+    )
+)
+MERGE_UPDATE = (
+    update(updates)
+    .where(updates.c.lease == _the_lease)
+    .values(state="merged", merged_into=bindparam("into"))
+)
+
+VERSION = select(versions).where(versions.c.block == _the_block, versions.c.version == _the_version)
+NEWEST_VERSION = (
+    select(versions)
+    .where(versions.c.block == _the_block)
+    .order_by(versions.c.version.desc())
+    .limit(1)
+)
+
+ADD_EVENT = insert(events)
