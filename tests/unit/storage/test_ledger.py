@@ -1,6 +1,7 @@
 """Every rule of the ledger, on SQLite and on PostgreSQL."""
 
 import itertools
+import os
 import random
 import subprocess
 import sys
@@ -29,7 +30,7 @@ NOW = 1_700_000_000.0
 WEIGHTS = Blob(name="a" * 64, size=10)
 OTHERS = Blob(name="b" * 64, size=20)
 
-_names = (f"lease{number:05}" for number in itertools.count())
+_names = (f"lease{os.getpid()}x{number:05}" for number in itertools.count(1))
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
