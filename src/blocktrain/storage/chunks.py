@@ -426,7 +426,7 @@ class _IncomingObject:
     def __init__(self, store: S3Chunks) -> None:
         self.size = 0
         self._store = store
-        self._arrived = SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115: closed by __exit__
+        self._arrived = SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115
 
     def __enter__(self) -> Self:
         return self
