@@ -1,34 +1,28 @@
 """How fast a coordinator is: leases and updates a second, each on disk when it is counted.
 
-    PYTHONPATH=src python bench/coordinator.py --out DIR [--db postgresql://...]
+    PYTHONPATH=src python bench/coordinator.py --out DIR [--history 0 1000000] [--db postgresql://]
 
 Threads, each as many workers in turn, ask for a lease, offer an update of a tiny block, send its
 chunk and commit it, against a real server process on the same machine; versions are merged as they
-fall due. Writes coordinator.json into DIR, prints a line last.
+fall due. `--history`: so many updates were merged before, for each number a fresh run. Writes
+coordinator.json into DIR, prints a table last. A PostgreSQL database must be empty, and takes one
+history at a time.
 """
 
 import argparse
 import itertools
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+from sqlalchemy import Connection, Table, insert
 
-from blocktrain.config import from_dict
-from blocktrain.coordinator.run import found_run, open_run
-from blocktrain.coordinator.server import bound_socket, serve
-from blocktrain.coordinator.service import Service
-from blocktrain.data.corpus import Corpus
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
@@ -43,57 +37,14 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
 )
 from blocktrain.protocol.tensors import encode
-from blocktrain.storage.chunks import LocalChunks, name_of
+from blocktrain.storage.chunks import name_of
 from blocktrain.storage.ledger import Ledger
+from blocktrain.storage.schema import events, leases, updates
+from coordinator_server import BLOCKS, Running, found, most_memory, server
+from quality import provenance
 
-BATCHES = 50_000_000  # more than any bench hands out
-BLOCKS = 4
-QUORUM = 32
-
-
-def found(folder: Path, db: str, numbers: int) -> None:
-    """A run of one block of so many numbers."""
-    config = from_dict(
-        {
-            "model": {"layers": BLOCKS, "blocks": BLOCKS, "width": 8, "heads": 1, "window": 8},
-            "train": {"steps": BATCHES, "batch": 1},
-            "swarm": {"quorum": QUORUM, "grace_seconds": 1.0, "first_steps": 1, "most_steps": 1},
-        }
-    )
-    data = np.zeros(4096, np.uint8)
-    corpus = Corpus("made", dict.fromkeys(("train", "valid", "test"), data), {})
-    weights = folder / "first.safetensors"
-    with weights.open("wb") as file:
-        file.writelines(encode({"w": np.zeros(numbers, np.float32)}))
-    ledger = Ledger(db)
-    found_run(
-        config, corpus, [weights] * BLOCKS, ledger, LocalChunks(folder / "chunks"), time.time()
-    )
-    ledger.close()
-
-
-def serve_here(folder: Path, db: str) -> None:
-    """The server process: a coordinator, without TLS so that only our own work is measured."""
-    run = open_run(Ledger(db), LocalChunks(folder / "chunks"), time.time)
-    service = Service(run)
-    listener = bound_socket("127.0.0.1", 0)
-    secret = service.members.invite("train", 1_000_000, 1e6)
-    print(json.dumps({"port": listener.getsockname()[1], "invite": secret}), flush=True)
-    serve(service, listener, None)
-
-
-@contextmanager
-def server(folder: Path, db: str) -> Iterator[tuple[str, str, int]]:
-    """Address, invite and process id of a coordinator in a process of its own."""
-    command = [sys.executable, __file__, "--serve", str(folder), "--db", db]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    told = json.loads(process.stdout.readline())
-    try:
-        yield f"http://127.0.0.1:{told['port']}", told["invite"], process.pid
-    finally:
-        process.terminate()
-        process.wait(30)
+FILLED_AT_ONCE = 20_000
+PAST_WORKER = "pastworker"
 
 
 class Worker:
@@ -150,9 +101,7 @@ def cut(data: bytes) -> tuple[dict[str, bytes], Recipe]:
     return chunks, Recipe(size=len(data), chunks=tuple(map(name_of, parts)))
 
 
-def pairs_per_second(
-    address: str, invite: str, threads: int, registered: int, seconds: float
-) -> float:
+def pairs_per_second(running: Running, threads: int, registered: int, seconds: float) -> float:
     """Lease and submit pairs that so many threads get through, as so many workers in turn."""
     done = [0] * threads
     ready = threading.Barrier(threads + 1)
@@ -160,9 +109,9 @@ def pairs_per_second(
 
     def work(index: int) -> None:
         draws = np.random.default_rng(index)
-        with httpx.Client(base_url=address, timeout=120) as http:
-            run = http.get("/v1/hello").json()["run"]
-            crowd = [Worker(http, run, invite) for _ in range(registered // threads)]
+        with httpx.Client(base_url=running.address, timeout=120) as http:
+            share = range(registered // threads)
+            crowd = [Worker(http, running.run, running.invite) for _ in share]
             ready.wait()
             ready.wait()
             for worker in itertools.cycle(crowd):
@@ -175,40 +124,98 @@ def pairs_per_second(
                 worker.submit(lease, *cut(update))
                 done[index] += 1
 
-    running = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
-    for thread in running:
+    crew = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
+    for thread in crew:
         thread.start()
     ready.wait()
     started = time.perf_counter()
     ends = started + seconds
     ready.wait()
-    for thread in running:
+    for thread in crew:
         thread.join()
     return sum(done) / (time.perf_counter() - started)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--db", help="default: SQLite in a temporary folder")
-    parser.add_argument("--threads", type=int, default=8)
-    parser.add_argument("--registered", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.serve:
-        serve_here(args.serve, args.db)
-        return
+def fill(db: str, count: int) -> None:
+    """A ledger in which so many updates were merged long ago."""
+    ledger = Ledger(db)
+    with ledger.write() as tx:
+        tx.add_worker(
+            id=PAST_WORKER, public_key="", name="past", device="none", role="train",
+            joined=0.0, seen=0.0,
+        )  # fmt: skip
+    draws = np.random.default_rng(0)
+    for start in range(0, count, FILLED_AT_ONCE):
+        here = range(start, min(start + FILLED_AT_ONCE, count))
+        names = [draws.bytes(16).hex() for _ in here]
+        with ledger.engine.begin() as connection:
+            _add(connection, leases, [_lease(name, n) for name, n in zip(names, here, strict=True)])
+            _add(
+                connection, updates, [_update(name, n) for name, n in zip(names, here, strict=True)]
+            )
+            _add(
+                connection, events, [_event(kind) for kind in ("leased", "uploaded") for _ in here]
+            )
+    ledger.close()
+
+
+def _add(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
+    connection.execute(insert(table), rows)
+
+
+def _lease(name: str, number: int) -> dict[str, Any]:
+    return {
+        "id": name, "worker": PAST_WORKER, "block": number % BLOCKS, "base_version": 0,
+        "first_batch": number, "steps": 1, "schedule_start": 0, "schedule_stride": 1,
+        "fence": number, "deadline": 0.0, "state": "submitted", "created": 0.0,
+    }  # fmt: skip
+
+
+def _update(name: str, number: int) -> dict[str, Any]:
+    return {
+        "lease": name, "worker": PAST_WORKER, "block": number % BLOCKS, "base_version": 0,
+        "steps": 1, "offer": "x" * 500, "signature": "x" * 86, "state": "merged", "reason": "",
+        "weight": 1.0, "loss": None, "committed": 0.0, "merged_into": 1,
+    }  # fmt: skip
+
+
+def _event(kind: str) -> dict[str, Any]:
+    return {"time": 0.0, "kind": kind, "worker": PAST_WORKER, "block": 0, "detail": "1 steps"}
+
+
+def measure(args: argparse.Namespace, history: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         db = args.db or f"sqlite:///{folder / 'ledger.db'}"
         found(folder, db, 16)
-        with server(folder, db) as (address, invite, _):
-            rate = pairs_per_second(address, invite, args.threads, args.registered, args.seconds)
-    report: dict[str, Any] = {"pairs_per_second": rate, "cpus": os.cpu_count()}
+        if history:
+            fill(db, history)
+        with server(folder, db) as running:
+            rate = pairs_per_second(running, args.threads, args.registered, args.seconds)
+            memory = most_memory(running.process)
+    return {"history": history, "pairs_per_second": rate, "memory": memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--db", help="default: SQLite in a temporary folder")
+    parser.add_argument("--threads", type=int, default=16)
+    parser.add_argument("--registered", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--history", type=int, nargs="+", default=[0])
+    args = parser.parse_args()
+    results = []
+    for history in args.history:
+        results.append(measure(args, history))
     args.out.mkdir(parents=True, exist_ok=True)
+    report = {**provenance(), "cpus": os.cpu_count(), "results": results}
     (args.out / "coordinator.json").write_text(json.dumps(report, indent=1))
-    print(f"{rate:.0f} lease and submit pairs a second, {args.threads} threads")
+    print("| updates before | pairs a second | coordinator memory |\n|---|---|---|")
+    for result in results:
+        megabytes = result["memory"] / 1e6
+        print(f"| {result['history']:,} | {result['pairs_per_second']:.0f} | {megabytes:.0f} MB |")
+    print(f"{args.registered} workers, {args.threads} threads, {os.cpu_count()} cores")
 
 
 if __name__ == "__main__":

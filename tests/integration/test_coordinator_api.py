@@ -44,6 +44,7 @@ from tests.support.coordinator import (
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.server import write_certificate
 from blocktrain.coordinator.service import Service
+from blocktrain.coordinator.updates import MOMENT
 from blocktrain.errors import UntrustedError
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import (
@@ -398,6 +399,7 @@ def test_a_banned_worker_is_forbidden(shared: Api):
     made = worker.make(lease)
     worker.post("/v1/updates", made.offer)
     shared.service.members.ban(worker.signer.worker)
+    shared.clock.forward(MOMENT)
     ((name, data),) = made.chunks.items()
     for answer in (
         worker.post("/v1/lease", LeaseRequest()),
@@ -816,6 +818,7 @@ from pathlib import Path
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.server import bound_socket, serve
 from blocktrain.coordinator.service import Service
+from blocktrain.coordinator.updates import MOMENT
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.ledger import Ledger
 

@@ -23,6 +23,7 @@ from blocktrain.coordinator.run import Run, found_run, open_run
 from blocktrain.coordinator.server import bound_socket
 from blocktrain.coordinator.service import Service
 from blocktrain.data.corpus import Corpus
+from blocktrain.errors import RefusedError
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
@@ -192,7 +193,11 @@ def missing_chunks(service: Service, caller: Caller, offer: UpdateOffer) -> tupl
 
 
 def put_chunk(service: Service, caller: Caller, lease: str, name: str, data: bytes) -> None:
-    service.updates.check_expected(caller, lease, name)
+    coming = service.updates.find(caller, lease)
+    if isinstance(coming, Receipt):
+        raise RefusedError("conflict", f"this update is {coming.state} already")
+    if name not in coming.chunks:
+        raise RefusedError("forbidden", "this chunk is no part of the update that was offered")
     with service.run.chunks.incoming() as arriving:
         arriving.write(data)
         service.updates.keep_chunk(arriving, name)

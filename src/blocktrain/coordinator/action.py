@@ -5,6 +5,7 @@ the action sees it. What an action takes and gives is a message of the protocol,
 `coordinator.openapi` can describe it.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
@@ -38,12 +39,14 @@ class Server:
     service: Service
     desk: Desk
     metrics: Metrics
+    verifying: asyncio.Semaphore
 
 
 class Asked:
     def __init__(self, request: Request, server: Server, caller: Caller | None) -> None:
         self.request, self._server, self._caller = request, server, caller
         self.service, self.desk, self.metrics = server.service, server.desk, server.metrics
+        self.verifying = server.verifying
 
     @property
     def caller(self) -> Caller:

@@ -21,6 +21,7 @@ from blocktrain.coordinator.desk import Desk
 from blocktrain.coordinator.metrics import Metrics
 from blocktrain.coordinator.openapi import BYTES, describe
 from blocktrain.coordinator.service import Service
+from blocktrain.coordinator.updates import Coming
 from blocktrain.core import faults
 from blocktrain.errors import BlocktrainError, NotFoundError, ProtocolError, RefusedError
 from blocktrain.protocol.messages import (
@@ -51,7 +52,8 @@ from blocktrain.protocol.messages import (
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 1024 * 1024  # of a chunk on its way out: all of it that is in memory
+PIECE_BYTES = 256 * 1024  # of a chunk on its way out: all of it that is in memory
+VERIFIED_AT_ONCE = 2  # updates: each has a chunk in memory and keeps a processor busy
 EVENT_POLL_SECONDS = 0.5
 EVENTS_AT_ONCE = 500
 STATUS_OF = {
@@ -63,7 +65,8 @@ CODE_OF = {status: code for code, status in STATUS_OF.items()}
 
 
 def create_app(service: Service) -> Starlette:
-    server = Server(service, Desk(service.run.ledger), Metrics(service.reports))
+    desk, metrics = Desk(service.run.ledger), Metrics(service.reports)
+    server = Server(service, desk, metrics, asyncio.Semaphore(VERIFIED_AT_ONCE))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -152,7 +155,11 @@ async def put_chunk(asked: Asked) -> Response:
     if upload is None:
         raise RefusedError("malformed", "lease: which update the chunk is of")
     updates = asked.service.updates
-    await asked.desk.ask(updates.check_expected, asked.caller, upload, name)
+    coming = await _coming(asked, upload)
+    if isinstance(coming, Receipt):
+        raise RefusedError("conflict", f"this update is {coming.state} already")
+    if name not in coming.chunks:
+        raise RefusedError("forbidden", "this chunk is no part of the update that was offered")
     with asked.service.run.chunks.incoming() as arriving:
         async for part in asked.parts(CHUNK_BYTES):
             arriving.write(part)
@@ -161,12 +168,20 @@ async def put_chunk(asked: Asked) -> Response:
     return Response(status_code=204)
 
 
+async def _coming(asked: Asked, lease: str) -> Coming | Receipt:
+    updates = asked.service.updates
+    if known := updates.coming(asked.caller, lease):
+        return known
+    return await asked.desk.ask(updates.find, asked.caller, lease)
+
+
 async def commit(asked: Asked) -> Response:
     sent, updates = asked.at("lease"), asked.service.updates
-    found = await asked.desk.ask(updates.find, asked.caller, sent)
-    if isinstance(found, Receipt):
-        return _answer(found)
-    fault = await run_in_threadpool(updates.verify, found)
+    coming = await _coming(asked, sent)
+    if isinstance(coming, Receipt):
+        return _answer(coming)
+    async with asked.verifying:
+        fault = await run_in_threadpool(updates.verify, coming)
     receipt = await asked.desk.ask(updates.settle, asked.caller, sent, fault)
     faults.reached("settled")
     asked.service.wake()

@@ -95,9 +95,8 @@ class Leases:
         swarm = self.run.config.swarm
         wanted = plan.lease_steps(swarm, steps_per_second, block.to_hand_out)
         first_batch, steps = tx.take_range(block.index, wanted)
-        lease = tokens.new_identifier()
-        tx.add_lease(
-            id=lease,
+        lease = tx.add_lease(
+            id=tokens.new_identifier(),
             worker=caller.worker,
             block=block.index,
             base_version=block.version,
@@ -111,9 +110,7 @@ class Leases:
         tx.add_event(
             now, "leased", caller.worker, block.index, f"{steps} steps from batch {first_batch}"
         )
-        found = tx.lease(lease)
-        assert found is not None
-        return found
+        return lease
 
     def _described(self, tx: Transaction, lease: Found, now: float) -> Lease:
         return Lease(

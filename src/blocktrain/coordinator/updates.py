@@ -28,20 +28,26 @@ from blocktrain.storage.merging import check_update, weights_form
 from blocktrain.storage.prepared import Found
 
 URL_SECONDS = 3600
+MOST_COMING = 1024  # offers in memory; whoever is not among them costs a look into the ledger
+MOMENT = 5.0  # seconds: so long a worker that was banned may go on sending what it had offered
 
 
-class Sent(NamedTuple):
-    """An update that is said to be here."""
+class Coming(NamedTuple):
+    """An update that was offered and is on its way in."""
 
+    worker: str
     lease: str
     recipe: Recipe
+    chunks: frozenset[str]
     base: Version
+    looked_up: float
 
 
 class Updates:
     def __init__(self, run: Run, members: Members) -> None:
         self.run, self.members = run, members
         self._forms: dict[int, list[TensorSpec]] = {}
+        self._coming: dict[str, Coming] = {}  # by lease, the latest offers: see `coming`
 
     def offer(self, caller: Caller, offer: UpdateOffer) -> bool:
         """Take down what a worker is about to send; whether it is to be sent."""
@@ -64,6 +70,7 @@ class Updates:
                     loss=claim.loss,
                 )
                 tx.move_lease(claim.lease, "sending")
+                self._remember(tx, claim)
             elif known.offer != claim.model_dump_json():
                 raise RefusedError("conflict", "another update was offered for this lease")
             elif known.state != "offered":
@@ -75,15 +82,13 @@ class Updates:
         missing = self._missing(lease, recipe)
         return UploadState(missing=missing, urls=self._put_urls(lease, missing))
 
-    def check_expected(self, caller: Caller, lease: str, name: str) -> None:
-        """Whether this chunk of this update is waited for."""
-        with self.run.ledger.read() as tx:
-            self.members.check_welcome(tx, caller)
-            offered = self._offered(tx, caller, lease)
-        if offered.state != "offered":
-            raise RefusedError("conflict", f"this update is {offered.state} already")
-        if name not in claimed(offered).recipe.chunks:
-            raise RefusedError("forbidden", "this chunk is no part of the update that was offered")
+    def coming(self, caller: Caller, lease: str) -> Coming | None:
+        """An update whose offer was looked up a moment ago, without asking the ledger again. It
+        may have been settled since: then its chunks are collected like any that nobody needs."""
+        known = self._coming.get(lease)
+        if not known or known.worker != caller.worker:
+            return None
+        return known if self.run.clock() - known.looked_up < MOMENT else None
 
     def keep_chunk(self, arrived: Incoming, name: str) -> None:
         try:
@@ -92,26 +97,36 @@ class Updates:
             raise RefusedError("malformed", str(error)) from None
         faults.reached("chunk-stored")
 
-    def find(self, caller: Caller, lease: str) -> Receipt | Sent:
-        """What became of an update, or what there is to verify before it counts."""
+    def find(self, caller: Caller, lease: str) -> Receipt | Coming:
+        """What became of an update, or what is still to come of it."""
         with self.run.ledger.read() as tx:
-            offered = self._offered(tx, caller, lease)
+            self.members.check_welcome(tx, caller)
+            offered = _offered(tx, caller, lease)
             if offered.state != "offered":
                 return _receipt(offered)
-            base = tx.version(offered.block, offered.base_version)
-        return Sent(lease, claimed(offered).recipe, base)
+            return self._remember(tx, claimed(offered))
 
-    def verify(self, sent: Sent) -> str:
+    def verify(self, coming: Coming) -> str:
         """What is wrong with the bytes that were sent; empty where nothing is."""
-        if missing := self._missing(sent.lease, sent.recipe):
+        if missing := self._missing(coming.lease, coming.recipe):
             raise RefusedError("conflict", f"{len(missing)} chunks are missing")
         try:
-            check_update(self.run.blobs.reader(sent.recipe), self._form(sent.base))
+            check_update(self.run.blobs.reader(coming.recipe), self._form(coming.base))
         except ProtocolError as error:
             return str(error)
         finally:
-            self.run.chunks.clear_quarantine(sent.lease)
+            self.run.chunks.clear_quarantine(coming.lease)
         return ""
+
+    def _remember(self, tx: Transaction, claim: UpdateClaim) -> Coming:
+        base = tx.version(claim.block, claim.base_version)
+        chunks = frozenset(claim.recipe.chunks)
+        now = self.run.clock()
+        coming = Coming(claim.worker, claim.lease, claim.recipe, chunks, base, now)
+        self._coming[claim.lease] = coming
+        while len(self._coming) > MOST_COMING:
+            self._coming.pop(next(iter(self._coming)), None)
+        return coming
 
     def _form(self, version: Version) -> list[TensorSpec]:
         """A block's tensors, which are the same in all of its versions."""
@@ -123,40 +138,37 @@ class Updates:
     def settle(self, caller: Caller, lease: str, fault: str) -> Receipt:
         """Count an update or refuse it, and close its lease: once; asked again, the same answer."""
         now = self.run.clock()
+        self._coming.pop(lease, None)
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
             self.members.seen(tx, caller, now)
-            held, offered = tx.lease(lease), tx.update(lease)
-            assert held is not None and offered is not None
+            held, offered = tx.lease(lease), _offered(tx, caller, lease)
+            assert held is not None
             if offered.state != "offered":
                 return _receipt(offered)
             in_time = tx.move_lease(lease, "submitted")
-            reason = fault or self._too_late(tx, held, in_time=in_time)
-            if reason:
-                tx.refuse_update(lease, reason)
-                if in_time:
-                    tx.give_back_range(held.block, held.first_batch, held.steps)
-                tx.add_event(now, "refused", caller.worker, held.block, reason)
-            else:
-                block = tx.block(held.block)
-                assert block is not None
-                weight = plan.weight(self.run.config.swarm, block.version, held.base_version)
+            block = tx.block(held.block)
+            assert block is not None
+            weight = plan.weight(self.run.config.swarm, block.version, held.base_version)
+            reason = fault or self._too_late(tx, held, block.version, in_time=in_time)
+            if in_time:
+                tx.count_lease(held.block, met=not reason)
+            if not reason:
                 tx.accept_update(lease, weight, now)
                 kind = "uploaded" if weight == 1.0 else "late"
                 tx.add_event(now, kind, caller.worker, held.block, f"{held.steps} steps")
+                return Receipt(state="pending", reason="", weight=weight)
+            tx.refuse_update(lease, reason)
             if in_time:
-                tx.count_lease(held.block, met=not reason)
-            settled = tx.update(lease)
-            assert settled is not None
-            return _receipt(settled)
+                tx.give_back_range(held.block, held.first_batch, held.steps)
+            tx.add_event(now, "refused", caller.worker, held.block, reason)
+            return Receipt(state="refused", reason=reason, weight=0.0)
 
-    def _too_late(self, tx: Transaction, lease: Found, *, in_time: bool) -> str:
+    def _too_late(self, tx: Transaction, lease: Found, version: int, *, in_time: bool) -> str:
         """Why an update does not count any more; empty where it does."""
-        block = tx.block(lease.block)
-        assert block is not None
         swarm = self.run.config.swarm
-        if plan.weight(swarm, block.version, lease.base_version) == 0.0:
-            behind = block.version - lease.base_version
+        if plan.weight(swarm, version, lease.base_version) == 0.0:
+            behind = version - lease.base_version
             return f"it is {behind} versions behind, more than {swarm.most_stale}"
         if in_time or tx.reclaim_range(lease.block, lease.first_batch, lease.steps):
             return ""
@@ -197,11 +209,12 @@ class Updates:
         urls = {name: self.run.chunks.put_url(lease, name, URL_SECONDS) for name in missing}
         return {name: url for name, url in urls.items() if url is not None} or None
 
-    def _offered(self, tx: Transaction, caller: Caller, lease: str) -> Found:
-        offered = tx.update(lease)
-        if offered is None or offered.worker != caller.worker:
-            raise RefusedError("not_found", "no update was offered for this lease")
-        return offered
+
+def _offered(tx: Transaction, caller: Caller, lease: str) -> Found:
+    offered = tx.update(lease)
+    if offered is None or offered.worker != caller.worker:
+        raise RefusedError("not_found", "no update was offered for this lease")
+    return offered
 
 
 def claimed(update: Found) -> UpdateClaim:

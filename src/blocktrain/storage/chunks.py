@@ -52,8 +52,9 @@ SPOOL_BYTES = 64 * 1024  # of a chunk on its way in; more of it is on disk
 
 
 class ChunkStore(Protocol):
-    def put(self, data: Buffer) -> str:
-        """Store a chunk, whole or not at all, and return its name."""
+    def put(self, data: Buffer, name: str | None = None) -> str:
+        """Store a chunk, whole or not at all, and return its name; `name` where the caller has
+        hashed it already."""
         ...
 
     def incoming(self) -> "Incoming":
@@ -150,14 +151,11 @@ class LocalChunks:
     def __str__(self) -> str:
         return str(self.folder)
 
-    def put(self, data: Buffer) -> str:
-        name = _checked_name_of(data)
-        path = self._path(name)
+    def put(self, data: Buffer, name: str | None = None) -> str:
+        name = _checked_name_of(data, name)
         with self._translated():
-            if not _refreshed(path, data):
-                with self.incoming() as arriving:
-                    arriving.write(data)
-                    arriving.keep(name)
+            if not _refreshed(self._path(name), data):
+                self._write(name, data)
         return name
 
     def incoming(self) -> "_IncomingFile":
@@ -206,6 +204,18 @@ class LocalChunks:
                 if changed < before:
                     entry.unlink(missing_ok=True)
 
+    def _write(self, name: str, data: Buffer) -> None:
+        scratch = self._scratch()
+        try:
+            with scratch.open("xb", buffering=0) as file:
+                _write_all(file, data)
+                self._take(file, scratch, name)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    def _scratch(self) -> Path:
+        return self._partial / secrets.token_hex(16)
+
     def _take(self, file: BinaryIO, scratch: Path, name: str) -> None:
         """Give a file that was written whole its name."""
         path = self._path(name)
@@ -249,7 +259,7 @@ class _IncomingFile:
         self.size = 0
         self._store = store
         self._hash = blake3()
-        self._scratch = store._partial / secrets.token_hex(16)
+        self._scratch = store._scratch()
         self._file = self._scratch.open("xb", buffering=0)
 
     def __enter__(self) -> Self:
@@ -297,8 +307,8 @@ class S3Chunks:
     def __str__(self) -> str:
         return self._name
 
-    def put(self, data: Buffer) -> str:
-        name = _checked_name_of(data)
+    def put(self, data: Buffer, name: str | None = None) -> str:
+        name = _checked_name_of(data, name)
         with self._translated():
             self._store.put(_place(name), data, use_multipart=False)
         return name
@@ -443,7 +453,7 @@ class _IncomingObject:
             self._arrived.seek(0)
             data = self._arrived.read()
             _check_incoming(name, name_of(data))
-            self._store.put(data)
+            self._store.put(data, name)
 
 
 def _check_incoming(name: str, found: str) -> None:
@@ -457,10 +467,10 @@ def _write_all(file: BinaryIO, part: Buffer) -> None:
         view = view[file.write(view) :]
 
 
-def _checked_name_of(data: Buffer) -> str:
+def _checked_name_of(data: Buffer, known: str | None) -> str:
     if len(data) > CHUNK_BYTES:
         raise ProtocolError(f"a chunk has at most {CHUNK_BYTES} bytes, not {len(data)}")
-    return name_of(data)
+    return known or name_of(data)
 
 
 def _verified(data: bytes, name: str, store: object) -> bytes:

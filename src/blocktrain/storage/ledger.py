@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import sqlalchemy as sql
@@ -211,12 +212,12 @@ class Transaction:
         )
         return self._changed(chosen)
 
-    def add_lease(self, **values: Any) -> int:
-        """Record a lease as open; its fencing token."""
-        self._change(statements.COUNT_GIVEN, of_block=values["block"])
-        fence = int(self._rows(statements.BLOCK, of_block=values["block"])[0].fence)
-        self._change(statements.ADD_LEASE, **values, fence=fence, state="open")
-        return fence
+    def add_lease(self, **values: Any) -> Found:
+        """Record a lease as open, with the block's next fencing token."""
+        counted = self._rows(statements.COUNT_GIVEN, of_block=values["block"])
+        lease = {**values, "fence": counted[0].fence, "state": "open"}
+        self._change(statements.ADD_LEASE, **lease)
+        return SimpleNamespace(**lease)
 
     def lease(self, lease: str) -> Found | None:
         return self._first(statements.LEASE, of_lease=lease)

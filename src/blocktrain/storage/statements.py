@@ -44,6 +44,7 @@ COUNT_GIVEN = (
     update(blocks)
     .where(blocks.c.block == _the_block)
     .values(fence=blocks.c.fence + 1, leases_given=blocks.c.leases_given + 1)
+    .returning(blocks.c.fence)
 )
 COUNT_MET = (
     update(blocks).where(blocks.c.block == _the_block).values(leases_met=blocks.c.leases_met + 1)

@@ -8,7 +8,7 @@ import threading
 
 from blocktrain.worker.clock import Clock
 
-LARGEST_PIECE = 64 * 1024
+LARGEST_PIECE = 256 * 1024
 SMALLEST_PIECE = 1024
 
 

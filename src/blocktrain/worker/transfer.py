@@ -48,7 +48,7 @@ class Sink(Protocol):
         """Numbers of the chunks that are not there yet."""
         ...
 
-    def put(self, index: int, data: bytes) -> None: ...
+    def put(self, index: int, name: str, data: bytearray) -> None: ...
 
 
 class Transfer:
@@ -159,19 +159,21 @@ class Transfer:
         def get(index: int, still_wanted: Callable[[], bool]) -> None:
             size = min(CHUNK_BYTES, recipe.size - index * CHUNK_BYTES)
             both = patience.also(still_wanted)
-            sink.put(index, self._get_chunk(recipe.chunks[index], size, links, both))
+            name = recipe.chunks[index]
+            sink.put(index, name, self._get_chunk(name, size, links, both))
 
         side_by_side(get, sink.missing(recipe), self._threads)
 
-    def _get_chunk(self, name: str, size: int, links: Links, patience: Patience) -> bytes:
+    def _get_chunk(self, name: str, size: int, links: Links, patience: Patience) -> bytearray:
+        """A chunk that has the hash it is named by."""
         held = bytearray()
 
-        def attempt(http: httpx.Client, url: str, headers: dict[str, str]) -> bytes:
+        def attempt(http: httpx.Client, url: str, headers: dict[str, str]) -> bytearray:
             self._receive(http, url, headers, held, size, patience)
             if name_of(held) != name:
                 held.clear()
                 raise PassingError(f"chunk {name} arrived damaged")
-            return bytes(held)
+            return held
 
         return self._by_link_or_coordinator(name, "", links, patience, attempt)
 
@@ -284,8 +286,8 @@ class _IntoCache:
         first = {name: index for index, name in reversed(list(enumerate(recipe.chunks)))}
         return sorted(index for name, index in first.items() if name not in there)
 
-    def put(self, index: int, data: bytes) -> None:
-        self._chunks.put(data)
+    def put(self, index: int, name: str, data: bytearray) -> None:
+        self._chunks.put(data, name)
 
 
 class _IntoFile:
@@ -312,7 +314,7 @@ class _IntoFile:
             if name_of(self._file.read(CHUNK_BYTES)) != name
         ]
 
-    def put(self, index: int, data: bytes) -> None:
+    def put(self, index: int, name: str, data: bytearray) -> None:
         with self._lock:
             self._file.seek(index * CHUNK_BYTES)
             self._file.write(data)

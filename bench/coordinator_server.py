@@ -1,0 +1,132 @@
+"""A coordinator in a process of its own, for the benches: real server, real ledger, real files.
+
+Beside the protocol's routes it has `/bare`, which streams a file out and takes one in: what the
+same server does when nothing is hashed, checked or counted. Without TLS, so that only our own work
+is measured. Run with arguments only by `server`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import uvicorn
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from blocktrain.config import from_dict
+from blocktrain.coordinator.api import create_app
+from blocktrain.coordinator.run import found_run, open_run
+from blocktrain.coordinator.server import bound_socket
+from blocktrain.coordinator.service import Service
+from blocktrain.data.corpus import Corpus
+from blocktrain.protocol.tensors import encode
+from blocktrain.storage.chunks import LocalChunks
+from blocktrain.storage.ledger import Ledger
+
+BATCHES = 50_000_000  # more than any bench hands out
+BLOCKS = 4
+QUORUM = 32
+PIECE_BYTES = 1024 * 1024
+
+
+class Running(NamedTuple):
+    address: str
+    run: str
+    invite: str
+    process: int
+
+
+def found(folder: Path, db: str, numbers: int) -> None:
+    """A run of four blocks of so many numbers."""
+    config = from_dict(
+        {
+            "model": {"layers": BLOCKS, "blocks": BLOCKS, "width": 8, "heads": 1, "window": 8},
+            "train": {"steps": BATCHES, "batch": 1},
+            "swarm": {"quorum": QUORUM, "grace_seconds": 1.0, "first_steps": 1, "most_steps": 1},
+        }
+    )
+    data = np.zeros(4096, np.uint8)
+    corpus = Corpus("made", dict.fromkeys(("train", "valid", "test"), data), {})
+    weights = folder / "first.safetensors"
+    numbers_here = np.random.default_rng(0).random(numbers, np.float32)
+    with weights.open("wb") as file:
+        file.writelines(encode({"w": numbers_here}))
+    ledger = Ledger(db)
+    chunks = LocalChunks(folder / "chunks")
+    found_run(config, corpus, [weights] * BLOCKS, ledger, chunks, time.time())
+    ledger.close()
+
+
+@contextmanager
+def server(folder: Path, db: str) -> Iterator[Running]:
+    command = [sys.executable, __file__, str(folder), db]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    told = json.loads(process.stdout.readline())
+    try:
+        yield Running(f"http://127.0.0.1:{told['port']}", told["run"], told["invite"], process.pid)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def most_memory(process: int) -> int:
+    """Bytes a process has had in memory at most, by Linux's account."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    kilobytes = next(line.split()[1] for line in lines if line.startswith("VmHWM"))
+    return int(kilobytes) * 1024
+
+
+def _serve(folder: Path, db: str) -> None:
+    run = open_run(Ledger(db), LocalChunks(folder / "chunks"), time.time)
+    service = Service(run)
+    listener = bound_socket("127.0.0.1", 0)
+    secret = service.members.invite("train", 1_000_000, 1e6)
+    app = create_app(service)
+    app.router.routes.append(Route("/bare", _bare_get(folder / "bare"), methods=["GET"]))
+    app.router.routes.append(Route("/bare", _bare_put(folder / "taken"), methods=["PUT"]))
+    told = {"port": listener.getsockname()[1], "run": run.id, "invite": secret}
+    print(json.dumps(told), flush=True)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, proxy_headers=False)
+    service.start()
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        service.stop()
+
+
+def _bare_get(path: Path):  # type: ignore[no-untyped-def]
+    async def pieces() -> AsyncIterator[bytes]:
+        with path.open("rb", buffering=0) as file:
+            while piece := await run_in_threadpool(file.read, PIECE_BYTES):
+                yield piece
+
+    async def get(request: Request) -> Response:
+        headers = {"content-length": str(path.stat().st_size)}
+        return StreamingResponse(pieces(), headers=headers)
+
+    return get
+
+
+def _bare_put(path: Path):  # type: ignore[no-untyped-def]
+    async def put(request: Request) -> Response:
+        with path.open("wb", buffering=0) as file:
+            async for part in request.stream():
+                file.write(part)
+            await run_in_threadpool(os.fsync, file.fileno())
+        return Response(status_code=204)
+
+    return put
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]), sys.argv[2])
