@@ -79,6 +79,12 @@ def server(folder: Path, db: str) -> Iterator[Running]:
         process.wait(30)
 
 
+def free_port() -> int:
+    with bound_socket("127.0.0.1", 0) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
 def most_memory(process: int) -> int:
     """Bytes a process has had in memory at most, by Linux's account."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
