@@ -168,11 +168,13 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def data_seen(config_path: Path, overrides: list[str]) -> str:
-    """Equal bytes for every model and block; the blocks together see as many times more."""
+def data_seen(config_path: Path, overrides: list[str], shares: list[float]) -> str:
+    """Equal bytes for every model and block, but for shares of a cascade's; the blocks together
+    see as many times more."""
     config = load_config(config_path, overrides)
     each = config.train.steps * config.train.batch * config.model.window / 1e6
-    return f"{each:.1f} MB seen per model and per block, {each * config.units:.1f} MB by all blocks"
+    total = each * sum(shares or [1.0] * config.units)
+    return f"{each:.1f} MB seen per model and per block, {total:.1f} MB by all blocks"
 
 
 def parse() -> argparse.Namespace:
@@ -266,7 +268,7 @@ def main() -> None:
     results = choose(bench, found, args.seeds) if args.choose else bench.measure(found, args.seeds)
     for split in args.splits:
         print("\n".join(table(results, split)), end="\n\n")
-    print(data_seen(args.config, args.set))
+    print(data_seen(args.config, args.set, args.shares))
     for key in ("commit", "device", "torch"):
         print(f"{key} {', '.join(sorted({result[key] for result in results}))}", end="; ")
     print(f"seeds {args.seeds}, {time.perf_counter() - started:.0f} s, details in {bench.out}")

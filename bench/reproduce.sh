@@ -19,7 +19,7 @@ quality() { # NAME CONFIG SOURCE OPTIONS...
   shift 3
   python3 bench/quality.py --config "configs/$config.toml" --out "$runs/$name" \
     --json "$out/$name.json" --set "data.source=text:$data/$source" train.save_every=100000 "$@" |
-    tee "$out/$name.log"
+    tee "$out/$part.log"
 }
 
 for part in "$@"; do
