@@ -87,6 +87,13 @@ class ObjectiveConfig:
     tail: int = setting(
         4, "private layers a block of a cascade predicts through; the last block needs none", low=0
     )
+    stagger: float = setting(
+        0.0,
+        "share of the steps by which the learning rate of a cascade's first block ends before the"
+        " last one's, so that later blocks build on settled ones",
+        low=0.0,
+        high=0.9,
+    )
     refresh_every: int = setting(
         50, "steps a block of a cascade trains before it looks for newer blocks before it", low=1
     )
@@ -230,6 +237,12 @@ class Config:
     def trained_layers(self) -> int:
         """Most layers any one unit trains, its tail counted."""
         return max(depth + self.tail_layers(unit) for unit, depth in enumerate(self.depths))
+
+    def course(self, unit: int) -> float:
+        """Share of the steps in which a unit's learning rate runs its course."""
+        if self.objective.kind != "cascade" or self.units == 1:
+            return 1.0
+        return 1.0 - self.objective.stagger * (self.units - 1 - unit) / (self.units - 1)
 
     @property
     def warnings(self) -> list[str]:

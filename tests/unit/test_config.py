@@ -183,3 +183,10 @@ def test_the_most_layers_a_unit_trains_are_counted_with_its_tail():
 def test_other_kinds_have_no_tail(kind: str):
     config = Config().with_settings(objective__kind=kind, objective__tail=3)
     assert [config.tail_layers(unit) for unit in range(config.units)] == [0] * config.units
+
+
+def test_the_blocks_of_a_staggered_cascade_settle_one_after_another():
+    settings = {"model": {"layers": 8, "blocks": 4}, "objective": {"stagger": 0.6}}
+    cascade = from_dict({**settings, "objective": {**settings["objective"], "kind": "cascade"}})
+    assert [cascade.course(block) for block in range(4)] == pytest.approx([0.4, 0.6, 0.8, 1.0])
+    assert [from_dict(settings).course(block) for block in range(4)] == [1.0] * 4
