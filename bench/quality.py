@@ -61,13 +61,15 @@ def variants(args: argparse.Namespace) -> list[Variant]:
         point = "".join(f", {setting}" for setting in chosen)
         settings = [*args.set, *chosen]
         for kind in args.kinds:
-            if kind != "cascade":
+            if kind == "cascade":
+                result += [
+                    new_variant(kind, args.config, settings, point, stale, args.shares)
+                    for stale in args.stale
+                ]
+            elif kind == "workers":
+                result.append(new_variant(kind, args.config, settings, point, workers=args.workers))
+            else:
                 result.append(new_variant(kind, args.config, settings, point))
-                continue
-            result += [
-                new_variant(kind, args.config, settings, point, stale, args.shares)
-                for stale in args.stale
-            ]
     return result
 
 
@@ -119,21 +121,19 @@ def interval(values: list[float]) -> str:
     return f"{mean:.4f} ± {half:.4f}"
 
 
-def table(results: list[dict[str, Any]], split: str) -> list[str]:
-    """One row per variant and readout; gaps are paired by seed with the end-to-end reference."""
+def table(results: list[dict[str, Any]], split: str, against: str) -> list[str]:
+    """One row per variant and readout; gaps are paired by seed with the reference."""
     rows: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
     references = {
-        (result["point"], result["seed"]): result
-        for result in results
-        if result["kind"] == "end-to-end"
+        (result["point"], result["seed"]): result for result in results if result["kind"] == against
     }
     for result in results:
         reference = references.get((result["point"], result["seed"]))
         for name, ce in (result[split]["scores"] | result["local"]).items():
             rows[result["variant"], name][result["seed"]] = ce
-            if reference:
-                gaps[result["variant"], name].append(ce - reference_ce(reference, result, split))
+            if reference and (gap := gap_to(reference, result, split, name, ce)) is not None:
+                gaps[result["variant"], name].append(gap)
     parameters = {result["variant"]: result["parameters"] for result in results}
     lines = [f"| model | params | readout ({split}) | CE | gap |", "|---|---|---|---|---|"]
     for (variant, name), scores in rows.items():
@@ -145,12 +145,16 @@ def table(results: list[dict[str, Any]], split: str) -> list[str]:
     return lines
 
 
-def reference_ce(reference: dict[str, Any], result: dict[str, Any], split: str) -> float:
-    """The reference's score, on the very windows the other was scored on."""
+def gap_to(
+    reference: dict[str, Any], result: dict[str, Any], split: str, name: str, ce: float
+) -> float | None:
+    """To the reference's score on the very windows the other was scored on: its only one, or the
+    one by the same name; None where it has none."""
     if reference[split]["digest"] != result[split]["digest"]:
         raise SystemExit(f"{result['variant']} and its reference were scored on other windows")
-    ce: float = reference[split]["scores"][REFERENCE_READING]
-    return ce
+    scores: dict[str, float] = reference[split]["scores"]
+    compared = scores.get(REFERENCE_READING, scores.get(name))
+    return None if compared is None else ce - compared
 
 
 def provenance() -> dict[str, Any]:
@@ -193,6 +197,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--shares", type=float, nargs="*", default=[], help="of a cascade's steps, per block"
     )
+    parser.add_argument("--workers", type=int, default=6, help="of the kind `workers`")
+    parser.add_argument("--against", default="end-to-end", choices=KINDS, help="gaps are to this")
     parser.add_argument("--data", default="", help="corpus to score on; default: the config's")
     parser.add_argument("--splits", nargs="+", default=["valid", "test"])
     parser.add_argument("--windows", type=int, help="score at most this many windows of a split")
@@ -231,7 +237,7 @@ class Bench:
             "identity": identity,
             **self.here,
             **score(load(), args.data, args.splits, args.windows),
-            "local": local_losses(folder) if variant.kind != "swarm" else {},
+            "local": local_losses(folder) if variant.kind not in ("swarm", "workers") else {},
         }
         self.report["results"].append(result)
         self.out.write_text(json.dumps(self.report, indent=1))
@@ -267,7 +273,7 @@ def main() -> None:
     found = variants(args)
     results = choose(bench, found, args.seeds) if args.choose else bench.measure(found, args.seeds)
     for split in args.splits:
-        print("\n".join(table(results, split)), end="\n\n")
+        print("\n".join(table(results, split, args.against)), end="\n\n")
     print(data_seen(args.config, args.set, args.shares))
     for key in ("commit", "device", "torch"):
         print(f"{key} {', '.join(sorted({result[key] for result in results}))}", end="; ")

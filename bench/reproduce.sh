@@ -2,7 +2,7 @@
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive \
-#     cascade stale uneven cascade-counts
+#     cascade stale uneven cascade-counts workers
 #
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. Needs only
 # torch, numpy, safetensors and filelock. A part that was stopped goes on when called again.
@@ -27,6 +27,8 @@ for part in "$@"; do
     small) quality small wikitext2-small 'wikitext-2/*.txt' --seeds 0 1 2 ;;
     38m) quality 38m wikitext2-38m 'wikitext-2/*.txt' --kinds end-to-end denoise --seeds 0 1 2 \
       --grid model.dropout=0.0,0.1,0.2 --choose ;;
+    workers) quality 38m wikitext2-38m 'wikitext-2/*.txt' --kinds denoise workers --workers 6 \
+      --seeds 0 1 2 --grid model.dropout=0.0 --against denoise ;;
     wikipedia) quality wikipedia wikipedia-38m 'wikipedia/*' --splits valid ;;
     leak) quality leak wikitext2-small 'wikitext-2/*.txt' --kinds denoise --splits test \
       --grid objective.sigma_min=0.1,0.5,1.0,2.0 ;;

@@ -3,6 +3,7 @@
     end-to-end  the reference: all layers by one optimizer
     shallow     end-to-end with the layers of one denoising block
     denoise     denoising blocks, one after another
+    workers     the same blocks by so many workers of a real run on this machine, over HTTPS
     cascade     a cascade in lockstep: every block sees the others `stale` steps old
     fitting     end-to-end with the layers one cascade worker trains: what fits its memory
     swarm       the product of as many fitting models as there are blocks, each from its own seed
@@ -29,9 +30,10 @@ from blocktrain.train.lockstep import train_in_lockstep
 from blocktrain.train.session import open_session
 from contenders import refuse_eager_fallback
 
-KINDS = ("end-to-end", "shallow", "denoise", "cascade", "fitting", "swarm")
+KINDS = ("end-to-end", "shallow", "denoise", "workers", "cascade", "fitting", "swarm")
 DEFAULT_KINDS = KINDS[:3]
 WHOLE = "objective.kind=end_to_end"
+POLL_SECONDS = 0.5
 SWARM_SEEDS = 1000  # apart from each other and from the seeds that are compared
 
 
@@ -45,11 +47,13 @@ class Variant:
     point: str  # of the grid; gaps are taken to the reference of the same point
     stale: int = 0
     shares: tuple[float, ...] = ()
+    workers: int = 0
 
     def identity(self, seed: int) -> list[str]:
         """All that determines the result: what was trained with these is not trained again."""
         lockstep = [f"stale={self.stale}", f"shares={self.shares}"] if self.stale else []
-        return [self.kind, *self.settings, *lockstep, f"train.seed={seed}"]
+        crew = [f"workers={self.workers}"] if self.workers else []
+        return [self.kind, *self.settings, *lockstep, *crew, f"train.seed={seed}"]
 
 
 def new_variant(
@@ -59,6 +63,7 @@ def new_variant(
     point: str,
     stale: int = 0,
     shares: Sequence[float] = (),
+    workers: int = 0,
 ) -> Variant:
     model = load_config(config_path, settings).model
     cascade = load_config(config_path, [*settings, "objective.kind=cascade"])
@@ -69,6 +74,10 @@ def new_variant(
         "end-to-end": (f"end-to-end, {model.layers} layers", [WHOLE]),
         "shallow": (f"end-to-end, {depth} layers", _alone(depth)),
         "denoise": (f"blocks, {model.blocks} x {depth} layers", ["objective.kind=denoise"]),
+        "workers": (
+            f"blocks, {model.blocks} x {depth} layers, {workers} workers",
+            ["objective.kind=denoise"],
+        ),
         "cascade": (
             f"cascade, {'+'.join(map(str, cascade.depths))} layers, tail {cascade.objective.tail},"
             f" {stale} stale{spread}",
@@ -80,7 +89,7 @@ def new_variant(
             [*_alone(fitting), f"members={model.blocks}"],
         ),
     }[kind]
-    return Variant(name + point, kind, (*settings, *own), point, stale, tuple(shares))
+    return Variant(name + point, kind, (*settings, *own), point, stale, tuple(shares), workers)
 
 
 def _alone(layers: int) -> list[str]:
@@ -104,6 +113,8 @@ def train(variant: Variant, config_path: Path, seed: int, folder: Path) -> Calla
     elif variant.kind == "cascade":
         config = _config(config_path, variant.settings, seed)
         runs = [_train_in_lockstep(config, folder, variant, rates)]
+    elif variant.kind == "workers":
+        runs = [_train_by_workers(_config(config_path, variant.settings, seed), folder, variant)]
     else:
         runs = [_train_in_turn(_config(config_path, variant.settings, seed), folder, rates)]
     rate = f"{statistics.median(rates) / 1e6:.2f} MB/s" if rates else "trained before"
@@ -137,6 +148,19 @@ def _train_in_lockstep(
             on_progress=lambda p: rates.append(p.bytes_per_s),
         )
     return run
+
+
+def _train_by_workers(config: Config, folder: Path, variant: Variant) -> RunDir:
+    from blocktrain.cli.local_swarm import LocalSwarm
+    from blocktrain.worker.model_fetch import fetch_model
+
+    with LocalSwarm(config, folder, variant.workers) as swarm:
+        while (status := swarm.status()).state != "finished":
+            time.sleep(POLL_SECONDS)
+        versions = [block.version for block in status.blocks]
+        late = [block.participation for block in status.blocks]
+        print(f"versions {versions}, leases met in time {late}", flush=True)
+        return fetch_model(swarm.client, folder / "model").run
 
 
 def _stack(runs: list[RunDir]) -> Stack:

@@ -122,10 +122,27 @@ def test_gaps_are_paired_by_seed(quality):
             result("blocks", 1, 2.1),
         ],
         "test",
+        "end-to-end",
     )
     assert rows[-1] == "| blocks | 1.00M | none final | 1.6000 ± 6.3530 | 0.1000 ± 0.0000 |"
     with pytest.raises(SystemExit, match="other windows"):
-        quality.table([result("end-to-end", 0, 1.0), result("blocks", 0, 1.1, "bb")], "test")
+        quality.table(
+            [result("end-to-end", 0, 1.0), result("blocks", 0, 1.1, "bb")], "test", "end-to-end"
+        )
+
+
+def test_a_reference_of_several_readings_is_compared_reading_by_reading(quality):
+    def result(kind: str, scores: dict[str, float]) -> dict:
+        return {
+            "variant": kind, "kind": kind, "point": "", "seed": 0, "parameters": 1_000_000,
+            "test": {"digest": "aa", "scores": scores}, "local": {"its own loss": 0.5},
+        }  # fmt: skip
+
+    alone = result("denoise", {"mean product": 1.0, "mean final": 1.5})
+    many = result("workers", {"mean product": 1.01, "mean final": 1.4, "other": 2.0})
+    rows = quality.table([alone, many], "test", "denoise")
+    gaps = [row.split("|")[-2].strip() for row in rows if row.startswith("| workers")]
+    assert gaps == ["0.0100", "-0.1000", "-", "-"]
 
 
 def test_what_the_json_holds_is_not_trained_again(quality, tmp_path, monkeypatch):
