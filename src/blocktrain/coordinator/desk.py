@@ -26,7 +26,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_AT_ONCE = 64  # other coordinators wait for the database too
-UNREACHABLE = UnreachableError("the ledger does not answer; try again")
+UNREACHABLE = "the ledger does not answer; try again"
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Question:
             self.outcome = self.call()
         except SQLAlchemyError as error:
             log.warning("the ledger: %s", error)
-            self.error = UNREACHABLE
+            self.error = UnreachableError(UNREACHABLE)
         except Exception as error:
             self.error = error
 
@@ -98,7 +98,7 @@ class Desk:
         except SQLAlchemyError as error:
             log.warning("the ledger: %s", error)
             for question in questions:
-                question.error = UNREACHABLE
+                question.error = UnreachableError(UNREACHABLE)
 
     def _deliver(self, questions: list[_Question]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[_Question]] = defaultdict(list)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Executable
-from sqlalchemy.engine.interfaces import DBAPICursor, Dialect
+from sqlalchemy.engine.interfaces import DBAPICursor, DBAPIModule, Dialect
 from sqlalchemy.exc import DBAPIError
 
 Found = Any  # a row: its columns are attributes
@@ -35,7 +35,10 @@ class PreparedStatements:
 
     def rows(self, connection: Connection, statement: Executable, **values: Any) -> list[Found]:
         cursor = self._execute(connection, statement, values)
-        found = cursor.fetchall()
+        try:
+            found = cursor.fetchall()  # where SQLite does most of its reading
+        except self._dialect.loaded_dbapi.Error as error:
+            raise self._translated(error, connection, cursor, str(statement), values) from error
         if id(statement) not in self._rows:
             names = [column[0] for column in cursor.description]
             self._rows[id(statement)] = namedtuple("Found", names)
@@ -57,12 +60,21 @@ class PreparedStatements:
         try:
             cursor.execute(prepared.text, prepared.parameters(values))
         except self._dialect.loaded_dbapi.Error as error:
-            if self._dialect.is_disconnect(error, connection.connection, cursor):
-                connection.invalidate(error)
-            raise DBAPIError.instance(
-                prepared.text, values, error, self._dialect.loaded_dbapi.Error
-            ) from error
+            raise self._translated(error, connection, cursor, prepared.text, values) from error
         return cursor
+
+    def _translated(
+        self,
+        error: DBAPIModule.Error,
+        connection: Connection,
+        cursor: DBAPICursor,
+        text: str,
+        values: dict[str, Any],
+    ) -> BaseException:
+        """The same as SQLAlchemy's error."""
+        if self._dialect.is_disconnect(error, connection.connection, cursor):
+            connection.invalidate(error)
+        return DBAPIError.instance(text, values, error, self._dialect.loaded_dbapi.Error)
 
     def _compiled(self, statement: Any, names: list[str]) -> _Prepared:
         compiled = statement.compile(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
 
 
 class SharedCommits:
@@ -29,11 +30,15 @@ class SharedCommits:
     @contextmanager
     def together(self) -> Iterator[None]:
         with self._turns.next(), self._engine.begin() as connection:
+            connection.exec_driver_sql("SAVEPOINT together")
             self._here.connection = connection
             try:
                 yield
             finally:
                 self._here.connection = None
+            # Fails where the database has ended the transaction by itself (a full disk, a failed
+            # read): a commit would then do nothing without a word.
+            connection.exec_driver_sql("RELEASE SAVEPOINT together")
 
     @contextmanager
     def writer(self) -> Iterator[Connection]:
@@ -86,6 +91,9 @@ def _savepoint(connection: Connection) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        connection.exec_driver_sql("ROLLBACK TO SAVEPOINT writer")
+        try:
+            connection.exec_driver_sql("ROLLBACK TO SAVEPOINT writer")
+        except SQLAlchemyError:
+            connection.invalidate()  # nobody goes on in a transaction that is over
         raise
     connection.exec_driver_sql("RELEASE SAVEPOINT writer")

@@ -1,6 +1,7 @@
 """One contract for both stores; then what only a disk or only S3 can get wrong."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from tests.support.s3_server import S3Server, s3_server
 
 from blocktrain.errors import (
@@ -24,7 +27,14 @@ from blocktrain.errors import (
     UnreachableError,
 )
 from blocktrain.protocol.messages import CHUNK_BYTES
-from blocktrain.storage.chunks import ChunkStore, LocalChunks, S3Chunks, name_of, open_chunks
+from blocktrain.storage.chunks import (
+    SPOOL_BYTES,
+    ChunkStore,
+    LocalChunks,
+    S3Chunks,
+    name_of,
+    open_chunks,
+)
 
 ABSENT = "0" * 64
 UPLOAD = "upload01"
@@ -121,6 +131,151 @@ def test_many_threads_at_once(store: ChunkStore):
     assert len(list(store.stored())) == 5
 
 
+# In parts
+
+
+def test_what_comes_in_parts_is_kept_under_its_name(store: ChunkStore):
+    name = name_of(b"hello world")
+    with store.incoming() as arriving:
+        for part in (b"hello", bytearray(b" wor"), memoryview(b"ld")):
+            arriving.write(part)
+        assert arriving.size == 11
+        assert left(store) - partial(store) == set()
+        arriving.keep(name)
+        assert store.get(name) == b"hello world"
+    assert left(store) == {f"{name[:2]}/{name[2:]}"}
+    assert store.get(name) == b"hello world"
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(sizes=st.lists(st.integers(0, 50_000), max_size=8), seed=st.integers(0, 2**32))
+@example(sizes=[SPOOL_BYTES], seed=0)
+@example(sizes=[SPOOL_BYTES, 1], seed=0)
+@example(sizes=[CHUNK_BYTES - 1, 1], seed=0)
+@example(sizes=[], seed=0)
+def test_parts_of_any_sizes_are_one_chunk(store: ChunkStore, sizes: list[int], seed: int):
+    parts = [random.Random(seed + index).randbytes(size) for index, size in enumerate(sizes)]
+    whole = b"".join(parts)
+    with store.incoming() as arriving:
+        for part in parts:
+            arriving.write(part)
+        arriving.keep(name_of(whole))
+    assert store.get(name_of(whole)) == whole
+    assert arriving.size == len(whole)
+    assert store.put(whole) == name_of(whole)
+    assert left(store) == {f"{name_of(whole)[:2]}/{name_of(whole)[2:]}"}
+    store.delete(name_of(whole))
+
+
+@pytest.mark.parametrize("sent", [b"wrong!", b"right", b"right. ", b""])
+def test_parts_that_do_not_have_their_name_leave_nothing(store: ChunkStore, sent: bytes):
+    def send() -> None:
+        with store.incoming() as arriving:
+            arriving.write(sent)
+            arriving.keep(name_of(b"right."))
+
+    with pytest.raises(ProtocolError, match="do not have the hash"):
+        send()
+    assert left(store) == set()
+
+
+def test_a_wrong_name_does_not_touch_the_chunk_that_has_it(store: ChunkStore):
+    name = store.put(b"right.")
+    with store.incoming() as arriving:
+        arriving.write(b"wrong!")
+        with pytest.raises(ProtocolError):
+            arriving.keep(name)
+    assert store.get(name) == b"right."
+    assert [stored for stored, _ in store.stored()] == [name]
+
+
+@pytest.mark.parametrize("size", [0, 10, SPOOL_BYTES + 1])
+def test_parts_that_nobody_keeps_leave_nothing(store: ChunkStore, size: int):
+    with store.incoming() as arriving:
+        arriving.write(bytes(size))
+    assert left(store) == set()
+
+
+def test_a_line_that_breaks_leaves_nothing(store: ChunkStore):
+    def break_off() -> None:
+        with store.incoming() as arriving:
+            arriving.write(b"half of")
+            raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        break_off()
+    assert left(store) == set()
+
+
+def test_a_chunk_that_is_there_already_may_come_again(store: ChunkStore):
+    name = store.put(b"twice")
+    with store.incoming() as arriving:
+        arriving.write(b"twice")
+        arriving.keep(name)
+    assert store.get(name) == b"twice"
+    assert left(store) == {f"{name[:2]}/{name[2:]}"}
+
+
+def test_many_come_in_parts_at_once(store: ChunkStore):
+    chunks = [bytes([i % 5]) * 100_000 for i in range(20)]
+
+    def send(data: bytes) -> str:
+        with store.incoming() as arriving:
+            for start in range(0, len(data), 30_000):
+                arriving.write(data[start : start + 30_000])
+            arriving.keep(name_of(data))
+        return name_of(data)
+
+    with ThreadPoolExecutor(8) as pool:
+        names = list(pool.map(send, chunks))
+    assert [store.get(name) for name in names] == chunks
+    assert len(left(store)) == 5
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"hello" * 1000], ids=["empty", "one", "more"])
+def test_a_chunk_may_be_read_in_parts(store: ChunkStore, data: bytes):
+    file, size = store.open(store.put(data))
+    with file:
+        assert size == len(data)
+        file.seek(size // 2)
+        assert file.read(10) == data[size // 2 :][:10]
+        file.seek(0)
+        assert b"".join(iter(lambda: file.read(999), b"")) == data
+
+
+def test_what_is_not_there_cannot_be_opened(store: ChunkStore):
+    with pytest.raises(NotFoundError, match=ABSENT):
+        store.open(ABSENT)
+    with pytest.raises(ProtocolError, match="not the name of a chunk"):
+        store.open("../" * 20 + "etc")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows deletes no file that is open")
+def test_a_chunk_that_is_deleted_while_it_is_read_is_read_to_its_end(store: ChunkStore):
+    name = store.put(b"hello" * 1000)
+    file, _ = store.open(name)
+    with file:
+        begun = file.read(7)
+        store.delete(name)
+        assert begun + file.read() == b"hello" * 1000
+
+
+def left(store: ChunkStore) -> set[str]:
+    """Every file or object there is, a chunk or not."""
+    if isinstance(store, S3Chunks):
+        return set(_everything(store))
+    assert isinstance(store, LocalChunks)
+    files = (path for path in store.folder.rglob("*") if path.is_file())
+    return {path.relative_to(store.folder).as_posix() for path in files}
+
+
+def partial(store: ChunkStore) -> set[str]:
+    """What is being written now; it has no name yet."""
+    return {path for path in left(store) if path.startswith("partial/")}
+
+
 # On a disk
 
 
@@ -184,6 +339,32 @@ def test_a_store_survives_kill_9(tmp_path: Path):
     store.clear_leftovers(time.time() + 60)
     assert list((tmp_path / "partial").iterdir()) == []
     assert sorted(name for name, _ in store.stored()) == sorted(names)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has no kill -9")
+def test_kill_9_while_parts_come_leaves_no_chunk(tmp_path: Path):
+    writing = """
+        import sys
+        from pathlib import Path
+        from blocktrain.storage.chunks import LocalChunks
+        with LocalChunks(Path(sys.argv[1])).incoming() as arriving:
+            arriving.write(b"half of")
+            print("half", flush=True)
+            sys.stdin.read()
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(writing), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with child:
+        assert child.stdout and child.stdout.readline() == b"half\n"
+        child.kill()
+    store = LocalChunks(tmp_path)
+    assert list(store.stored()) == []
+    assert len(left(store)) == 1
+    store.clear_leftovers(time.time() + 60)
+    assert left(store) == set()
 
 
 def test_what_is_being_written_is_no_leftover(local: LocalChunks):
