@@ -52,6 +52,9 @@ class LocalSwarm:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            if process.stdout:
+                process.stdout.close()
+        self.client.close()
 
     def status(self) -> "Status":
         """How the run stands; an error where all who could train have died."""
@@ -67,8 +70,8 @@ class LocalSwarm:
         settings.write_text(self.config.to_toml(), encoding="utf-8")
         command = [*COMMAND, "coordinator", "--json", "--listen", "127.0.0.1:0"]
         command += ["--config", str(settings), "--data-dir", str(self.folder / "coordinator")]
-        log = (self.folder / "coordinator.log").open("w")
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        with (self.folder / "coordinator.log").open("w") as log:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         self._processes.append(process)
         assert process.stdout
         line = process.stdout.readline()
@@ -83,8 +86,8 @@ class LocalSwarm:
         command = [*COMMAND, "worker", self.invite, "--name", f"worker {number}"]
         command += ["--folder", str(self.folder / f"worker-{number}")]
         command += ["--device", self.config.train.device]
-        log = (self.folder / f"worker-{number}.log").open("w")
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        self._processes.append(
-            subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment)
-        )
+        with (self.folder / f"worker-{number}.log").open("w") as log:
+            self._processes.append(
+                subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment)
+            )

@@ -71,8 +71,10 @@ def create_app(service: Service) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         server.desk.start()
-        yield
-        server.desk.stop()
+        try:
+            yield
+        finally:
+            server.desk.stop()
 
     document = describe(ACTIONS)
 

@@ -446,7 +446,10 @@ class _IncomingObject:
 
     def write(self, part: Buffer) -> None:
         self.size += len(part)
-        self._arrived.write(part)
+        try:
+            self._arrived.write(part)
+        except OSError as error:
+            raise RunError(f"no room for a chunk on its way in: {error.strerror}") from None
 
     def keep(self, name: str) -> None:
         with S3_UPLOADS:

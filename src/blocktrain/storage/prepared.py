@@ -1,7 +1,8 @@
 """Statements compiled once and run by the driver itself.
 
 SQLAlchemy takes 45 us for a statement that SQLite runs in 6, most of it spent on finding out again
-what it has found out before. For the statements of every request that is done once here.
+what it has found out before. For the statements of every request that is done once here. The
+connection must be inside a transaction: nothing is begun here.
 """
 
 from collections import namedtuple

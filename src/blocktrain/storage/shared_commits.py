@@ -74,7 +74,18 @@ class Turns:
                 return
             mine = threading.Event()
             self._waiting.append(mine)
-        mine.wait()
+        try:
+            mine.wait()
+        except BaseException:  # Ctrl-C in the main thread
+            self._leave(mine)
+            raise
+
+    def _leave(self, mine: threading.Event) -> None:
+        with self._lock:
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+                return
+        self._hand_on()  # it was handed to us meanwhile
 
     def _hand_on(self) -> None:
         with self._lock:
