@@ -64,7 +64,8 @@ def test_kinds_are_trained_scored_and_found_again(quality, monkeypatch, tmp_path
     """The real thing at its smallest: every kind, one table, nothing trained twice."""
     options = asked(
         "--config", str(ROOT / "configs" / "tiny.toml"), "--out", str(tmp_path),
-        "--kinds", *quality.KINDS, "--stale", "2", "--workers", "1", "--windows", "4", "--splits", "test",
+        "--kinds", *quality.KINDS, "--stale", "2", "--workers", "1",
+        "--windows", "4", "--splits", "test",
         "--set", "model.layers=2", "model.blocks=2", "model.width=32", "model.window=32",
         "objective.tail=1", "train.steps=4", "train.batch=4", "train.precision=fp32",
     )  # fmt: skip
