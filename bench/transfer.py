@@ -78,6 +78,11 @@ class Worker:
         receipt = self.transfer.send(offer, self.client.patience(PATIENCE))
         assert receipt.state in ("pending", "merged"), receipt
 
+    def wait_for_merge(self) -> None:
+        """The coordinator is at rest again."""
+        while any(block.pending_updates for block in self.client.status().blocks):
+            time.sleep(0.1)
+
     def forget(self) -> None:
         self.transfer.keep_only([])
 
@@ -125,6 +130,7 @@ def side_by_side(
         taken["bare put"].append(seconds(bare_put, running.address, local))
         taken["upload"].append(seconds(worker.upload, offer))
         worker.forget()
+        worker.wait_for_merge()
     return taken
 
 
