@@ -111,7 +111,8 @@ class Updates:
         if missing := self._missing(coming.lease, coming.recipe):
             raise RefusedError("conflict", f"{len(missing)} chunks are missing")
         try:
-            check_update(self.run.blobs.reader(coming.recipe), self._form(coming.base))
+            reader = self.run.blobs.reader(coming.recipe, checked=False)
+            check_update(reader, self._form(coming.base))
         except ProtocolError as error:
             return str(error)
         finally:
