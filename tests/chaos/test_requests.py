@@ -36,7 +36,7 @@ from tests.support.processes import Processes, Running, free_port, full_disk
 
 from blocktrain.coordinator.home import Home
 from blocktrain.coordinator.members import Members
-from blocktrain.coordinator.service import Service
+from blocktrain.coordinator.service import ROUND_SECONDS, Service
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import (
@@ -337,17 +337,23 @@ def test_an_update_for_an_old_version_is_refused_and_its_text_handed_out_again(s
     assert quick.lease().first_batch == lease.first_batch
 
 
-def test_two_coordinators_race_to_merge_every_version(server: Server):
-    """Both sleep while an update arrives, and wake up together."""
-    racers = [server.start(), replace(server, port=free_port()).start()]
-    run = Home(server.folder).open()
-    with closing(run.ledger):
-        member, expected_now = join(Service(run)), first_weights(0)
+def test_two_coordinators_race_to_merge_every_version(tmp_path: Path):
+    """Both sleep while an update arrives, and wake up together. The block is large enough for the
+    second to begin before the first is done."""
+    expected_now = {"large": np.zeros(TEN_CHUNKS // 40, np.float32)}
+    with ExitStack() as stack:
+        weights = [expected_now, first_weights(1)]
+        server = stack.enter_context(made_server(tmp_path, weights=weights))
+        run = Home(server.folder).open()
+        stack.enter_context(closing(run.ledger))
+        racers = [server.start(), replace(server, port=free_port()).start()]
+        member = join(Service(run))
         for version in range(1, RACES + 1):
             with run.ledger.write():  # so neither stops in the middle of a transaction
                 for racer in racers:
                     racer.freeze()
             member.work(blocks=(0,))
+            time.sleep(ROUND_SECONDS)  # the next round of both is due
             for racer in racers:
                 racer.thaw()
             server.processes.wait_for(
@@ -358,8 +364,7 @@ def test_two_coordinators_race_to_merge_every_version(server: Server):
         with run.ledger.read() as tx:
             made = [version.version for version in tx.versions() if version.block == 0]
         assert sorted(made) == list(range(RACES + 1))
-        current = weights_now(run, 0)
-    assert all(np.array_equal(current[name], tensor) for name, tensor in expected_now.items())
+        assert np.array_equal(weights_now(run, 0)["large"], expected_now["large"])
 
 
 @pytest.mark.parametrize(("what", "threads"), [("connections", 1), ("coordinator", 4)])
