@@ -246,9 +246,9 @@ def test_the_database_is_restarted(tmp_path: Path, processes: Processes):
                 server.crash()
                 time.sleep(OUTAGE_SECONDS)
                 server.start()
+            swarm.finishes(tmp_path / "model")
             for worker in workers:
                 processes.wait_for_end(worker)
-            swarm.finishes(tmp_path / "model")
     told = coordinator.log.read_text()
     assert "the ledger:" in told  # somebody had asked meanwhile
     assert "Traceback" not in told
@@ -270,9 +270,9 @@ def test_another_process_keeps_the_ledger_locked(swarm: Swarm, tmp_path: Path):
         swarm.versions_made()
         ledger = str(swarm.folder / "ledger.db")
         subprocess.run([sys.executable, "-c", HOLD, ledger, "2"], check=True)
+    swarm.finishes(tmp_path / "model")
     for worker in workers:
         swarm.processes.wait_for_end(worker)
-    swarm.finishes(tmp_path / "model")
     assert "Traceback" not in coordinator.log.read_text()
 
 
@@ -284,6 +284,6 @@ def test_the_disk_is_full_for_a_while(swarm: Swarm, tmp_path: Path):
         swarm.versions_made()
         with full_disk(coordinator):
             time.sleep(OUTAGE_SECONDS)
+    swarm.finishes(tmp_path / "model")
     for worker in workers:
         swarm.processes.wait_for_end(worker)
-    swarm.finishes(tmp_path / "model")
