@@ -1,6 +1,6 @@
 """How small, how fast and how exact the codecs of updates are, on one core.
 
-    PYTHONPATH=src python bench/codec.py [--numbers 16777216] [--run DIR] [--kept 64 97 155]
+    PYTHONPATH=src python bench/codec.py [--numbers 16777216] [--run DIR] [--kept 64 96 154]
 
 Updates are made up, Gaussian and of heavy tails (Student's t with 3 degrees of freedom); with a
 run, they are also the difference between the last two versions of its blocks. Sizes are beside
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--numbers", type=int, default=1 << 24)
     parser.add_argument("--run", type=Path, help="a run whose blocks have two versions")
-    parser.add_argument("--kept", type=int, nargs="+", default=[64, 97, 155], help="of 4096")
+    parser.add_argument("--kept", type=int, nargs="+", default=[64, 96, 154], help="of 4096")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     print("| update | codec | times smaller | encode, MB/s | decode, MB/s | relative error |")

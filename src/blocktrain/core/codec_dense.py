@@ -69,11 +69,8 @@ class Int8:
         multiples = groups / np.where(scales == 0, np.float32(np.inf), scales)[:, None]
         np.rint(multiples, out=multiples)
         np.clip(multiples, -STEPS, STEPS, out=multiples)
-        stored_scales = to_bf16(scales).astype(STORED_16, copy=False)
-        return (
-            stored_scales.tobytes()
-            + multiples.astype(np.int8).reshape(-1)[: numbers.size].tobytes()
-        )
+        stored = multiples.astype(np.int8).reshape(-1)[: numbers.size]
+        return to_bf16(scales).astype(STORED_16, copy=False).tobytes() + stored.tobytes()
 
     def decode(self, data: bytes, count: int) -> Floats:
         _check_length(data, self.largest_frame(count))

@@ -2,8 +2,8 @@
 
 Between two places there is a gap; a gap is `quotient << parameter | low bits`. Quotients are one
 stream of bits, each as many zeros and a one; whoever holds the gaps keeps the low bits, which all
-have the same width. For places drawn at random this is within 3% of the least possible. Streams
-to be read may be anything: what does not fit is a `ProtocolError`.
+have the same width. Of 64 places drawn from 4096 each costs 7.5 bits, and 7.4 is the least that
+is possible. Streams to be read may be anything: what does not fit is a `ProtocolError`.
 """
 
 import numpy as np

@@ -65,20 +65,18 @@ class Sparse:
         largest = np.partition(magnitudes, CHUNK - self.kept, axis=1)[:, CHUNK - self.kept :]
         places = _places_of(magnitudes, largest[:, 0], self.kept)
         levels = _best_levels(np.sort(largest, axis=1).view(np.float32))
+        kept = chunks.reshape(-1)[places]
+        large = _nearer_to_large(np.abs(kept), levels[places // CHUNK])
         gaps = rice.gaps_between(places)
         low = rice.best_parameter(gaps)
-        kept = chunks.reshape(-1)[places]
-        planes = np.empty((2 + low, places.size), np.bool_)
-        planes[0] = np.signbit(kept)
-        planes[1] = _nearer_to_large(np.abs(kept), levels[places // CHUNK])
-        for bit in range(low):
-            planes[2 + bit] = (gaps >> bit) & 1
-        return b"".join([
-            FRAME_HEADER.pack(places.size, low),
-            levels.astype(STORED_16, copy=False).tobytes(),
-            np.packbits(planes).tobytes(),
-            rice.write_quotients(gaps >> low),
-        ])  # fmt: skip
+        return b"".join(
+            [
+                FRAME_HEADER.pack(places.size, low),
+                levels.astype(STORED_16, copy=False).tobytes(),
+                _packed_planes([np.signbit(kept), large], gaps, low),
+                rice.write_quotients(gaps >> low),
+            ]
+        )
 
     def decode(self, data: bytes, count: int) -> Floats:
         parts = _cut(data, count, self._most_kept(count))
@@ -122,9 +120,9 @@ def _places_of(magnitudes: npt.NDArray[np.uint32], least: Integers, most: int) -
 def _best_levels(rising: Floats) -> Bits16:
     """Two magnitudes for every row of rising ones; zeros at its beginning are not kept.
 
-    The squared error is least where the sum of small ones, squared, divided by their count, and
-    the same of the large ones together are most. Both sums are added up from their small end:
-    a difference would lose the small ones beside large ones.
+    The squared error is least where the squared sum of the small ones divided by their count,
+    and the same of the large ones, together are most. Both sums are added up: a difference
+    from the sum of all would lose small ones beside large ones.
     """
     width = rising.shape[1]
     small = np.zeros(rising.shape)
@@ -145,6 +143,11 @@ def _nearer_to_large(magnitudes: Floats, levels: Bits16) -> npt.NDArray[np.bool_
     return magnitudes > middles[:, 0] + middles[:, 1]
 
 
+def _packed_planes(planes: list[npt.NDArray[np.bool_]], gaps: Integers, low: int) -> bytes:
+    low_bits = [((gaps >> bit) & 1).astype(np.bool_) for bit in range(low)]
+    return np.packbits(np.concatenate([*planes, *low_bits])).tobytes()
+
+
 def _cut(data: bytes, count: int, most_kept: int) -> _Parts:
     planes_start = FRAME_HEADER.size + 4 * _chunk_count(count)
     if len(data) < planes_start:
@@ -158,14 +161,14 @@ def _cut(data: bytes, count: int, most_kept: int) -> _Parts:
     levels = np.frombuffer(data[FRAME_HEADER.size : planes_start], STORED_16)
     if levels.size and levels.max() >= INFINITE_BF16:
         raise ProtocolError("a magnitude is negative or not finite")
-    planes = _planes(data[planes_start:quotients_start], kept, 2 + low)
+    planes = _unpacked_planes(data[planes_start:quotients_start], kept, 2 + low)
     gaps = rice.read_quotients(data[quotients_start:], kept) << low
     for bit in range(low):
         gaps |= planes[2 + bit].astype(gaps.dtype) << bit
     return _Parts(levels.reshape(-1, 2), planes[0], planes[1], gaps)
 
 
-def _planes(packed: bytes, kept: int, planes: int) -> npt.NDArray[np.uint8]:
+def _unpacked_planes(packed: bytes, kept: int, planes: int) -> npt.NDArray[np.uint8]:
     bits = np.unpackbits(np.frombuffer(packed, np.uint8))
     if bits[kept * planes :].any():
         raise ProtocolError("bits are set behind the last kept number")

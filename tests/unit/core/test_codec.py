@@ -257,7 +257,7 @@ def test_what_is_not_finite_is_not_encoded(codec: Codec, bad: float):
 
 def test_only_float32_is_encoded():
     with pytest.raises(ValueError, match="float64"):
-        encoded(np.zeros(3), Bf16())  # type: ignore[arg-type]
+        encoded(np.zeros(3), Bf16())
 
 
 def test_a_long_array_is_encoded_in_the_memory_of_a_frame():
