@@ -8,8 +8,9 @@
 
 Gaps run through the whole frame, so which chunk a number belongs to follows from its place, and
 a chunk of zeros costs its levels only. Both magnitudes are means, cut where the squared error is
-least. Decoding moves bits and computes nothing, so it gives the same numbers everywhere; and it
-checks what it reads before it makes room for it.
+least; where all kept numbers are equal, the small one is zero and nobody's. Decoding moves bits
+and computes nothing, so it gives the same numbers everywhere; and it takes memory for bytes that
+are there, not for counts that a frame claims.
 """
 
 import struct
@@ -53,7 +54,8 @@ class Sparse:
         return self.kept
 
     def largest_frame(self, count: int) -> int:
-        most = self._most_kept(count)
+        whole, rest = divmod(count, CHUNK)
+        most = whole * self.kept + min(self.kept, rest)
         bits = 2 * most + rice.most_bits(most, count)
         # One more byte, because planes and quotients both end at a whole one.
         return FRAME_HEADER.size + 4 * _chunk_count(count) + -(-bits // 8) + 1
@@ -79,7 +81,7 @@ class Sparse:
         )
 
     def decode(self, data: bytes, count: int) -> Floats:
-        parts = _cut(data, count, self._most_kept(count))
+        parts = _cut(data, count)
         places = rice.places_after(parts.gaps)
         if places.size and places[-1] >= count:
             raise ProtocolError("a place lies behind the end of its frame")
@@ -90,10 +92,6 @@ class Sparse:
         levels = parts.levels[chunks, parts.large].astype(np.uint32)
         bits[places] = (levels << np.uint32(16)) | (parts.negative.astype(np.uint32) << 31)
         return bits.view(np.float32)
-
-    def _most_kept(self, count: int) -> int:
-        whole, rest = divmod(count, CHUNK)
-        return whole * self.kept + min(self.kept, rest)
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,7 @@ def _best_levels(rising: Floats) -> Bits16:
     cuts = np.argmax(small**2 / small_counts + large**2 / large_counts, axis=1)[:, None]
     small_means = np.take_along_axis(small / small_counts, cuts, 1)
     large_means = np.take_along_axis(large / large_counts, cuts, 1)
-    lower = np.where(small_means == 0, large_means, small_means)
-    return to_bf16(np.hstack([lower, large_means]).astype(np.float32))
+    return to_bf16(np.hstack([small_means, large_means]).astype(np.float32))
 
 
 def _nearer_to_large(magnitudes: Floats, levels: Bits16) -> npt.NDArray[np.bool_]:
@@ -148,13 +145,13 @@ def _packed_planes(planes: list[npt.NDArray[np.bool_]], gaps: Integers, low: int
     return np.packbits(np.concatenate([*planes, *low_bits])).tobytes()
 
 
-def _cut(data: bytes, count: int, most_kept: int) -> _Parts:
+def _cut(data: bytes, count: int) -> _Parts:
     planes_start = FRAME_HEADER.size + 4 * _chunk_count(count)
     if len(data) < planes_start:
         raise ProtocolError(f"a sparse frame of {count} numbers has more than {len(data)} bytes")
     kept, low = FRAME_HEADER.unpack_from(data)
-    if kept > most_kept or low > rice.MOST_LOW_BITS:
-        raise ProtocolError(f"a frame does not keep {kept} numbers with {low} low bits")
+    if low > rice.MOST_LOW_BITS:
+        raise ProtocolError(f"a gap has {rice.MOST_LOW_BITS} low bits at most, not {low}")
     quotients_start = planes_start + -(-kept * (2 + low) // 8)
     if len(data) < quotients_start:
         raise ProtocolError(f"a frame that keeps {kept} numbers has more than {len(data)} bytes")

@@ -404,6 +404,15 @@ def test_another_header_is_refused(offset: int, value: bytes):
         opened(changed, 300)
 
 
+@pytest.mark.parametrize("codec", ALL)
+def test_a_frame_that_is_too_long_is_refused_unread(codec: Codec):
+    whole = encoded(np.zeros(10, np.float32), codec)
+    for too_long in (codec.largest_frame(10) + 1, 10_000_000):
+        data = whole[:HEADER] + bytes(too_long) + struct.pack("<IQ", too_long, 10)
+        with pytest.raises(ProtocolError, match="longer"):
+            opened(data, 10)
+
+
 def test_a_count_from_the_file_allocates_nothing():
     forged = b"BTUP" + struct.pack("<BBHI", 1, 3, 64, FRAME_NUMBERS) + struct.pack("<Q", 2**60)
     tracemalloc.start()
@@ -454,6 +463,16 @@ def test_places_levels_and_counts_of_a_frame_are_checked():
             sparse_frame(gaps, levels, Sparse(kept), 10)
     with pytest.raises(ProtocolError, match="chunk keeps more"):
         sparse_frame([0, 0, 0], [one] * 4, Sparse(2), CHUNK + 10)
+
+
+@pytest.mark.parametrize("low", [16, 63, 64, 255])
+def test_a_gap_has_15_low_bits_at_most(low: int):
+    def frame(low: int) -> bytes:
+        return struct.pack("<IBHH", 1, low, 0, 0x3F80) + bytes(-(-(2 + low) // 8)) + b"\x80"
+
+    assert Sparse(1).decode(frame(15), 10).tolist() == [0.0] * 10
+    with pytest.raises(ProtocolError, match="low bits"):
+        Sparse(1).decode(frame(low), 10)
 
 
 def test_streams_end_where_their_content_ends():
