@@ -508,7 +508,7 @@ def test_unknown_fields_are_refused_everywhere(shared: Api, kind: str):
         "updates": ("/v1/updates", worker.make(lease).offer),
         "scores": (
             "/v1/scores",
-            Score(block=0, versions=(), split="valid", windows="windows0", ce=1.0),
+            Score(block=0, versions=(0,), split="valid", windows="windows0", ce=1.0),
         ),
         "progress": (
             f"/v1/lease/{lease.lease}/progress", LeaseProgress(fence=lease.fence, steps_done=1),
