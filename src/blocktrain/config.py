@@ -18,6 +18,7 @@ from blocktrain.core.noise import LogNormal, Partition, lognormal_partition
 from blocktrain.errors import ConfigError
 
 KINDS = ("denoise", "cascade", "end_to_end")
+CODECS = ("none", "bf16", "int8", "sparse")
 
 
 def setting(
@@ -180,6 +181,14 @@ class SwarmConfig:
         1.0, "share of the averaged update that is taken", low=0.0, high=2.0
     )
     outer_momentum: float = setting(0.0, "Nesterov momentum between versions", low=0.0, high=0.999)
+    codec: str = setting(
+        "none",
+        "how updates travel: whole in fp32, or their difference to the base in fewer bytes",
+        choices=CODECS,
+    )
+    kept: int = setting(
+        64, "of every 4096 numbers, how many the codec sparse sends", low=1, high=4096
+    )
     keep_versions: int = setting(3, "versions of each block that are kept", low=1)
 
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.config import Config, balanced_depths, describe, from_dict, load_config
+from blocktrain.config import CODECS, Config, balanced_depths, describe, from_dict, load_config
+from blocktrain.core.codec import NAMES
 from blocktrain.errors import ConfigError
 
 # Layers, blocks and tail of a cascade that can be cut.
@@ -190,3 +191,7 @@ def test_the_blocks_of_a_staggered_cascade_settle_one_after_another():
     cascade = from_dict({**settings, "objective": {**settings["objective"], "kind": "cascade"}})
     assert [cascade.course(block) for block in range(4)] == pytest.approx([0.4, 0.6, 0.8, 1.0])
     assert [from_dict(settings).course(block) for block in range(4)] == [1.0] * 4
+
+
+def test_the_codecs_of_the_settings_are_those_there_are():
+    assert CODECS == NAMES

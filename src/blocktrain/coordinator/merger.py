@@ -150,12 +150,15 @@ class Merger:
         """An update as the merge sees it: what it ends at, what it started from, what it counts."""
         row = tx.update(update.lease)
         assert row is not None
+        claim = claimed(row)
+        share = plan.weight(self.run.config.swarm, state.version, update.base_version)
+        covered = update.steps * self.run.batch_bytes
+        if claim.codec != "none":
+            return Update(update.lease, claim.recipe, covered, share=share, encoded=True)
         start = None
         if update.base_version != state.version:
             start = tx.version(state.index, update.base_version).weights
-        share = plan.weight(self.run.config.swarm, state.version, update.base_version)
-        covered = update.steps * self.run.batch_bytes
-        return Update(update.lease, claimed(row).recipe, covered, start, share)
+        return Update(update.lease, claim.recipe, covered, start, share)
 
     def _forget_old_versions(self, tx: Transaction) -> set[str]:
         """Blobs of versions that stay: the newest few, whatever somebody builds on, and whatever

@@ -11,6 +11,7 @@ from blocktrain.coordinator.leases import own_lease
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
 from blocktrain.core import faults
+from blocktrain.core.codec import codec_named, largest_encoded_size
 from blocktrain.errors import ProtocolError, RefusedError
 from blocktrain.protocol import identity
 from blocktrain.protocol.messages import (
@@ -24,10 +25,11 @@ from blocktrain.protocol.messages import (
 from blocktrain.protocol.tensors import TensorSpec
 from blocktrain.storage.chunks import Incoming
 from blocktrain.storage.ledger import Transaction, Version
-from blocktrain.storage.merging import check_update, weights_form
+from blocktrain.storage.merging import check_encoded, check_update, weights_form
 from blocktrain.storage.prepared import Found
 
 URL_SECONDS = 3600
+BYTES_OF_A_NUMBER = 4
 MOST_COMING = 1024  # offers in memory; whoever is not among them costs a look into the ledger
 MOMENT = 5.0  # seconds: so long a worker that was banned may go on sending what it had offered
 
@@ -38,6 +40,7 @@ class Coming(NamedTuple):
     worker: str
     lease: str
     recipe: Recipe
+    encoded: bool
     chunks: frozenset[str]
     base: Version
     looked_up: float
@@ -59,7 +62,7 @@ class Updates:
             known = tx.update(claim.lease)
             if known is None:
                 base = tx.version(lease.block, lease.base_version)
-                _check_fits(claim, lease, base)
+                self._check_fits(claim, lease, base)
                 tx.add_update(
                     lease=claim.lease,
                     worker=caller.worker,
@@ -113,7 +116,8 @@ class Updates:
             raise RefusedError("conflict", f"{len(missing)} chunks are missing")
         try:
             reader = self.run.blobs.reader(coming.recipe, checked=False)
-            check_update(reader, self._form(coming.base))
+            check = check_encoded if coming.encoded else check_update
+            check(reader, self._form(coming.base))
         except ProtocolError as error:
             return str(error)
         finally:
@@ -123,7 +127,8 @@ class Updates:
     def _remember(self, claim: UpdateClaim, base: Version) -> Coming:
         chunks = frozenset(claim.recipe.chunks)
         now = self.run.clock()
-        coming = Coming(claim.worker, claim.lease, claim.recipe, chunks, base, now)
+        encoded = claim.codec != "none"
+        coming = Coming(claim.worker, claim.lease, claim.recipe, encoded, chunks, base, now)
         self._coming[claim.lease] = coming
         while len(self._coming) > MOST_COMING:
             self._coming.pop(next(iter(self._coming)), None)
@@ -181,6 +186,24 @@ class Updates:
         if not identity.verify_update(worker.public_key, offer.claim, offer.signature):
             raise RefusedError("forbidden", "the signature does not fit the claim")
 
+    def _check_fits(self, claim: UpdateClaim, lease: Found, base: Version) -> None:
+        """Before a byte is taken: the right block, the right base, the right size."""
+        if (claim.block, claim.base_version) != (lease.block, lease.base_version):
+            raise RefusedError("conflict", "the claim's block or base version is not the lease's")
+        swarm, size = self.run.config.swarm, claim.recipe.size
+        if claim.codec != swarm.codec:
+            raise RefusedError("conflict", f"updates of this run have the codec {swarm.codec}")
+        codec, most = codec_named(swarm.codec, swarm.kept), base.weights.size
+        if codec:
+            most = largest_encoded_size(codec, most // BYTES_OF_A_NUMBER)
+        if size > most:
+            raise RefusedError("too_large", f"the update has {size} bytes, the most is {most}")
+        if size < most and not codec:
+            raise RefusedError("malformed", f"the update has {size} bytes, the block {most}")
+        chunks = -(-size // CHUNK_BYTES)
+        if len(claim.recipe.chunks) != chunks:
+            raise RefusedError("malformed", f"{size} bytes are {chunks} chunks")
+
     def _missing(self, lease: str, recipe: Recipe) -> tuple[str, ...]:
         """Chunks not here yet, in order; what lies in quarantine is verified and taken in."""
         held = self.run.chunks.has(recipe.chunks)
@@ -202,21 +225,6 @@ def _offered(tx: Transaction, caller: Caller, lease: str) -> Found:
     if offered is None or offered.worker != caller.worker:
         raise RefusedError("not_found", "no update was offered for this lease")
     return offered
-
-
-def _check_fits(claim: UpdateClaim, lease: Found, base: Version) -> None:
-    """Before a byte is taken: the right block, the right base, the right size."""
-    if (claim.block, claim.base_version) != (lease.block, lease.base_version):
-        raise RefusedError("conflict", "the claim's block or base version is not the lease's")
-    expected = base.weights.size
-    if claim.recipe.size != expected:
-        raise RefusedError(
-            "too_large" if claim.recipe.size > expected else "malformed",
-            f"the update has {claim.recipe.size} bytes, the block {expected}",
-        )
-    chunks = -(-claim.recipe.size // CHUNK_BYTES)
-    if len(claim.recipe.chunks) != chunks:
-        raise RefusedError("malformed", f"{claim.recipe.size} bytes are {chunks} chunks")
 
 
 def claimed(update: Found) -> UpdateClaim:

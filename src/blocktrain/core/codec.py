@@ -102,6 +102,7 @@ class Decoder:
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, count: int) -> None:
         self._read = read
+        self._last: tuple[int, Floats] | None = None
         self.count = count
         self.frame_count = _frame_count(count)
         behind_frames = self.frame_count * _LENGTH.itemsize + _COUNT.size
@@ -123,6 +124,23 @@ class Decoder:
 
     def frames(self) -> Iterator[Floats]:
         return (self.frame(index) for index in range(self.frame_count))
+
+    def numbers(self, first: int, count: int) -> Floats:
+        """So many numbers from `first` on, wherever frames end."""
+        result = np.empty(count, np.float32)
+        done = 0
+        while done < count:
+            index, skipped = divmod(first + done, FRAME_NUMBERS)
+            part = self._remembered(index)[skipped : skipped + count - done]
+            result[done : done + part.size] = part
+            done += part.size
+        return result
+
+    def _remembered(self, index: int) -> Floats:
+        """A frame; the last one is kept, because the next numbers may begin in its middle."""
+        if self._last is None or self._last[0] != index:
+            self._last = (index, self.frame(index))
+        return self._last[1]
 
     def _read_codec(self) -> Codec:
         header = self._bytes(0, _HEADER.size)

@@ -21,7 +21,7 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 Positive = Annotated[int, Field(ge=1, le=2**53)]
 BlockIndex = Annotated[int, Field(ge=0, le=4095)]
 Role = Literal["train", "evaluate"]
-Codec = Literal["none"]
+Codec = Literal["none", "bf16", "int8", "sparse"]
 Split = Literal["train", "valid", "test"]
 
 

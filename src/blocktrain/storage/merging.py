@@ -7,12 +7,14 @@ grows neither with the files nor with the number of updates. How numbers are mer
 business of `core.merge`.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from blocktrain.core.merge import Floats, Outer, WeightedMean, caught_up, outer_step
+from blocktrain.core.codec import Decoder
+from blocktrain.core.merge import Doubles, Floats, Outer, WeightedMean, caught_up, outer_step
 from blocktrain.errors import ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Recipe
 from blocktrain.protocol.tensors import TensorSpec, canonical, check_like, parse_header
@@ -24,13 +26,15 @@ PIECE = 1 << 16  # numbers: what the arithmetic takes at a time, so that it stay
 
 @dataclass(frozen=True)
 class Update:
-    """A block's weights after training, and for a late update those it was trained from."""
+    """A block's weights after training, and for a late update those it was trained from. Or, where
+    it is `encoded`, what was learned, by `core.codec`."""
 
     id: str
     end: Recipe | Blob
     weight: float
     start: Blob | None = None
     share: float = 1.0  # of what a late update learned that is taken
+    encoded: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,13 @@ def check_update(reader: BlobReader, form: Sequence[TensorSpec]) -> None:
     check_like(weights_form(reader), form)
     if not finite(reader, form):
         raise ProtocolError("the update holds numbers that are not finite")
+
+
+def check_encoded(reader: BlobReader, form: Sequence[TensorSpec]) -> None:
+    """Refuse, with a ProtocolError, what does not decode to as many finite numbers as the block
+    has."""
+    for _ in Decoder(reader.read, reader.size, _count(form)).frames():
+        pass
 
 
 def weights_form(reader: BlobReader) -> list[TensorSpec]:
@@ -93,7 +104,7 @@ class _Files:
 
     current: BlobReader
     velocity: BlobReader | None
-    updates: list[tuple[BlobReader, BlobReader | None, float, float]]
+    updates: list["_Weights | _Learned"]
     header: bytes
 
     @classmethod
@@ -110,17 +121,53 @@ class _Files:
             check_like(weights_form(reader), form)
             return reader
 
-        opened = [
-            (
-                alike(update.end),
-                alike(update.start) if update.start else None,
-                update.weight,
-                update.share,
-            )
-            for update in sorted(updates, key=lambda update: update.id)
-        ]
+        def opened(update: Update) -> _Weights | _Learned:
+            if update.encoded:
+                reader = blobs.reader(update.end)
+                decoder = Decoder(reader.read, reader.size, _count(form))
+                return _Learned(decoder, update.weight, update.share)
+            start = alike(update.start) if update.start else None
+            return _Weights(alike(update.end), start, update.weight, update.share)
+
+        ordered = sorted(updates, key=lambda update: update.id)
         speed = alike(velocity) if velocity else None
-        return cls(weights, speed, opened, canonical(form))
+        return cls(weights, speed, [opened(update) for update in ordered], canonical(form))
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """An update that is a block's weights."""
+
+    end: BlobReader
+    start: BlobReader | None
+    weight: float
+    share: float
+
+    def ends(self, index: int, header: int, current: Floats) -> Iterator[Floats | Doubles]:
+        """What it makes of one chunk, in pieces."""
+        ends = _numbers(self.end, index, header)
+        starts = _numbers(self.start, index, header) if self.start else None
+        for cut in _cuts(current.size):
+            if starts is None:
+                yield ends[cut]
+            else:
+                yield caught_up(ends[cut], starts[cut], current[cut], self.share)
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """An update that is what was learned; fresh or late, it is added to the newest weights."""
+
+    decoder: Decoder
+    weight: float
+    share: float
+
+    def ends(self, index: int, header: int, current: Floats) -> Iterator[Floats | Doubles]:
+        first = max(0, index * CHUNK_BYTES - header) // FLOAT.itemsize
+        for cut in _cuts(current.size):
+            here = current[cut]
+            learned = self.decoder.numbers(first + cut.start, here.size).astype(np.float64)
+            yield here + self.share * learned
 
 
 def _merged(files: _Files, index: int, outer: Outer) -> Iterator[tuple[Floats, Floats | None]]:
@@ -129,15 +176,8 @@ def _merged(files: _Files, index: int, outer: Outer) -> Iterator[tuple[Floats, F
     current = _numbers(files.current, index, header)
     cuts = _cuts(current.size)
     means = [WeightedMean() for _ in cuts]
-    for end, start, weight, share in files.updates:
-        ends = _numbers(end, index, header)
-        starts = _numbers(start, index, header) if start else None
-        for mean, cut in zip(means, cuts, strict=True):
-            if starts is None:
-                mean.add(ends[cut], weight)
-            else:
-                mean.add(caught_up(ends[cut], starts[cut], current[cut], share), weight)
-        del ends, starts  # before the next ones are read
+    for update in files.updates:
+        _add(means, update, update.ends(index, header, current))
     velocity = _numbers(files.velocity, index, header) if files.velocity else None
     for cut in cuts:
         # A sum goes when it is used: that makes room for what the writers gather.
@@ -146,11 +186,24 @@ def _merged(files: _Files, index: int, outer: Outer) -> Iterator[tuple[Floats, F
         yield outer_step(current[cut], mean_here, before, outer)
 
 
+def _add(
+    means: list[WeightedMean], update: _Weights | _Learned, ends: Iterator[Floats | Doubles]
+) -> None:
+    """One chunk of an update, none of which is left in memory afterwards."""
+    for mean, end in zip(means, ends, strict=True):
+        mean.add(end, update.weight)
+
+
 def _numbers(reader: BlobReader, index: int, header: int) -> Floats:
     """What one chunk holds of a file's numbers: whole ones, as header and chunks are multiples
     of 8 bytes."""
     skipped = max(0, header - index * CHUNK_BYTES)
     return np.frombuffer(memoryview(reader.chunk(index))[skipped:], FLOAT)
+
+
+def _count(form: Sequence[TensorSpec]) -> int:
+    """Numbers of a weights file."""
+    return sum(math.prod(spec.shape) for spec in form)
 
 
 def _cuts(size: int) -> list[slice]:

@@ -17,9 +17,12 @@ from tests.support.coordinator import (
     put_chunk,
     running,
     tensors_of,
+    weights_now,
 )
 
 from blocktrain.coordinator.service import Service
+from blocktrain.core import codec
+from blocktrain.core.codec_sparse import Sparse
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import (
@@ -483,3 +486,56 @@ def test_a_late_update_starts_from_the_version_it_was_trained_from(long_run: Ser
         merged = tensors_of(long_run.run, tx.version(0).weights)
     for name, tensor in first_weights(0).items():
         np.testing.assert_allclose(merged[name], tensor + 1.0 + 0.5 * 4.0, rtol=1e-5)
+
+
+# Encoded updates
+
+
+@pytest.fixture
+def frugal(tmp_path_factory: pytest.TempPathFactory, clock: SetClock) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("frugal")
+    with running(folder, clock, swarm__codec="sparse", swarm__kept=2) as service:
+        yield service
+
+
+def encoded(member: Member, lease: Lease, delta: Any, **changes: Any) -> Made:
+    data = b"".join(codec.encode(delta, Sparse(2)))
+    return member.signer.update_of_bytes(lease, data, **{"codec": "sparse", **changes})
+
+
+def test_an_encoded_update_is_verified_and_merged(frugal: Service):
+    member = join(frugal)
+    lease = member.lease(blocks=(0,))
+    delta = np.zeros(24, np.float32)
+    delta[[3, 20]] = (0.5, -0.25)
+    assert member.send(encoded(member, lease, delta)).state == "pending"
+    assert frugal.merger.merge_due() == 1
+    before, after = first_weights(0), weights_now(frugal.run, 0)
+    moved = np.concatenate([(after[n] - before[n]).reshape(-1) for n in sorted(before)])
+    np.testing.assert_allclose(moved, delta, atol=1e-6)
+
+
+def test_a_run_takes_updates_of_its_own_codec_alone(frugal: Service, service: Service):
+    member = join(frugal)
+    lease = member.lease()
+    assert "codec sparse" in str(refusal(lambda: offer(member, member.make(lease))))
+    other = join(service)
+    bad = encoded(other, other.lease(), np.zeros(24, np.float32))
+    assert "codec none" in str(refusal(lambda: offer(other, bad)))
+
+
+def test_an_encoded_update_larger_than_any_is_refused_unread(frugal: Service):
+    member = join(frugal)
+    made = member.signer.update_of_bytes(member.lease(), bytes(5000), codec="sparse")
+    assert refusal(lambda: offer(member, made)).code == "too_large"
+
+
+@pytest.mark.parametrize("bad", ["of another length", "nonsense"])
+def test_an_encoded_update_that_does_not_decode_is_refused(frugal: Service, bad: str):
+    member = join(frugal)
+    lease = member.lease(blocks=(0,))
+    made = encoded(member, lease, np.zeros(23, np.float32))
+    if bad == "nonsense":
+        made = member.signer.update_of_bytes(lease, b"x" * 30, codec="sparse")
+    assert member.send(made).state == "refused"
+    assert block_state(frugal).to_hand_out == 40

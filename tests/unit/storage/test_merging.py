@@ -8,13 +8,24 @@ import numpy.typing as npt
 import pytest
 import safetensors.numpy
 
+from blocktrain.core import codec as codecs
+from blocktrain.core.codec import Codec
+from blocktrain.core.codec_dense import Bf16, Int8
+from blocktrain.core.codec_sparse import Sparse
 from blocktrain.core.merge import Contribution, Outer, merge_tensor
 from blocktrain.errors import DivergedError, ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob
 from blocktrain.protocol.tensors import decode, encode
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
-from blocktrain.storage.merging import Update, check_update, finite, merge_blobs, weights_form
+from blocktrain.storage.merging import (
+    Update,
+    check_encoded,
+    check_update,
+    finite,
+    merge_blobs,
+    weights_form,
+)
 
 Floats = npt.NDArray[np.float32]
 
@@ -212,3 +223,62 @@ def test_a_header_of_several_chunks_is_merged_too(blobs: Blobs):
     current, end = (blobs.write(encode(weights(seed, names))) for seed in range(2))
     assert weights_form(blobs.reader(end))[0].start > CHUNK_BYTES
     assert merge_blobs(blobs, current, [Update("a", end, 1.0)], None, PLAIN).weights == end
+
+
+# Encoded updates
+
+
+def learned(blobs: Blobs, deltas: Mapping[str, Floats], codec: Codec) -> Blob:
+    """An update that says what was learned, tensor after tensor in the order of a file."""
+    return blobs.write(codecs.encode([deltas[name].reshape(-1) for name in sorted(deltas)], codec))
+
+
+@pytest.mark.parametrize("codec", [Bf16(), Int8(), Sparse(64)], ids=["bf16", "int8", "sparse"])
+@pytest.mark.parametrize("shapes", [SMALL, LARGE], ids=["small", "large"])
+def test_what_was_learned_is_added_to_the_newest_weights(
+    blobs: Blobs, codec: Codec, shapes: Mapping[str, tuple[int, ...]]
+):
+    current, first, second = (weights(seed, shapes) for seed in range(3))
+    file = blobs.write(encode(current))
+    updates = [
+        Update("a", learned(blobs, first, codec), 3.0, encoded=True),
+        Update("b", learned(blobs, second, codec), 1.0, share=0.5, encoded=True),
+    ]
+    found = loaded(blobs, merge_blobs(blobs, file, updates, None, PLAIN).weights)
+    taken = [decoded(blobs, update) for update in updates]
+    flat = np.concatenate([current[name].reshape(-1) for name in sorted(shapes)])
+    expected = flat + 0.75 * taken[0].astype(np.float64) + 0.125 * taken[1].astype(np.float64)
+    merged = np.concatenate([found[name].reshape(-1) for name in sorted(shapes)])
+    np.testing.assert_allclose(merged, expected, rtol=1e-6, atol=1e-7)
+
+
+def decoded(blobs: Blobs, update: Update) -> Floats:
+    reader = blobs.reader(update.end)
+    count = int.from_bytes(reader.read(reader.size - 8, 8), "little")
+    return np.concatenate(list(codecs.Decoder(reader.read, reader.size, count).frames()))
+
+
+def test_encoded_and_whole_updates_are_merged_together(blobs: Blobs):
+    current, delta, end = (weights(seed) for seed in range(3))
+    file, whole = blobs.write(encode(current)), blobs.write(encode(end))
+    exact = {name: np.float32(2.0**-6) * np.sign(tensor) for name, tensor in delta.items()}
+    updates = [
+        Update("a", learned(blobs, exact, Bf16()), 1.0, encoded=True),
+        Update("b", whole, 1.0),
+    ]
+    found = loaded(blobs, merge_blobs(blobs, file, updates, None, PLAIN).weights)
+    for name, tensor in current.items():
+        mean = (tensor.astype(np.float64) + exact[name] + end[name]) / 2
+        np.testing.assert_allclose(found[name], mean, rtol=1e-6)
+
+
+def test_an_encoded_update_of_another_count_is_refused(blobs: Blobs):
+    base = blobs.write(encode(weights(0)))
+    form = weights_form(blobs.reader(base))
+    check_encoded(blobs.reader(learned(blobs, weights(1), Bf16())), form)
+    longer = blobs.write(codecs.encode(np.zeros(2000, np.float32), Bf16()))
+    for bad in (longer, base, blobs.write([b"nonsense"])):
+        with pytest.raises(ProtocolError):
+            check_encoded(blobs.reader(bad), form)
+        with pytest.raises(ProtocolError):
+            merge_blobs(blobs, base, [Update("a", bad, 1.0, encoded=True)], None, PLAIN)
