@@ -2,6 +2,7 @@
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import time
@@ -94,6 +95,33 @@ def test_one_worker_per_block_gives_the_local_run_s_weights(home: Path, options:
             assert np.array_equal(fetched[f"block.{block}.{name}"], tensor), name
     scored = json.loads(call(home, "eval", "fetched", "--windows", "8", "--json"))
     assert scored["ce"] < 5.0
+
+
+@pytest.mark.parametrize(("codec", "smaller"), [("int8", 3.5), ("sparse", 50.0)])
+def test_encoded_updates_train_the_model_in_fewer_bytes(home: Path, codec: str, smaller: float):
+    with coordinator(home, *settings(home, f"swarm.codec={codec}")) as told:
+        workers = [start_worker(home, told["invite"], "--blocks", str(b)) for b in range(2)]
+        finish(*workers)
+        call(home, "fetch", told["invite"], "--out", "fetched")
+    sizes = sent_sizes(home)
+    whole = (home / "fetched" / "model.safetensors").stat().st_size / 2
+    assert len(sizes) >= 8
+    assert all(size < whole / smaller for size in sizes), (whole, sizes)
+    assert ce_of(home, "fetched") < 5.0
+    if codec == "int8":  # sparse has sent a small part of what it owes after so few leases
+        call(home, "train", *settings(home), "--out", "local")
+        assert ce_of(home, "fetched") == pytest.approx(ce_of(home, "local"), abs=0.02)
+
+
+def sent_sizes(home: Path) -> list[int]:
+    ledger = sqlite3.connect(home / "coordinator" / "ledger.db")
+    offers = [json.loads(offer) for (offer,) in ledger.execute("SELECT offer FROM updates")]
+    ledger.close()
+    return [offer["recipe"]["size"] for offer in offers]
+
+
+def ce_of(home: Path, run: str) -> float:
+    return float(json.loads(call(home, "eval", run, "--windows", "8", "--json"))["ce"])
 
 
 def test_a_cascade_is_trained_scored_and_looked_at(home: Path):

@@ -229,7 +229,7 @@ class Agent:
             raise
         if keeper.lost:
             self._tell("lost", f"lease lost: {keeper.lost}", lease)
-        elif update and self._uploader.finish(self._send_wanted):
+        elif update:
             self._send(lease, update, keeper)
         else:
             self._give_back(keeper, self._stop_reason())
@@ -252,9 +252,11 @@ class Agent:
             return bool(keeper.lost) or busy_too_long or stopped
 
         patience = self._while_wanted(lambda: not keeper.lost)
-        update = self._block.train(lease, patience, on_report, should_stop)
+        trained = self._block.train(lease, patience, on_report, should_stop)
         self._steps_per_second = course.steps_per_second or self._steps_per_second
-        return update
+        if trained is None or not self._uploader.finish(self._send_wanted):
+            return None
+        return self._block.write(lease, trained, patience)
 
     def _send(self, lease: Lease, update: Update, keeper: Keeper) -> None:
         claim = UpdateClaim(
@@ -264,7 +266,7 @@ class Agent:
             fence=lease.fence,
             block=lease.block,
             base_version=lease.base_version,
-            codec="none",
+            codec=self._config.swarm.codec,  # type: ignore[arg-type]  # one of CODECS
             recipe=update.recipe,
             loss=update.loss,
         )
@@ -274,6 +276,7 @@ class Agent:
 
     def _on_receipt(self, lease: Lease, receipt: Receipt) -> None:
         self._failures = 0
+        self._block.settled(lease, accepted=receipt.state != "refused")
         if receipt.state == "refused":
             self._tell("refused", f"update refused: {receipt.reason}", lease)
         else:
@@ -281,6 +284,7 @@ class Agent:
             self._tell("accepted", receipt.reason or f"update {receipt.state}", lease)
 
     def _on_send_failure(self, lease: Lease, error: BlocktrainError) -> None:
+        self._block.settled(lease, accepted=False)
         self._failures, self._last_failure = self._failures + 1, error
         self._tell("refused", f"update not sent: {error}", lease)
 

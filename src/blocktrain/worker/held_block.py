@@ -4,25 +4,30 @@ Knows what has to be fetched for a lease, and what not because it is here alread
 result goes to is the business of the agent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from blocktrain.config import Config
 from blocktrain.core import faults
+from blocktrain.core.codec import Codec, codec_named
+from blocktrain.core.codec_feedback import ErrorFeedback
 from blocktrain.data.corpus import Corpus
 from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Blob, Lease, Predecessor, Recipe
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.device import Compute
-from blocktrain.worker.lease_trainer import LeaseReport, LeaseTrainer
+from blocktrain.worker.kept_residual import KeptResidual
+from blocktrain.worker.lease_trainer import LeaseReport, LeaseTrainer, Trained
 from blocktrain.worker.retry import Patience
 from blocktrain.worker.transfer import Transfer
 
 
 @dataclass(frozen=True)
 class Update:
-    """A trained block, written to the chunk cache."""
+    """A trained block, or what it learned, written to the chunk cache."""
 
     blob: Blob
     recipe: Recipe
@@ -37,6 +42,7 @@ class HeldBlock:
         self._transfer, self._scratch = transfer, scratch
         self._trainer: LeaseTrainer | None = None
         self.stands_at: Blob | None = None
+        self._whole = False  # no lease was broken off in the middle
 
     @property
     def index(self) -> int | None:
@@ -48,8 +54,8 @@ class HeldBlock:
         patience: Patience,
         on_report: Callable[[LeaseReport], None],
         should_stop: Callable[[], bool],
-    ) -> Update | None:
-        """Train a lease and write the result to the cache. None: stopped before the end."""
+    ) -> Trained | None:
+        """Train a lease. None: stopped before the end."""
         if lease.block != self.index:
             self.put_away()  # before another takes its memory
         for predecessor in lease.predecessors:
@@ -61,16 +67,27 @@ class HeldBlock:
         trained = self._trainer_of(lease.block).run(
             lease, self._base(lease, patience), weights_of, on_report, should_stop
         )
-        if trained is None:
-            return None
-        blob = self._transfer.cache.write(tensors.encode(trained.weights))
-        self.stands_at = blob
-        return Update(blob, self._transfer.cache.recipe(blob.name), trained.loss)
+        self._whole = trained is not None
+        return trained
+
+    def write(self, lease: Lease, trained: Trained, patience: Patience) -> Update:
+        """What is to be sent for a lease, in the cache. The update before it was settled."""
+        swarm, cache = self._config.swarm, self._transfer.cache
+        codec = codec_named(swarm.codec, swarm.kept)
+        if codec is None:
+            blob = self.stands_at = cache.write(tensors.encode(trained.weights))
+        else:
+            blob = cache.write(self._encoded(lease, trained.weights, codec, patience))
+        return Update(blob, cache.recipe(blob.name), trained.loss)
+
+    def settled(self, lease: Lease, *, accepted: bool) -> None:
+        """The news of an update: whether what it left out is still owed."""
+        KeptResidual(self._scratch, lease.block).settle(lease.lease, accepted=accepted)
 
     def put_away(self) -> None:
         """Let go of the block; what its optimizer has learned is kept on disk for the next time,
         unless a lease was broken off in the middle."""
-        if self._trainer and self.stands_at:
+        if self._trainer and self._whole:
             self._trainer.put_away()
         self._trainer, self.stands_at = None, None
 
@@ -80,6 +97,17 @@ class HeldBlock:
             self._trainer.forget()
         self._trainer, self.stands_at = None, None
 
+    def _encoded(
+        self, lease: Lease, weights: Tensors, codec: Codec, patience: Patience
+    ) -> Iterator[bytes]:
+        """What was learned since the base and what earlier updates left out, in few bytes."""
+        base = tensors.decode(self._transfer.read(lease.base, patience))
+        kept = KeptResidual(self._scratch, lease.block)
+        residual = kept.load(sum(tensor.size for tensor in weights.values()))
+        learned = (np.subtract(weights[name], base[name]) for name in sorted(weights))
+        yield from ErrorFeedback(codec, residual).encode(learned)
+        kept.propose(lease.lease, residual)
+
     def _base(self, lease: Lease, patience: Patience) -> Tensors | None:
         """The weights to start from; None where the block is there already. From here on it is at
         no version, until it is trained."""
@@ -87,7 +115,7 @@ class HeldBlock:
         if lease.base != self.stands_at:
             base = tensors.decode(self._transfer.read(lease.base, patience))
             faults.reached("downloaded")
-        self.stands_at = None
+        self.stands_at, self._whole = None, False
         return base
 
     def _trainer_of(self, block: int) -> LeaseTrainer:

@@ -5,7 +5,7 @@ import pytest
 from tests.support.turned_clock import TurnedClock
 
 from blocktrain.worker.clock import Clock
-from blocktrain.worker.throttle import Throttle
+from blocktrain.worker.throttle import LARGEST_PIECE, Throttle
 
 
 def test_bytes_come_at_the_rate_after_the_burst():
@@ -40,14 +40,14 @@ def test_without_a_limit_nothing_waits():
     throttle = Throttle(None, turned.clock)
     throttle.take(10**12)
     assert turned.slept == []
-    assert throttle.piece == 64 * 1024
+    assert throttle.piece == LARGEST_PIECE
 
 
 def test_pieces_are_small_where_the_rate_is():
     clock = TurnedClock().clock
     assert Throttle(100.0, clock).piece == 1024
     assert Throttle(40_000.0, clock).piece == 10_000
-    assert Throttle(1e9, clock).piece == 64 * 1024
+    assert Throttle(1e9, clock).piece == LARGEST_PIECE
 
 
 def test_threads_share_the_rate():
