@@ -57,8 +57,8 @@ def command(config_path: Path, overrides: tuple[str, ...], device: str, as_json:
         ("data", f"{needs.bytes_per_block / 1e6:,.1f} MB per block"),
         (
             "on the wire",
-            f"{needs.wire_bytes_per_round / 1e6:,.1f} MB per worker and round (raw fp32,"
-            " down and up)",
+            f"{needs.wire_bytes_per_round / 1e6:,.1f} MB per worker and round (a version"
+            " down in fp32, an update up)",
         ),
         (f"time on {device} (estimate)", f"{_duration(seconds)} per block"),
     ]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from blocktrain.config import Config
+from blocktrain.core.codec import codec_named, largest_encoded_size
 from blocktrain.core.vocabulary import BYTES
 from blocktrain.model.stack import new_block
 from blocktrain.train.feature_cache import cache_bytes
@@ -65,10 +66,16 @@ def estimate(config: Config) -> Estimate:
         ),
         feature_cache_bytes=cache_bytes(config),
         flops_per_step=max(_flops_per_step(config, units, unit) for unit in range(len(units))),
-        wire_bytes_per_round=2 * 4 * largest,  # a version down and an update up, raw fp32
+        wire_bytes_per_round=4 * largest + _update_bytes(config, largest),
         steps=config.train.steps,
         bytes_per_block=config.train.steps * config.train.batch * config.model.window,
     )
+
+
+def _update_bytes(config: Config, numbers: int) -> int:
+    """Of what goes up; a version comes down whole."""
+    codec = codec_named(config.swarm.codec, config.swarm.kept)
+    return largest_encoded_size(codec, numbers) if codec else 4 * numbers
 
 
 def memory_of(config: Config, unit: int) -> int:

@@ -126,3 +126,11 @@ def test_layers_before_cost_a_forward_pass_and_tails_a_whole_step(cascade: Confi
     layer = flops([1, 3], 0) - flops([1, 2], 0)
     assert flops([1, 1], 4) - flops([1, 1], 3) == pytest.approx(layer)
     assert flops([4, 4], 0) - flops([1, 4], 0) == pytest.approx(layer)  # three thirds
+
+
+def test_a_codec_makes_updates_smaller_and_leaves_versions_whole():
+    whole = estimate(load_config(Path("configs/tiny.toml")))
+    sparse = estimate(load_config(Path("configs/tiny.toml"), ["swarm.codec=sparse"]))
+    version = 4 * whole.parameters_per_block
+    assert whole.wire_bytes_per_round == 2 * version
+    assert version < sparse.wire_bytes_per_round < 1.02 * version
