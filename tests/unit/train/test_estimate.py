@@ -129,8 +129,8 @@ def test_layers_before_cost_a_forward_pass_and_tails_a_whole_step(cascade: Confi
 
 
 def test_a_codec_makes_updates_smaller_and_leaves_versions_whole():
-    whole = estimate(load_config(Path("configs/tiny.toml")))
-    sparse = estimate(load_config(Path("configs/tiny.toml"), ["swarm.codec=sparse"]))
+    whole = estimate(load_config(CONFIGS / "tiny.toml"))
+    sparse = estimate(load_config(CONFIGS / "tiny.toml", ["swarm.codec=sparse"]))
     version = 4 * whole.parameters_per_block
     assert whole.wire_bytes_per_round == 2 * version
     assert version < sparse.wire_bytes_per_round < 1.02 * version
