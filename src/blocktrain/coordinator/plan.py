@@ -77,7 +77,7 @@ def due_updates(block: BlockView[Update], swarm: SwarmConfig, now: float) -> Seq
     return block.pending if now >= due_at(block, swarm) else ()
 
 
-def due_at(block: BlockView[Any], swarm: SwarmConfig) -> float:
+def due_at(block: BlockView[Waiting], swarm: SwarmConfig) -> float:
     """From when on the updates that wait are due, if nothing else happens; infinity: never.
 
     Enough is min(quorum, workers on the block). Then those still training get the grace window;

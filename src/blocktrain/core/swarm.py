@@ -18,10 +18,10 @@ class Waiting(Protocol):
     def committed(self) -> float: ...
 
 
-AnUpdate = TypeVar("AnUpdate", bound=Waiting, covariant=True)
+Update_co = TypeVar("Update_co", bound=Waiting, covariant=True)
 
 
-class BlockView(Protocol[AnUpdate]):
+class BlockView(Protocol[Update_co]):
     """What a plan reads of a block; `BlockState` says what each of these means."""
 
     @property
@@ -39,7 +39,7 @@ class BlockView(Protocol[AnUpdate]):
     @property
     def finishing(self) -> Collection[str]: ...
     @property
-    def pending(self) -> Sequence[AnUpdate]: ...
+    def pending(self) -> Sequence[Update_co]: ...
 
 
 @dataclass(frozen=True)

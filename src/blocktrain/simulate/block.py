@@ -37,12 +37,6 @@ class VirtualLease:
 
 
 class VirtualBlock:
-    __slots__ = (
-        "author", "finishing", "gaps", "index", "merged_batches", "merging", "next_batch",
-        "open_leases", "pending", "to_hand_out", "total_batches", "under_way", "version",
-        "workers", "_order",
-    )  # fmt: skip
-
     def __init__(self, index: int, total_batches: int) -> None:
         self.index, self.total_batches = index, total_batches
         self.version = self.merged_batches = self.next_batch = self.open_leases = 0

@@ -246,7 +246,7 @@ class Lives:
             for name in finishing:
                 if name in self._parked:
                     worker, seconds = self._workers[name], self._parked.pop(name)
-                    asks = self._agenda.now + seconds / 2
+                    asks = self._agenda.now + self._chance.within(seconds)
                     self._agenda.at(asks, self._ask, worker, worker.turn)
 
     def _text_came_back(self, block: VirtualBlock) -> None:

@@ -53,6 +53,9 @@ class Chance:
         """A time that is as likely to end at one moment as at any other."""
         return mean * next(self._exponential)
 
+    def within(self, most: float) -> float:
+        return most * next(self._uniform)
+
     def happens(self, share: float) -> bool:
         return next(self._uniform) < share
 
