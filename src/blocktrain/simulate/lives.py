@@ -138,10 +138,7 @@ class Lives:
         if self._needs_all_before:
             before = self._coordinator.blocks[: lease.block.index]
             needed |= {block.index: block.version for block in before}
-        here = {**worker.fetched}
-        if worker.made and worker.made is lease.block.author:
-            here[lease.block.index] = lease.block.version
-        missing = sum(here.get(block) != version for block, version in needed.items())
+        missing = sum(not self._has(worker, *weights) for weights in needed.items())
         if not missing:
             self._train(worker, needed)
             return
@@ -149,6 +146,14 @@ class Lives:
         seconds = worker.latency + missing * self.block_bytes / worker.down
         arrival = self._agenda.now + seconds
         self._agenda.at(arrival, self._fetched, worker, worker.turn, needed, missing)
+
+    def _has(self, worker: VirtualWorker, index: int, version: int) -> bool:
+        """Whether weights lie on its disk: fetched for its last lease, or made by itself."""
+        if worker.fetched.get(index) == version:
+            return True
+        block = self._coordinator.blocks[index]
+        is_own = block.author is not None and block.author is worker.made
+        return is_own and version == block.version
 
     def _fetched(
         self, worker: VirtualWorker, turn: int, needed: dict[int, int], missing: int
@@ -242,6 +247,8 @@ class Lives:
 
     def _version_came(self, block: VirtualBlock, finishing: Sequence[str]) -> None:
         """Those who waited for what their own updates become may go on from it."""
+        if self._coordinator.finished:
+            self._agenda.end()
         if block.to_hand_out:
             for name in finishing:
                 if name in self._parked:

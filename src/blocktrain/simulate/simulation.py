@@ -21,7 +21,7 @@ def simulate(scenario: Scenario, coordinator: VirtualCoordinator | None = None) 
         agenda.at(agenda.now + settings.sample_seconds, sample)
 
     sample()
-    agenda.run(settings.longest_seconds, lambda: coordinator.finished)
+    agenda.run(settings.longest_seconds)
     tally.sample(coordinator, agenda.now)
     tally.close(workers, agenda.now)
     return report_of(scenario, coordinator, tally, agenda)
