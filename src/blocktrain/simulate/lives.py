@@ -138,14 +138,14 @@ class Lives:
         if self._needs_all_before:
             before = self._coordinator.blocks[: lease.block.index]
             needed |= {block.index: block.version for block in before}
-        missing = sum(not self._has(worker, *weights) for weights in needed.items())
+        missing = [weights for weights in needed.items() if not self._has(worker, *weights)]
         if not missing:
             self._train(worker, needed)
             return
         self._begin(worker, Activity.TRANSFERRING)
-        seconds = worker.latency + missing * self.block_bytes / worker.down
-        arrival = self._agenda.now + seconds
-        self._agenda.at(arrival, self._fetched, worker, worker.turn, needed, missing)
+        size = len(missing) * self.block_bytes
+        arrival = self._agenda.now + worker.latency + size / worker.down
+        self._agenda.at(arrival, self._fetched, worker, worker.turn, needed, size)
 
     def _has(self, worker: VirtualWorker, index: int, version: int) -> bool:
         """Whether weights lie on its disk: fetched for its last lease, or made by itself."""
@@ -156,10 +156,10 @@ class Lives:
         return is_own and version == block.version
 
     def _fetched(
-        self, worker: VirtualWorker, turn: int, needed: dict[int, int], missing: int
+        self, worker: VirtualWorker, turn: int, needed: dict[int, int], size: float
     ) -> None:
         if worker.turn == turn:
-            self._tally.bytes_down += missing * self.block_bytes
+            self._tally.bytes_down += size
             self._train(worker, needed)
 
     def _train(self, worker: VirtualWorker, weights: dict[int, int]) -> None:

@@ -33,7 +33,9 @@ def _write_plot(
     figure = Figure(figsize=(8.0, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for label, report in reports.items():
-        points = [(now.seconds / 3600.0, value(then, now)) for then, now in pairwise(report.samples)]
+        points = [
+            (now.seconds / 3600.0, value(then, now)) for then, now in pairwise(report.samples)
+        ]
         drawn = [(hours, height) for hours, height in points if height is not None]
         axes.plot([hours for hours, _ in drawn], [height for _, height in drawn], label=label)
     axes.set_xlabel("virtual hours")
