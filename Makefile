@@ -5,13 +5,18 @@ BIN := $(VENV)/bin
 export BLOCKTRAIN_CACHE ?= $(CURDIR)/.cache
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check format clean bench-quality bench-speed bench-memory
+.PHONY: demo test fuzz check format clean bench-quality bench-speed bench-memory
 
 demo: $(VENV)/installed
 	$(BIN)/blocktrain demo --out runs/demo
 
 test: check
 	$(BIN)/pytest -n 2
+
+# Thousands of generated requests, most of them malformed, instead of the few hundred of `test`.
+fuzz: $(VENV)/installed
+	BLOCKTRAIN_FUZZ_CASES=100 $(BIN)/pytest -n 2 -rP --timeout 900 -k no_request_breaks \
+		tests/integration/test_coordinator_api.py
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check src tests bench

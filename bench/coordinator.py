@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import os
+import statistics
 import tempfile
 import threading
 import time
@@ -37,7 +38,7 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
 )
 from blocktrain.protocol.tensors import encode
-from blocktrain.storage.chunks import name_of
+from blocktrain.storage.chunks import LocalChunks, name_of
 from blocktrain.storage.ledger import Ledger
 from blocktrain.storage.schema import events, leases, updates
 from coordinator_server import BLOCKS, Running, found, most_memory, server
@@ -190,10 +191,23 @@ def measure(args: argparse.Namespace, history: int) -> dict[str, Any]:
         found(folder, db, 16)
         if history:
             fill(db, history)
+        sync = seconds_to_keep_a_file(folder)
         with server(folder, db) as running:
             rate = pairs_per_second(running, args.threads, args.registered, args.seconds)
             memory = most_memory(running.process)
-    return {"history": history, "pairs_per_second": rate, "memory": memory}
+    return {"history": history, "pairs_per_second": rate, "memory": memory, "sync_seconds": sync}
+
+
+def seconds_to_keep_a_file(folder: Path, count: int = 50) -> float:
+    """What the disk takes for a small file that survives a power cut: a pair needs one."""
+    chunks, draws = LocalChunks(folder / "probe"), np.random.default_rng(0)
+    os.sync()
+    taken = []
+    for _ in range(count):
+        started = time.perf_counter()
+        chunks.put(draws.bytes(100))
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
 
 
 def main() -> None:
@@ -211,10 +225,12 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     report = {**provenance(), "cpus": os.cpu_count(), "results": results}
     (args.out / "coordinator.json").write_text(json.dumps(report, indent=1))
-    print("| updates before | pairs a second | coordinator memory |\n|---|---|---|")
+    print("| updates before | pairs a second | coordinator memory | disk: ms to keep a file |")
+    print("|---|---|---|---|")
     for result in results:
         megabytes = result["memory"] / 1e6
-        print(f"| {result['history']:,} | {result['pairs_per_second']:.0f} | {megabytes:.0f} MB |")
+        row = f"| {result['history']:,} | {result['pairs_per_second']:.0f} | {megabytes:.0f} MB |"
+        print(f"{row} {result['sync_seconds'] * 1e3:.1f} |")
     print(f"{args.registered} workers, {args.threads} threads, {os.cpu_count()} cores")
 
 

@@ -5,6 +5,7 @@ same server does when nothing is hashed, checked or counted. Without TLS, so tha
 is measured. Run with arguments only by `server`.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -123,9 +124,13 @@ def _bare_get(path: Path):  # type: ignore[no-untyped-def]
     return get
 
 
-def _bare_put(path: Path):  # type: ignore[no-untyped-def]
+def _bare_put(folder: Path):  # type: ignore[no-untyped-def]
+    """Every body into a file of its own, as a store has to keep it."""
+    folder.mkdir(exist_ok=True)
+    numbers = itertools.count()
+
     async def put(request: Request) -> Response:
-        with path.open("wb", buffering=0) as file:
+        with (folder / str(next(numbers))).open("wb", buffering=0) as file:
             async for part in request.stream():
                 file.write(part)
             await run_in_threadpool(os.fsync, file.fileno())

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -78,6 +79,11 @@ class Worker:
         receipt = self.transfer.send(offer, self.client.patience(PATIENCE))
         assert receipt.state in ("pending", "merged"), receipt
 
+    def wait_for_merge(self) -> None:
+        """The coordinator is at rest again."""
+        while any(block.pending_updates for block in self.client.status().blocks):
+            time.sleep(0.1)
+
     def forget(self) -> None:
         self.transfer.keep_only([])
 
@@ -87,10 +93,10 @@ class Worker:
             yield self.draws.random(min(PIECE_BYTES, self.numbers - start), np.float32).tobytes()
 
 
-def seconds(call: Callable[..., object], *args: object) -> float:
+def seconds(call: Callable[[], object]) -> float:
     os.sync()  # what others left to be written is not this one's time
     started = time.perf_counter()
-    call(*args)
+    call()
     return time.perf_counter() - started
 
 
@@ -114,16 +120,25 @@ def bare_put(address: str, path: Path) -> None:
 def side_by_side(
     running: Running, folder: Path, rounds: int, numbers: int
 ) -> dict[str, list[float]]:
-    """Seconds of every direction, ours and bare in turn."""
+    """Seconds of every direction, ours and bare in turn; who goes first changes, because a disk
+    that was just written to is slower."""
     taken: dict[str, list[float]] = {"download": [], "upload": [], "bare get": [], "bare put": []}
     for number in range(rounds):
         worker = Worker(running, folder, number, numbers)
-        local = folder / "received"
-        taken["bare get"].append(seconds(bare_get, running.address, local))
-        taken["download"].append(seconds(worker.download))
+        down = [
+            ("bare get", partial(bare_get, running.address, folder / "received")),
+            ("download", worker.download),
+        ]
+        for name, call in down[:: 1 if number % 2 else -1]:
+            taken[name].append(seconds(call))
         offer = worker.make_update()
-        taken["bare put"].append(seconds(bare_put, running.address, local))
-        taken["upload"].append(seconds(worker.upload, offer))
+        up = [
+            ("bare put", partial(bare_put, running.address, folder / "received")),
+            ("upload", partial(worker.upload, offer)),
+        ]
+        for name, call in up[:: 1 if number % 2 else -1]:
+            taken[name].append(seconds(call))
+            worker.wait_for_merge()
         worker.forget()
     return taken
 
@@ -148,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--megabytes", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--scratch", type=Path, help="where there is room for 30 blocks")
     args = parser.parse_args()
@@ -177,6 +192,7 @@ def main() -> None:
         ratio = statistics.median(b / o for o, b in zip(taken[ours], taken[bare], strict=True))
         print(f"| {ours} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio:.2f} |")
     moved = 2 * args.workers * size / 1e6 / together
+    print(f"scratch on {args.scratch or tempfile.gettempdir()}")
     print(
         f"coordinator memory at its peak: one worker {alone / 1e6:.0f} MB,"
         f" {args.workers} workers at once {memory / 1e6:.0f} MB ({moved:.0f} MB/s in all)"

@@ -3,14 +3,19 @@ every batch of every block is merged exactly once, and the model has learned."""
 
 import math
 import shutil
+import subprocess
+import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conftest import ROOT
-from tests.support.processes import Processes, Running, free_port
+from tests.support.postgres import private_server
+from tests.support.processes import Processes, Running, free_port, full_disk
 
 from blocktrain.config import Config, load_config
 from blocktrain.coordinator.home import Home
@@ -33,20 +38,24 @@ STEPS = 30
 LEARNED = 4.0  # nats per byte; knowing nothing is ln 256 = 5.5
 RUN_SECONDS = 45.0
 INVITE_SECONDS = 1e6
+OUTAGE_SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run nobody has worked for yet; every test gets a copy."""
-    folder = tmp_path_factory.mktemp("founded")
+    folder = tmp_path_factory.mktemp("founded") / "run"
+    _found(folder)
+    return folder
+
+
+def _found(folder: Path, db: str | None = None) -> None:
+    Home(folder, db).open_or_found(_config(folder.parent)).ledger.close()
+
+
+def _config(folder: Path) -> Config:
     text = folder / "text.txt"
     text.write_text("the cat sat on the mat; a dog lay in the sun and slept. " * 400)
-    run = Home(folder / "run").open_or_found(_config(text))
-    run.ledger.close()
-    return folder / "run"
-
-
-def _config(text: Path) -> Config:
     return load_config(
         ROOT / "configs" / "tiny.toml",
         ["model.layers=2", "model.blocks=2", "model.width=32", "model.window=32",
@@ -61,18 +70,34 @@ def _config(text: Path) -> Config:
 class Swarm:
     """A run's folder, its processes, and what must be true of it in the end."""
 
-    def __init__(self, folder: Path, processes: Processes, ports: tuple[int, ...]) -> None:
-        self.folder, self.processes, self.ports = folder, processes, ports
-        self.run = Home(folder).open()
+    def __init__(self, folder: Path, processes: Processes, db: str | None = None) -> None:
+        self.folder, self.processes, self.db = folder, processes, db
+        self.ports = ports = (free_port(), free_port())
+        self.run = Home(folder, db).open()
         secret = Members(self.run).invite("train", 100, INVITE_SECONDS)
         addresses = tuple(f"https://127.0.0.1:{port}" for port in ports)
         self.invite = Invite(addresses, secret, self.run.authority.fingerprint, self.run.id)
 
     def coordinator(self, faults: str = "", number: int = 0) -> Running:
-        return self.processes.coordinator(self.folder, self.ports[number], faults)
+        elsewhere = ("--db", self.db) if self.db else ()
+        return self.processes.coordinator(self.folder, self.ports[number], faults, *elsewhere)
 
     def worker(self, name: str, faults: str = "") -> Running:
         return self.processes.worker(self.invite.encode(), name, faults)
+
+    def versions_made(self, more: int = 1) -> None:
+        """Wait until so many more versions are there."""
+        before = self._merges()
+        self.processes.wait_for("a version", lambda: self._merges() >= before + more)
+
+    def leases(self) -> Sequence[Any]:
+        """What somebody works on now."""
+        with self.run.ledger.read() as tx:
+            return tx.held_leases()
+
+    def _merges(self) -> int:
+        with self.run.ledger.read() as tx:
+            return sum(state.version for state in tx.block_states())
 
     def status(self) -> Status:
         with closing(self._client()) as client:
@@ -139,7 +164,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 def swarm(founded: Path, tmp_path: Path, processes: Processes) -> Iterator[Swarm]:
     folder = tmp_path / "run"
     shutil.copytree(founded, folder)
-    swarm = Swarm(folder, processes, (free_port(), free_port()))
+    swarm = Swarm(folder, processes)
     with closing(swarm.run.ledger):
         yield swarm
 
@@ -195,3 +220,70 @@ def test_two_coordinators_share_a_run(swarm: Swarm, tmp_path: Path):
     for worker in workers:
         swarm.processes.wait_for_end(worker)
     swarm.finishes(tmp_path / "model")
+
+
+def test_a_worker_never_answers_again(swarm: Swarm, tmp_path: Path):
+    """Its connections stay open; it hears of the end when it wakes up long after."""
+    swarm.coordinator()
+    frozen = swarm.worker("a")
+    swarm.processes.wait_for("a lease", lambda: bool(swarm.leases()))
+    frozen.freeze()
+    swarm.processes.wait_for_end(swarm.worker("b"))
+    swarm.finishes(tmp_path / "model")
+    frozen.thaw()
+    swarm.processes.wait_for_end(frozen)
+
+
+def test_the_database_is_restarted(tmp_path: Path, processes: Processes):
+    with private_server() as server:
+        _found(tmp_path / "run", server.url)
+        swarm = Swarm(tmp_path / "run", processes, server.url)
+        with closing(swarm.run.ledger):
+            coordinator = swarm.coordinator()
+            workers = [swarm.worker("a"), swarm.worker("b")]
+            for _ in range(2):
+                swarm.versions_made()
+                server.crash()
+                time.sleep(OUTAGE_SECONDS)
+                server.start()
+            swarm.finishes(tmp_path / "model")
+            for worker in workers:
+                processes.wait_for_end(worker)
+    told = coordinator.log.read_text()
+    assert "the ledger:" in told  # somebody had asked meanwhile
+    assert "Traceback" not in told
+
+
+HOLD = """
+import sqlite3, sys, time
+ledger = sqlite3.connect(sys.argv[1], isolation_level=None)
+ledger.execute("PRAGMA busy_timeout=30000")
+ledger.execute("BEGIN EXCLUSIVE")
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_another_process_keeps_the_ledger_locked(swarm: Swarm, tmp_path: Path):
+    coordinator = swarm.coordinator()
+    workers = [swarm.worker("a"), swarm.worker("b")]
+    for _ in range(2):
+        swarm.versions_made()
+        ledger = str(swarm.folder / "ledger.db")
+        subprocess.run([sys.executable, "-c", HOLD, ledger, "2"], check=True)
+    swarm.finishes(tmp_path / "model")
+    for worker in workers:
+        swarm.processes.wait_for_end(worker)
+    assert "Traceback" not in coordinator.log.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no process can limit another here")
+def test_the_disk_is_full_for_a_while(swarm: Swarm, tmp_path: Path):
+    coordinator = swarm.coordinator()
+    workers = [swarm.worker("a"), swarm.worker("b")]
+    for _ in range(2):
+        swarm.versions_made()
+        with full_disk(coordinator):
+            time.sleep(OUTAGE_SECONDS)
+    swarm.finishes(tmp_path / "model")
+    for worker in workers:
+        swarm.processes.wait_for_end(worker)

@@ -3,12 +3,16 @@ its rounds and TLS, and goes on serving everybody else."""
 
 import socket
 import ssl
+import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import httpx
@@ -19,17 +23,24 @@ from tests.support.coordinator import (
     Made,
     Signer,
     first_weights,
+    join,
     join_message,
     make_run,
     moved,
     swarm_config,
+    weights_now,
 )
-from tests.support.processes import Processes, Running, free_port
+from tests.support.cutting_proxy import CuttingProxy
+from tests.support.postgres import private_server
+from tests.support.processes import Processes, Running, free_port, full_disk
 
 from blocktrain.coordinator.home import Home
 from blocktrain.coordinator.members import Members
+from blocktrain.coordinator.service import ROUND_SECONDS, Service
 from blocktrain.protocol.identity import WorkerKey
+from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import (
+    CHUNK_BYTES,
     Joined,
     Lease,
     LeaseAnswer,
@@ -41,11 +52,20 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.protocol.tensors import decode
 from blocktrain.protocol.trust import pinned_context
+from blocktrain.storage.blobs import Blobs
+from blocktrain.storage.chunks import LocalChunks
+from blocktrain.worker.client import Client
+from blocktrain.worker.throttle import Throttle
+from blocktrain.worker.traffic import Traffic
+from blocktrain.worker.transfer import Transfer
 
 M = TypeVar("M", bound=Message)
 
 SECONDS = 10.0
 QUICK = 3.0  # an answer to somebody who does nothing wrong
+RACES = 8
+CRASHES = 3
+TEN_CHUNKS = 10 * CHUNK_BYTES
 MANY = 40  # more than a coordinator works on at once
 
 
@@ -59,9 +79,11 @@ class Server:
     run: str
     secret: str
     context: ssl.SSLContext
+    fingerprint: str
+    options: tuple[str, ...] = ()
 
     def start(self) -> Running:
-        running = self.processes.coordinator(self.folder, self.port)
+        running = self.processes.coordinator(self.folder, self.port, "", *self.options)
         self.processes.wait_for("the coordinator answers", self._answers)
         return running
 
@@ -163,14 +185,25 @@ def _read(kind: type[M], answer: httpx.Response) -> M:
     return kind.model_validate_json(answer.content)
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    run = make_run(tmp_path, swarm_config(train__steps=1000))
-    with closing(run.ledger), Processes(tmp_path) as processes:
+@contextmanager
+def made_server(folder: Path, url: str | None = None, **options: Any) -> Iterator[Server]:
+    """Of a new run; not started yet."""
+    run = make_run(folder, swarm_config(train__steps=1000), url=url, **options)
+    with closing(run.ledger), Processes(folder) as processes:
         secret = Members(run).invite("train", 100, INVITE_SECONDS)
         authority = run.authority
         context = pinned_context(authority.certificate_pem, authority.fingerprint)
-        yield Server(processes, tmp_path, free_port(), run.id, secret, context)
+        elsewhere = ("--db", url) if url else ()
+        yield Server(
+            processes, folder, free_port(), run.id, secret, context, authority.fingerprint,
+            elsewhere,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with made_server(tmp_path) as server:
+        yield server
 
 
 def test_one_update_sent_over_many_connections_at_once_counts_once(server: Server):
@@ -286,3 +319,149 @@ def test_connections_that_trickle_do_not_hold_up_others(server: Server):
             assert time.monotonic() - began < QUICK
     slow.send_chunks(made)  # the lines were cut in the middle: nothing of theirs was taken
     assert slow.commit(made).state == "pending"
+
+
+def test_an_update_for_an_old_version_is_refused_and_its_text_handed_out_again(server: Server):
+    server.start()
+    slow, quick = server.join(), server.join()
+    lease = slow.lease()
+    made = slow.make(lease)
+    most_stale = swarm_config().swarm.most_stale
+    for version in range(1, most_stale + 2):
+        assert quick.work().state == "pending"
+        server.processes.wait_for("a merge", lambda v=version: len(server.merged()) == v, SECONDS)
+    receipt = slow.send(made)
+    assert (receipt.state, receipt.weight) == ("refused", 0.0)
+    assert receipt.reason == f"it is {most_stale + 1} versions behind, more than {most_stale}"
+    assert {worker for worker, _, _ in server.merged()} == {quick.signer.worker}
+    assert quick.lease().first_batch == lease.first_batch
+
+
+def test_two_coordinators_race_to_merge_every_version(tmp_path: Path):
+    """Both sleep while an update arrives, and wake up together. The block is large enough for the
+    second to begin before the first is done."""
+    expected_now = {"large": np.zeros(TEN_CHUNKS // 40, np.float32)}
+    with ExitStack() as stack:
+        weights = [expected_now, first_weights(1)]
+        server = stack.enter_context(made_server(tmp_path, weights=weights))
+        run = Home(server.folder).open()
+        stack.enter_context(closing(run.ledger))
+        racers = [server.start(), replace(server, port=free_port()).start()]
+        member = join(Service(run))
+        for version in range(1, RACES + 1):
+            with run.ledger.write():  # so neither stops in the middle of a transaction
+                for racer in racers:
+                    racer.freeze()
+            member.work(blocks=(0,))
+            time.sleep(ROUND_SECONDS)  # the next round of both is due
+            for racer in racers:
+                racer.thaw()
+            server.processes.wait_for(
+                "a merge", lambda v=version: len(server.merged()) == v, SECONDS
+            )
+            expected_now = moved(expected_now, 1.0)
+        assert server.merged() == [(member.id, 10, version) for version in range(1, RACES + 1)]
+        with run.ledger.read() as tx:
+            made = [version.version for version in tx.versions() if version.block == 0]
+        assert sorted(made) == list(range(RACES + 1))
+        assert np.array_equal(weights_now(run, 0)["large"], expected_now["large"])
+
+
+@pytest.mark.parametrize(("what", "threads"), [("connections", 1), ("coordinator", 4)])
+def test_an_upload_broken_at_90_percent_goes_on_from_there(what: str, threads: int):
+    """What was under way is lost, which is a chunk at most for every thread that sends."""
+    weights = np.random.default_rng(0).random(TEN_CHUNKS // 4 - 100, np.float32)
+    with (
+        TemporaryDirectory() as large,  # too much to be left behind
+        made_server(Path(large), weights=[{"large": weights}, first_weights(1)]) as server,
+    ):
+        running = [server.start()]
+
+        def break_more() -> None:
+            if what == "coordinator":
+                running.pop().kill()
+                running.append(server.start())
+
+        proxy = CuttingProxy(server.port, int(0.905 * TEN_CHUNKS), break_more)
+        address = (f"https://127.0.0.1:{proxy.port}",)
+        invite = Invite(address, server.secret, server.fingerprint, server.run)
+        key = WorkerKey.create()
+        with closing(proxy), closing(Client(invite, key)) as client:
+            joined = client.join("tester", "cpu")
+            lease = client.lease(LeaseRequest(blocks=(0,)))
+            assert isinstance(lease, Lease)
+            made = Signer(server.run, joined.worker, key).update(lease, {"large": weights + 1})
+            cache = Blobs(LocalChunks(Path(large) / "cache", sync=False))
+            for chunk in made.chunks.values():
+                cache.chunks.put(chunk)
+            transfer = Transfer(client, cache, Throttle(None, client.clock), Traffic(), threads)
+            assert transfer.send(made.offer, client.patience(SECONDS)).state == "pending"
+        assert proxy.was_cut
+        under_way = 0.005 * TEN_CHUNKS if threads == 1 else threads * CHUNK_BYTES
+        assert proxy.up < 1.005 * TEN_CHUNKS + under_way  # half a percent for TLS
+        server.processes.wait_for("a merge", lambda: bool(server.merged()), SECONDS)
+        assert server.merged() == [(joined.worker, 10, 1)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no process can limit another here")
+def test_a_full_disk_means_try_again(server: Server):
+    running = server.start()
+    worker = server.join()
+    made = worker.make(worker.lease())
+    worker.offer(made)
+    ((name, data),) = made.chunks.items()
+    upload = made.offer.claim.lease
+
+    def commit() -> httpx.Response:
+        return worker.post(f"/v1/updates/{upload}/commit")
+
+    with full_disk(running):
+        told_to_try_again(worker.put(name, upload, data))
+        told_to_try_again(worker.post("/v1/lease", LeaseRequest()))
+        assert _read(Status, worker.get("/v1/status")).state == "running"
+    assert worker.put(name, upload, data).status_code == 204
+    with full_disk(running):
+        told_to_try_again(commit())
+    assert _read(Receipt, commit()).state == "pending"
+    server.processes.wait_for("a merge", lambda: bool(server.merged()), SECONDS)
+    assert server.merged() == [(worker.signer.worker, 10, 1)]
+
+
+def told_to_try_again(answer: httpx.Response) -> None:
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.text
+
+
+def test_no_request_fails_for_good_while_the_database_crashes(tmp_path: Path):
+    """Many at once, so that some are in the middle of a transaction."""
+    with private_server() as database, made_server(tmp_path, database.url) as server:
+        server.start()
+        workers = [server.join() for _ in range(6)]
+        over = threading.Event()
+
+        def keep_asking(worker: Worker) -> "Counter[int]":
+            found: Counter[int] = Counter()
+            with server.http() as http:
+                while not over.is_set():
+                    for path in ("/v1/lease", "/v1/status"):
+                        method, body = ("POST", "{}") if path == "/v1/lease" else ("GET", None)
+                        answer = http.request(method, path, content=body, headers=worker.headers)
+                        found[answer.status_code] += 1
+            return found
+
+        with ThreadPoolExecutor(len(workers)) as pool:
+            asking = [pool.submit(keep_asking, worker) for worker in workers]
+            try:
+                for _ in range(CRASHES):
+                    time.sleep(0.5)
+                    database.crash()
+                    time.sleep(0.3)
+                    database.start()
+                time.sleep(0.5)
+            finally:
+                over.set()
+            answers = sum((future.result() for future in asking), Counter[int]())
+        assert set(answers) == {200, 503}, answers
+        leases = [worker.lease() for worker in workers]
+        ranges = {(lease.block, lease.first_batch) for lease in leases}
+        assert len(ranges) == len(workers)  # nobody's work was handed out twice
+        assert workers[0].work().state == "pending"

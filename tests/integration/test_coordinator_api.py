@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -507,7 +508,7 @@ def test_unknown_fields_are_refused_everywhere(shared: Api, kind: str):
         "updates": ("/v1/updates", worker.make(lease).offer),
         "scores": (
             "/v1/scores",
-            Score(block=0, versions=(), split="valid", windows="windows0", ce=1.0),
+            Score(block=0, versions=(0,), split="valid", windows="windows0", ce=1.0),
         ),
         "progress": (
             f"/v1/lease/{lease.lease}/progress", LeaseProgress(fence=lease.fence, steps_done=1),
@@ -867,7 +868,10 @@ def test_the_process_that_serves_never_loads_torch(tmp_path: Path):
 
 # Whatever the served description allows, and what it does not
 
-CASES_OF_A_ROUTE = 7  # valid and as many invalid: about 300 for 17 routes and 2 roles
+# Of each kind, valid and invalid, for each of 17 routes and 2 roles; `make fuzz` asks for more.
+CASES_OF_A_ROUTE = int(os.environ.get("BLOCKTRAIN_FUZZ_CASES", "7"))
+ASKED = {"positive": CASES_OF_A_ROUTE, "negative": CASES_OF_A_ROUTE}
+TAKES_NOTHING = ("GET /v1/hello", "GET /v1/ca", "GET /metrics")  # nor any authorization
 
 
 def rows(api: Api, *tables: Any) -> list[list[Any]]:
@@ -884,9 +888,9 @@ def answer_to(case: Any, headers: dict[str, str]) -> requests.Response:
         return response
 
 
-def statuses(operation: Any, mode: GenerationMode, headers: dict[str, str]) -> set[int]:
-    """What a route answers to generated requests; none of it may be its own fault."""
-    found = set()
+def statuses(operation: Any, mode: GenerationMode, headers: dict[str, str]) -> "Counter[int]":
+    """How a route answers to generated requests; none of it may be its own fault."""
+    found: Counter[int] = Counter()
 
     @settings(
         max_examples=CASES_OF_A_ROUTE,
@@ -899,8 +903,8 @@ def statuses(operation: Any, mode: GenerationMode, headers: dict[str, str]) -> s
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: Any) -> None:
         response = answer_to(case, headers)
+        found[response.status_code] += 1
         assert response.status_code < 500, (operation.label, case, response.content)
-        found.add(response.status_code)
 
     with suppress(Unsatisfiable):  # a route that takes nothing cannot be asked wrongly
         check()
@@ -916,16 +920,13 @@ def test_no_request_breaks_the_coordinator(api: Api, role: Role):
     headers = api.join(role).headers
     schema = schemathesis.openapi.from_url(f"{api.address}/openapi.json")
     before = rows(api, versions, blocks, leases, updates)
-    seen = {}
+    seen: dict[str, dict[str, Counter[int]]] = {}
     for found in schema.get_all_operations():
         operation = found.ok()
-        seen[operation.label] = {
-            status
-            for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
-            for status in statuses(operation, mode, headers)
-        }
-    assert len(seen) == 17
-    assert 200 in seen["GET /v1/status"] and 422 in seen["POST /v1/join"]
+        modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+        seen[operation.label] = {mode.value: statuses(operation, mode, headers) for mode in modes}
+    assert_all_were_made(seen)
+    assert 200 in seen["GET /v1/status"]["positive"] and 422 in seen["POST /v1/join"]["negative"]
     after = rows(api, versions, blocks, leases, updates)
     assert after[0] == before[0]
     if role == "evaluate":
@@ -934,3 +935,16 @@ def test_no_request_breaks_the_coordinator(api: Api, role: Role):
         for state in tx.block_states():
             assert state.under_way + state.to_hand_out == state.total_batches
     assert worker.get("/v1/status").status_code == 200
+
+
+def assert_all_were_made(seen: dict[str, dict[str, "Counter[int]"]]) -> None:
+    """As many requests as were asked for; told by status, for those who look (`pytest -rP`)."""
+    assert len(seen) == 17
+    for route, by_mode in seen.items():
+        asked = {"positive": 1, "negative": 0} if route in TAKES_NOTHING else ASKED
+        assert {mode: found.total() for mode, found in by_mode.items()} == asked, route
+    for mode in ASKED:
+        found = sum((by_mode[mode] for by_mode in seen.values()), Counter[int]())
+        refused_ones = sum(count for status, count in found.items() if status >= 400)
+        told = f"{found.total()} {mode}, {refused_ones} of them refused: {sorted(found.items())}"
+        sys.stdout.write(f"{told}\n")

@@ -526,16 +526,6 @@ def test_a_reason_may_hold_any_character(tmp_path, clock, url):
         service.leases.give_back(member.caller, lease.lease, told)
 
 
-def test_a_score_of_many_blocks(tmp_path, clock, url):
-    with running(tmp_path, clock, url=url) as service:
-        judge = join(service, "evaluate")
-        try:
-            told = Score(block=None, versions=(123,) * 4096, split="valid", windows="w" * 8, ce=1.0)
-        except ValueError:
-            return
-        service.reports.score(judge.caller, told)
-
-
 # events that get lost (PostgreSQL)
 
 

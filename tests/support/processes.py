@@ -2,11 +2,13 @@
 again; a coordinator keeps its address. All end with the test."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +35,13 @@ class Running:
         self.process.kill()
         self.process.wait()
 
+    def freeze(self) -> None:
+        """It does nothing more and says nothing more, but its connections stay."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
 
 class Processes:
     def __init__(self, folder: Path) -> None:
@@ -52,11 +61,12 @@ class Processes:
             if running.code is None:
                 running.kill()
 
-    def coordinator(self, data_dir: Path, port: int, faults: str = "") -> Running:
+    def coordinator(self, data_dir: Path, port: int, faults: str = "", *more: str) -> Running:
         """The run of a folder, at this port; whoever needs it waits by asking it."""
         return self._start(
             f"coordinator-{port}", faults,
             "coordinator", "--json", "--data-dir", data_dir, "--listen", f"127.0.0.1:{port}",
+            *more,
         )  # fmt: skip
 
     def worker(self, invite: str, name: str, faults: str = "") -> Running:
@@ -98,6 +108,20 @@ class Processes:
     def _logs(self) -> str:
         logs = dict.fromkeys(running.log for running in self._started)
         return "\n".join(f"--- {log.name}\n{log.read_text()[-LOG_TAIL:]}" for log in logs)
+
+
+@contextmanager
+def full_disk(running: Running) -> Iterator[None]:
+    """As long as this lasts, not a byte that the process writes into any file gets there."""
+    import resource  # not on Windows
+
+    pid, kind = running.process.pid, resource.RLIMIT_FSIZE
+    before = resource.prlimit(pid, kind)
+    resource.prlimit(pid, kind, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, kind, before)
 
 
 def free_port() -> int:

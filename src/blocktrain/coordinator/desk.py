@@ -35,13 +35,13 @@ class _Question:
     answer: asyncio.Future[Any]
     outcome: Any = None
     error: BaseException | None = None
+    failure: SQLAlchemyError | None = None  # of the ledger, where that is the error
 
     def run(self) -> None:
         try:
             self.outcome = self.call()
         except SQLAlchemyError as error:
-            log.warning("the ledger: %s", error)
-            self.error = UnreachableError(UNREACHABLE)
+            self.failure, self.error = error, UnreachableError(UNREACHABLE)
         except Exception as error:
             self.error = error
 
@@ -58,6 +58,7 @@ class Desk:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._questions: SimpleQueue[_Question | None] = SimpleQueue()
+        self._answers = True
         self._thread = threading.Thread(target=self._work, name="desk", daemon=True)
 
     def start(self) -> None:
@@ -96,9 +97,17 @@ class Desk:
                 for question in questions:
                     question.run()
         except SQLAlchemyError as error:
-            log.warning("the ledger: %s", error)
             for question in questions:
-                question.error = UnreachableError(UNREACHABLE)
+                question.failure, question.error = error, UnreachableError(UNREACHABLE)
+        self._tell(next((q.failure for q in questions if q.failure), None))
+
+    def _tell(self, failure: SQLAlchemyError | None) -> None:
+        """Once when the ledger stops answering, and once when it does again."""
+        if failure and self._answers:
+            log.warning("the ledger does not answer: %s", failure)
+        elif not failure and not self._answers:
+            log.warning("the ledger answers again")
+        self._answers = failure is None
 
     def _deliver(self, questions: list[_Question]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[_Question]] = defaultdict(list)

@@ -58,6 +58,9 @@ class Reports:
             raise RefusedError("forbidden", "scores come from workers with the evaluate role")
         if told.block is not None and told.block >= self.run.config.units:
             raise RefusedError("not_found", f"there is no block {told.block}")
+        scored = self.run.config.units if told.block is None else 1
+        if len(told.versions) != scored:
+            raise RefusedError("malformed", f"versions: {scored} expected, one for each block")
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             self.members.seen(tx, caller, now)

@@ -58,7 +58,8 @@ class Updates:
             lease = own_lease(tx, caller, claim.lease, claim.fence)
             known = tx.update(claim.lease)
             if known is None:
-                self._check_fits(tx, claim, lease)
+                base = tx.version(lease.block, lease.base_version)
+                _check_fits(claim, lease, base)
                 tx.add_update(
                     lease=claim.lease,
                     worker=caller.worker,
@@ -70,7 +71,7 @@ class Updates:
                     loss=claim.loss,
                 )
                 tx.move_lease(claim.lease, "sending")
-                self._remember(tx, claim)
+                self._remember(claim, base)
             elif known.offer != claim.model_dump_json():
                 raise RefusedError("conflict", "another update was offered for this lease")
             elif known.state != "offered":
@@ -104,22 +105,22 @@ class Updates:
             offered = _offered(tx, caller, lease)
             if offered.state != "offered":
                 return _receipt(offered)
-            return self._remember(tx, claimed(offered))
+            return self._remember(claimed(offered), tx.version(offered.block, offered.base_version))
 
     def verify(self, coming: Coming) -> str:
         """What is wrong with the bytes that were sent; empty where nothing is."""
         if missing := self._missing(coming.lease, coming.recipe):
             raise RefusedError("conflict", f"{len(missing)} chunks are missing")
         try:
-            check_update(self.run.blobs.reader(coming.recipe), self._form(coming.base))
+            reader = self.run.blobs.reader(coming.recipe, checked=False)
+            check_update(reader, self._form(coming.base))
         except ProtocolError as error:
             return str(error)
         finally:
             self.run.chunks.clear_quarantine(coming.lease)
         return ""
 
-    def _remember(self, tx: Transaction, claim: UpdateClaim) -> Coming:
-        base = tx.version(claim.block, claim.base_version)
+    def _remember(self, claim: UpdateClaim, base: Version) -> Coming:
         chunks = frozenset(claim.recipe.chunks)
         now = self.run.clock()
         coming = Coming(claim.worker, claim.lease, claim.recipe, chunks, base, now)
@@ -183,20 +184,6 @@ class Updates:
         if not identity.verify_update(worker.public_key, offer.claim, offer.signature):
             raise RefusedError("forbidden", "the signature does not fit the claim")
 
-    def _check_fits(self, tx: Transaction, claim: UpdateClaim, lease: Found) -> None:
-        """Before a byte is taken: the right block, the right base, the right size."""
-        if (claim.block, claim.base_version) != (lease.block, lease.base_version):
-            raise RefusedError("conflict", "the claim's block or base version is not the lease's")
-        expected = tx.version(lease.block, lease.base_version).weights.size
-        if claim.recipe.size != expected:
-            raise RefusedError(
-                "too_large" if claim.recipe.size > expected else "malformed",
-                f"the update has {claim.recipe.size} bytes, the block {expected}",
-            )
-        chunks = -(-claim.recipe.size // CHUNK_BYTES)
-        if len(claim.recipe.chunks) != chunks:
-            raise RefusedError("malformed", f"{claim.recipe.size} bytes are {chunks} chunks")
-
     def _missing(self, lease: str, recipe: Recipe) -> tuple[str, ...]:
         """Chunks not here yet, in order; what lies in quarantine is verified and taken in."""
         held = self.run.chunks.has(recipe.chunks)
@@ -218,6 +205,21 @@ def _offered(tx: Transaction, caller: Caller, lease: str) -> Found:
     if offered is None or offered.worker != caller.worker:
         raise RefusedError("not_found", "no update was offered for this lease")
     return offered
+
+
+def _check_fits(claim: UpdateClaim, lease: Found, base: Version) -> None:
+    """Before a byte is taken: the right block, the right base, the right size."""
+    if (claim.block, claim.base_version) != (lease.block, lease.base_version):
+        raise RefusedError("conflict", "the claim's block or base version is not the lease's")
+    expected = base.weights.size
+    if claim.recipe.size != expected:
+        raise RefusedError(
+            "too_large" if claim.recipe.size > expected else "malformed",
+            f"the update has {claim.recipe.size} bytes, the block {expected}",
+        )
+    chunks = -(-claim.recipe.size // CHUNK_BYTES)
+    if len(claim.recipe.chunks) != chunks:
+        raise RefusedError("malformed", f"{claim.recipe.size} bytes are {chunks} chunks")
 
 
 def claimed(update: Found) -> UpdateClaim:

@@ -22,6 +22,9 @@ FELL_BEHIND = "too many versions behind once it was to be merged"
 
 
 class VirtualCoordinator:
+    """Every method is told the time, also where this one does not need it: one that watches over
+    it, beside a real coordinator, does."""
+
     def __init__(self, swarm: SwarmConfig, blocks: int, batches: int) -> None:
         self.swarm = swarm
         self.blocks = [VirtualBlock(index, batches) for index in range(blocks)]

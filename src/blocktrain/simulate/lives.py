@@ -19,7 +19,7 @@ from blocktrain.simulate.block import VirtualBlock, VirtualLease
 from blocktrain.simulate.coordinator import VirtualCoordinator
 from blocktrain.simulate.population import Chance
 from blocktrain.simulate.rounds import Rounds
-from blocktrain.simulate.scenario import MEGABYTE, Scenario
+from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.tally import Tally
 from blocktrain.simulate.worker import Activity, VirtualWorker
 
@@ -33,7 +33,8 @@ class Lives:
         workers: Sequence[VirtualWorker],
         tally: Tally,
     ) -> None:
-        self.settings, self.block_bytes = scenario.simulate, scenario.block_bytes
+        self.settings = scenario.simulate
+        self._block_bytes, self._update_bytes = scenario.block_bytes, scenario.update_bytes
         self._needs_all_before = scenario.objective.kind == "cascade"
         self._agenda, self._coordinator, self._tally = agenda, coordinator, tally
         self._chance = Chance(self.settings.seed)
@@ -42,7 +43,7 @@ class Lives:
         self._rounds = Rounds(
             agenda,
             coordinator,
-            self.block_bytes / (self.settings.merge_megabytes * MEGABYTE),
+            scenario.merge_seconds,
             self.settings.coordinators,
             on_expired=self._expired,
             on_version=self._version_came,
@@ -143,7 +144,7 @@ class Lives:
             self._train(worker, needed)
             return
         self._begin(worker, Activity.TRANSFERRING)
-        size = len(missing) * self.block_bytes
+        size = len(missing) * self._block_bytes
         arrival = self._agenda.now + worker.latency + size / worker.down
         self._agenda.at(arrival, self._fetched, worker, worker.turn, needed, size)
 
@@ -220,7 +221,7 @@ class Lives:
             return
         self._coordinator.offer(lease, self._agenda.now)
         worker.sending = lease
-        seconds = self.block_bytes / worker.up + worker.latency
+        seconds = self._update_bytes / worker.up + worker.latency
         self._agenda.at(self._agenda.now + seconds, self._sent, worker, lease)
         self._ask_soon(worker)
 
@@ -228,7 +229,7 @@ class Lives:
         if worker.sending is not lease:
             return
         worker.sending = None
-        self._tally.bytes_up += self.block_bytes
+        self._tally.bytes_up += self._update_bytes
         refused = self._coordinator.settle(lease, self._agenda.now)
         if worker.ready:
             ready, worker.ready = worker.ready, None

@@ -19,16 +19,15 @@ class Rounds:
         self,
         agenda: Agenda,
         coordinator: VirtualCoordinator,
-        seconds_per_update: float,
+        merge_seconds: Callable[[int], float],
         mergers: int,
         on_expired: Callable[[VirtualLease], None],
         on_version: Callable[[VirtualBlock, Sequence[str]], None],
         on_text_back: Callable[[VirtualBlock], None],
     ) -> None:
-        """`seconds_per_update`: to read one block's weights; a merge reads those of the version
-        before as well."""
+        """`merge_seconds`: by the number of updates that are merged."""
         self._agenda, self._coordinator = agenda, coordinator
-        self._seconds_per_update, self._free_mergers = seconds_per_update, mergers
+        self._merge_seconds, self._free_mergers = merge_seconds, mergers
         self._on_expired, self._on_version = on_expired, on_version
         self._on_text_back = on_text_back
         self._due: deque[VirtualBlock] = deque()
@@ -78,8 +77,8 @@ class Rounds:
                 self._on_text_back(block)
             if merged:
                 self._free_mergers -= 1
-                seconds = self._seconds_per_update * (1 + len(merged))
-                self._agenda.at(self._agenda.now + seconds, self._publish, block, merged)
+                published = self._agenda.now + self._merge_seconds(len(merged))
+                self._agenda.at(published, self._publish, block, merged)
 
     def _publish(self, block: VirtualBlock, merged: Sequence[VirtualLease]) -> None:
         finishing = tuple(block.finishing)

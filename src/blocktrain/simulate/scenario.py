@@ -24,7 +24,10 @@ class SimulateConfig:
         60.0, "virtual seconds between two points of the plots", low=0.001
     )
     block_megabytes: float = setting(
-        50.0, "size of one block's weights as they travel, up or down", low=0.0
+        50.0, "size of one block's weights as they travel down", low=0.0
+    )
+    update_share: float = setting(
+        1.0, "size of an update as a share of its block's; compressed ones are smaller", low=0.0
     )
     steps_per_second: float = setting(1.0, "median speed of a worker", low=1e-6)
     speed_spread: float = setting(
@@ -71,6 +74,15 @@ class Scenario(Config):
     @property
     def block_bytes(self) -> float:
         return self.simulate.block_megabytes * MEGABYTE
+
+    @property
+    def update_bytes(self) -> float:
+        return self.simulate.update_share * self.block_bytes
+
+    def merge_seconds(self, updates: int) -> float:
+        """To read a version and the updates that make the next."""
+        read = self.block_bytes + updates * self.update_bytes
+        return read / (self.simulate.merge_megabytes * MEGABYTE)
 
 
 def load_scenario(path: Path | str, overrides: Sequence[str] = ()) -> Scenario:

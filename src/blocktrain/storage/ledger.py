@@ -8,7 +8,7 @@ that any number of coordinators may share one ledger. Knows no clock: times are 
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -64,12 +64,19 @@ class Ledger:
     @contextmanager
     def write(self) -> Iterator["Transaction"]:
         """All of what happens inside, or nothing; on disk afterwards, or after `together`."""
+        alone = self._writers_are_alone or self._commits.open_connection is not None
         with self._commits.writer() as connection:
-            yield Transaction(connection, self._prepared)
+            yield Transaction(connection, self._prepared, alone)
 
-    def together(self) -> AbstractContextManager[None]:
-        """What this thread writes inside is put on disk by one commit at the end."""
-        return self._commits.together()
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What this thread writes inside is put on disk by one commit at the end. All locks are
+        taken at once, before any writer: what one of them took would be lost with it."""
+        with self._commits.together() as connection:
+            if not self._writers_are_alone:
+                self._prepared.rows(connection, statements.LOCK_BLOCKS)
+                _lock_events(connection)
+            yield
 
     @contextmanager
     def read(self) -> Iterator["Transaction"]:
@@ -89,13 +96,22 @@ class Ledger:
     def close(self) -> None:
         self.engine.dispose()
 
+    @property
+    def _writers_are_alone(self) -> bool:
+        """SQLite lets one in at a time, from the first statement on."""
+        return self.engine.dialect.name == "sqlite"
+
 
 class Transaction:
     """The statements, each named by what it means."""
 
-    def __init__(self, connection: Connection, prepared: PreparedStatements) -> None:
+    def __init__(
+        self, connection: Connection, prepared: PreparedStatements, alone: bool = False
+    ) -> None:
+        """`alone`: all locks are held already."""
         self._connection = connection
         self._prepared = prepared
+        self._alone = alone
 
     # The run
 
@@ -167,8 +183,8 @@ class Transaction:
     def lock_blocks(self) -> None:
         """Nobody else hands out, takes back or merges until this transaction is over. Comes first
         in every transaction that needs it: whoever waits for it holds nothing others wait for."""
-        if self._connection.dialect.name != "sqlite":  # where a writer is alone from the start
-            self._change(statements.LOCK_BLOCKS)
+        if not self._alone:
+            self._rows(statements.LOCK_BLOCKS)
 
     def block_states(self) -> list[BlockState]:
         returned = {row.block: int(row.steps) for row in self._rows(statements.RETURNED)}
@@ -346,10 +362,8 @@ class Transaction:
         block: int | None = None,
         detail: str = "",
     ) -> None:
-        if self._connection.dialect.name == "postgresql":
-            # Numbers become visible in their order, so that a reader who goes on from one misses
-            # none; the number of the lock means nothing.
-            self._connection.exec_driver_sql("SELECT pg_advisory_xact_lock(726565)")
+        if not self._alone:
+            _lock_events(self._connection)
         told = {"time": now, "kind": kind, "worker": worker, "block": block}
         self._change(statements.ADD_EVENT, **told, detail=detail[:500])
 
@@ -408,6 +422,12 @@ class Transaction:
 
     def _run(self, statement: Any) -> CursorResult[*tuple[Any, ...]]:
         return self._connection.execute(statement)
+
+
+def _lock_events(connection: Connection) -> None:
+    """Numbers become visible in their order, so that a reader who goes on from one misses none;
+    the number of the lock means nothing."""
+    connection.exec_driver_sql("SELECT pg_advisory_xact_lock(726565)")
 
 
 def _block_state(

@@ -28,12 +28,12 @@ class SharedCommits:
         return connection
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> Iterator[Connection]:
         with self._turns.next(), self._engine.begin() as connection:
             connection.exec_driver_sql("SAVEPOINT together")
             self._here.connection = connection
             try:
-                yield
+                yield connection
             finally:
                 self._here.connection = None
             # Fails where the database has ended the transaction by itself (a full disk, a failed

@@ -24,7 +24,8 @@ def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
 
 
 def score(block: int | None, ce: float) -> Score:
-    return Score(block=block, versions=(0, 0), split="valid", windows="windows0", ce=ce)
+    versions = (0, 0) if block is None else (0,)
+    return Score(block=block, versions=versions, split="valid", windows="windows0", ce=ce)
 
 
 def worker_status(service: Service, worker: str) -> WorkerStatus:
@@ -195,3 +196,13 @@ def test_a_blob_is_its_recipe(service: Service):
     assert {blob.name, *answer.recipe.chunks} == service.run.blobs.chunks_of(blob.name)
     with pytest.raises(NotFoundError):
         service.reports.blob("0" * 64)
+
+
+@pytest.mark.parametrize(("block", "versions"), [(0, ()), (0, (1, 1)), (None, (1,)), (None, ())])
+def test_a_score_names_a_version_for_each_block(
+    service: Service, block: int | None, versions: tuple[int, ...]
+):
+    judge = join(service, "evaluate")
+    told = Score(block=block, versions=versions, split="valid", windows="windows0", ce=1.0)
+    with pytest.raises(RefusedError, match="versions"):
+        service.reports.score(judge.caller, told)

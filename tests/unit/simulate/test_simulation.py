@@ -173,6 +173,14 @@ def test_a_cascade_fetches_the_blocks_before_too():
     assert cascade.bytes_up == pytest.approx(plain.bytes_up, rel=0.1)
 
 
+def test_smaller_updates_take_less_of_the_line_up_and_the_same_down():
+    line = {"simulate__block_megabytes": 4.0, "model__blocks": 1}
+    whole, packed = (simulate(scenario(**line, simulate__update_share=s)) for s in (1.0, 0.25))
+    assert packed.bytes_up == whole.bytes_up / 4
+    assert packed.bytes_down == whole.bytes_down
+    assert packed.virtual_seconds < whole.virtual_seconds
+
+
 def test_equal_workers_are_used_fully():
     report = simulate(scenario(simulate__workers=8, train__steps=20_000))
     assert report.finished

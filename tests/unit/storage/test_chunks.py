@@ -2,6 +2,7 @@
 
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -27,14 +28,8 @@ from blocktrain.errors import (
     UnreachableError,
 )
 from blocktrain.protocol.messages import CHUNK_BYTES
-from blocktrain.storage.chunks import (
-    SPOOL_BYTES,
-    ChunkStore,
-    LocalChunks,
-    S3Chunks,
-    name_of,
-    open_chunks,
-)
+from blocktrain.storage.chunks import ChunkStore, LocalChunks, name_of, open_chunks
+from blocktrain.storage.s3_chunks import SPOOL_BYTES, S3Chunks
 
 ABSENT = "0" * 64
 UPLOAD = "upload01"
@@ -403,6 +398,17 @@ def test_a_chunk_can_be_got_by_its_url(s3: S3Chunks):
     assert httpx.get(url.replace("Signature=", "Signature=0")).status_code == 403
 
 
+def test_addresses_are_signed_for_where_workers_reach_the_storage(s3: S3Chunks, server: S3Server):
+    place = server.endpoint.replace("127.0.0.1", "localhost")
+    assert place != server.endpoint
+    region = "us-east-1"
+    store = S3Chunks(server.bucket, secrets.token_hex(8), server.endpoint, region, public=place)
+    name = store.put(b"some bytes")
+    url = store.get_url(name, 60)
+    assert url is not None and url.startswith(place)
+    assert httpx.get(url).content == b"some bytes"
+
+
 def test_an_upload_is_admitted_once_it_is_checked(s3: S3Chunks):
     data = os.urandom(CHUNK_BYTES)
     name = name_of(data)
@@ -534,7 +540,7 @@ def test_a_path_or_a_file_url_is_a_folder(tmp_path: Path):
         ("s3://", "s3://BUCKET/PREFIX"),
         ("s3:///prefix", "s3://BUCKET/PREFIX"),
         ("s3://key:secret@bucket/prefix", "s3://BUCKET/PREFIX"),
-        ("s3://bucket/prefix?endpiont=http://x", "endpiont.*known: endpoint, region"),
+        ("s3://bucket/prefix?endpiont=http://x", "endpiont.*known: endpoint, public, region"),
         ("s3://bucket/prefix?endpoint=localhost:8333", "endpoint.*http://HOST"),
         ("s3://bucket/prefix?endpoint=ftp://host", "endpoint.*http://HOST"),
         ("s3://bucket/prefix?endpoint=", "endpoint.*http://HOST"),
