@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import StatisticsError
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from blocktrain.core.noise import LogNormal, Partition, lognormal_partition
 from blocktrain.errors import ConfigError
@@ -271,13 +271,13 @@ class Config:
             self.model.blocks, objective.sigma_min, objective.sigma_max, objective.overlap, prior
         )
 
-    def with_settings(self, **settings: Any) -> "Config":
+    def with_settings(self, **settings: Any) -> Self:
         """A copy with dotted settings replaced, written with __ for the dot."""
         values = self.to_dict()
         for name, value in settings.items():
             section, key = name.split("__")
             values[section][key] = value
-        return from_dict(values)
+        return build(type(self), values)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(self)
@@ -289,6 +289,9 @@ class Config:
             lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
             lines.append("")
         return "\n".join(lines)
+
+
+AConfig = TypeVar("AConfig", bound=Config)
 
 
 def _toml(value: Any) -> str:
@@ -303,7 +306,11 @@ def from_toml(text: str) -> Config:
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and apply `section.key=value` overrides."""
+    return from_dict(read_settings(path, overrides))
+
+
+def read_settings(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """A TOML file with `section.key=value` overrides applied, not validated yet."""
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -312,15 +319,20 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply_override(values, override)
-    return from_dict(values)
+    return values
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
-    sections = get_type_hints(Config)
+    return build(Config, values)
+
+
+def build(config: type[AConfig], values: Mapping[str, Any]) -> AConfig:
+    """Validated settings; of a kind of config with more sections than every run has."""
+    sections = get_type_hints(config)
     for name in values:
         if name not in sections:
             raise ConfigError(f"unknown section [{name}]; there are {', '.join(sections)}")
-    return Config(
+    return config(
         **{
             name: _build_section(name, kind, values.get(name, {}))
             for name, kind in sections.items()
@@ -328,11 +340,11 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     )
 
 
-def describe() -> list[tuple[str, Any, str]]:
+def describe(config: type[Config] = Config) -> list[tuple[str, Any, str]]:
     """Every setting as (dotted name, default, sentence)."""
     return [
         (f"{section}.{item.name}", item.default, item.metadata["doc"])
-        for section, kind in get_type_hints(Config).items()
+        for section, kind in get_type_hints(config).items()
         for item in dataclasses.fields(kind)
     ]
 

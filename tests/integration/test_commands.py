@@ -71,7 +71,7 @@ def test_help_answers_in_under_half_a_second(home: Path):
         seconds.append(time.perf_counter() - started)
         assert done.returncode == 0
     assert statistics.median(seconds) < 0.5
-    for verb in ("train", "eval", "generate", "export", "info", "estimate", "demo"):
+    for verb in ("train", "eval", "generate", "export", "info", "estimate", "simulate", "demo"):
         assert f"  {verb} " in done.stdout
     assert __version__ in run(home, "--version").stdout
 
@@ -231,6 +231,8 @@ def wait_for(condition: object, seconds: float = 60) -> None:
         (["export", "nowhere", "--out", "y"], 4, "nowhere"),
         (["info", "."], 4, "config.toml"),
         (["estimate", "--config", "tiny", "--on", "abacus"], 2, "abacus"),
+        (["simulate", "--config", "tiny", "--sweep", "swarm.quorum"], 2, "swarm.quorum"),
+        (["simulate", "--config", "tiny", "--sweep", "swarm.qorum=1,2"], 2, "swarm.qorum"),
         (["train", "--config", "tiny", "--out", "corpus.txt"], 1, "corpus.txt"),
         (["train", "--config", "tiny", "--out", "x", "--set", "train.device=meta"], 6, "meta"),
         (["eval", "nowhere", "--fit-weights"], 2, "--split test"),
@@ -255,6 +257,22 @@ def test_an_altered_checkpoint_is_named(home: Path, trained: Path):
     done = run(home, "eval", "altered", "--windows", 4)
     assert done.returncode == 4
     assert newest.name in done.stderr
+
+
+def test_simulate_shows_what_settings_lead_to(home: Path):
+    swarm = ["simulate", "--config", "simulate", "--set", "simulate.workers=40"]
+    swarm += ["--set", "train.steps=300"]
+    shown = run(home, *swarm)
+    assert shown.returncode == 0, shown.stderr
+    for words in ("40 workers, 16 blocks: finished", "4,800 of 4,800", "met in time"):
+        assert words in shown.stdout
+    told = json.loads(run(home, *swarm, "--json").stdout)
+    assert told["finished"] and told["merged_batches"] == [300] * 16
+    sweep = [*swarm, "--sweep", "simulate.availability=1.0, 0.5"]
+    assert "simulate.availability" in run(home, *sweep).stdout
+    rows = json.loads(run(home, *sweep, "--json").stdout)
+    assert [row["simulate.availability"] for row in rows] == ["1.0", "0.5"]
+    assert rows[0]["utilisation"]["gone"] < rows[1]["utilisation"]["gone"]
 
 
 def test_estimate_prints_what_a_run_needs(home: Path):

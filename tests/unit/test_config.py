@@ -7,12 +7,15 @@ from hypothesis import strategies as st
 from blocktrain.config import CODECS, Config, balanced_depths, describe, from_dict, load_config
 from blocktrain.core.codec import NAMES
 from blocktrain.errors import ConfigError
+from blocktrain.simulate.scenario import Scenario, load_scenario
 
 # Layers, blocks and tail of a cascade that can be cut.
 CASCADES = st.tuples(st.integers(1, 24), st.integers(0, 60), st.integers(0, 12)).map(
     lambda drawn: (drawn[0] + drawn[1], drawn[0], drawn[2])
 )
-PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+CONFIGS = Path(__file__).parents[2] / "configs"
+SIMULATION = CONFIGS / "simulate.toml"
+PRESETS = sorted(set(CONFIGS.glob("*.toml")) - {SIMULATION})
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
@@ -21,6 +24,12 @@ def test_presets_load_and_survive_a_round_trip(path: Path, tmp_path: Path):
     copy = tmp_path / "copy.toml"
     copy.write_text(config.to_toml())
     assert load_config(copy) == config
+
+
+def test_the_preset_of_a_simulation_is_no_runs():
+    assert load_scenario(SIMULATION).simulate.workers > 1
+    with pytest.raises(ConfigError, match="simulate"):
+        load_config(SIMULATION)
 
 
 def test_every_preset_is_there_both_ways():
@@ -109,7 +118,7 @@ def test_any_text_survives_the_round_trip(tmp_path: Path):
 
 
 def test_every_setting_is_documented():
-    for name, _, doc in describe():
+    for name, _, doc in describe(Scenario):
         assert len(doc) > 8, name
 
 

@@ -15,6 +15,7 @@ VERBS = {
     "export": "Write one assembled safetensors file.",
     "info": "Show what a run holds.",
     "estimate": "Tell what a run will need, before anything runs.",
+    "simulate": "Play a run with virtual workers, before anybody joins.",
     "settings": "List every setting a config may have.",
     "coordinator": "Serve a run that other machines can join.",
     "worker": "Join a run by its invite and train for it.",

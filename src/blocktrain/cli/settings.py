@@ -12,8 +12,9 @@ from blocktrain.cli import options
 def command(as_json: bool) -> None:
     """List every setting, its default and a sentence about it."""
     from blocktrain.config import describe
+    from blocktrain.simulate.scenario import Scenario
 
-    settings = describe()
+    settings = describe(Scenario)
     if as_json:
         keys = ("name", "default", "doc")
         click.echo(json.dumps([dict(zip(keys, setting, strict=True)) for setting in settings]))

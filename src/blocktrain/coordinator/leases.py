@@ -21,9 +21,6 @@ from blocktrain.storage.ledger import Transaction
 from blocktrain.storage.prepared import Found
 from blocktrain.storage.statements import HELD
 
-MERGE_WAIT = 0.3  # seconds; the worker's own update is about to become a version
-IDLE_WAIT = 5.0
-
 
 class Leases:
     def __init__(self, run: Run, members: Members) -> None:
@@ -149,6 +146,7 @@ def own_lease(tx: Transaction, caller: Caller, lease: str, fence: int) -> Found:
 
 
 def _wait(blocks: list[BlockState], caller: Caller) -> Wait:
-    if any(caller.worker in block.workers for block in blocks):
-        return Wait(seconds=MERGE_WAIT, reason="the last update is about to become a version")
-    return Wait(seconds=IDLE_WAIT, reason="everything this worker could do is handed out")
+    seconds = plan.wait_seconds(blocks, caller.worker)
+    if seconds == plan.MERGE_WAIT:
+        return Wait(seconds=seconds, reason="the last update is about to become a version")
+    return Wait(seconds=seconds, reason="everything this worker could do is handed out")

@@ -75,11 +75,10 @@ class Merger:
 
     def _merge_claimed(self, state: BlockState, due: Sequence[PendingUpdate]) -> bool:
         swarm = self.run.config.swarm
-        late = [u for u in due if plan.weight(swarm, state.version, u.base_version) == 0.0]
-        for update in late:
+        fresh, stale = plan.without_stale(swarm, state.version, due)
+        for update in stale:
             behind = state.version - update.base_version
             self._refuse([update], f"it fell {behind} versions behind while it waited")
-        fresh = [update for update in due if update not in late]
         if not fresh:
             return False
         with self.run.ledger.read() as tx:

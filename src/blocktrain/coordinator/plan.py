@@ -4,20 +4,33 @@ Blocks that lag go first; a worker stays with its block while that is useful, be
 optimizer state is warm there. Blocks never wait for each other. Simulation runs the same code.
 """
 
+import math
 from collections.abc import Collection, Sequence
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from blocktrain.config import SwarmConfig
-from blocktrain.core.swarm import BlockState, PendingUpdate
+from blocktrain.core.swarm import BlockView, Waiting
 
 STAY = 0.5  # of the run: how far ahead of the slowest block a worker's own may be before it moves
+MERGE_WAIT = 0.3  # seconds; the worker's own update is about to become a version
+IDLE_WAIT = 5.0
+
+Block = TypeVar("Block", bound=BlockView[Any])
+Update = TypeVar("Update", bound=Waiting)
+
+
+class Refusal(StrEnum):
+    TOO_STALE = "too many versions behind"
+    HANDED_OUT_AGAIN = "its text was handed out again"
 
 
 def choose_block(
-    blocks: Sequence[BlockState],
+    blocks: Sequence[Block],
     worker: str,
     held: int | None,
     allowed: Collection[int] | None,
-) -> BlockState | None:
+) -> Block | None:
     """The block to hand out, or None where there is nothing this worker could do now."""
     open_to = [
         block
@@ -35,8 +48,13 @@ def choose_block(
     return slowest
 
 
-def _share(block: BlockState) -> float:
+def _share(block: BlockView[Any]) -> float:
     return block.under_way / block.total_batches
+
+
+def wait_seconds(blocks: Sequence[BlockView[Any]], worker: str) -> float:
+    """When a worker for whom there is nothing now should ask again."""
+    return MERGE_WAIT if any(worker in block.workers for block in blocks) else IDLE_WAIT
 
 
 def lease_steps(swarm: SwarmConfig, steps_per_second: float | None, left: int) -> int:
@@ -54,21 +72,26 @@ def lease_seconds(swarm: SwarmConfig, steps: int, steps_per_second: float | None
     return max(swarm.shortest_deadline, roomy)
 
 
-def due_updates(block: BlockState, swarm: SwarmConfig, now: float) -> tuple[PendingUpdate, ...]:
-    """The updates to merge now; none where it is better to wait.
+def due_updates(block: BlockView[Update], swarm: SwarmConfig, now: float) -> Sequence[Update]:
+    """The updates to merge now; none where it is better to wait."""
+    return block.pending if now >= due_at(block, swarm) else ()
+
+
+def due_at(block: BlockView[Waiting], swarm: SwarmConfig) -> float:
+    """From when on the updates that wait are due, if nothing else happens; infinity: never.
 
     Enough is min(quorum, workers on the block). Then those still training get the grace window;
     where nobody is, there is nothing to wait for.
     """
     if not block.pending:
-        return ()
-    enough = min(swarm.quorum, len(block.workers))
+        return math.inf
     if block.open_leases == 0:
-        return block.pending
+        return -math.inf
+    enough = min(swarm.quorum, len(block.workers))
+    if len(block.pending) < enough:
+        return math.inf
     arrivals = sorted(update.committed for update in block.pending)
-    if len(arrivals) < enough:
-        return ()
-    return block.pending if now >= arrivals[enough - 1] + swarm.grace_seconds else ()
+    return arrivals[enough - 1] + swarm.grace_seconds
 
 
 def weight(swarm: SwarmConfig, version: int, base_version: int) -> float:
@@ -76,3 +99,22 @@ def weight(swarm: SwarmConfig, version: int, base_version: int) -> float:
     is behind, 0 where it is refused."""
     behind = version - base_version
     return swarm.late_discount**behind if behind <= swarm.most_stale else 0.0
+
+
+def without_stale(
+    swarm: SwarmConfig, version: int, due: Sequence[Update]
+) -> tuple[list[Update], list[Update]]:
+    """(updates that still count, updates that fell too far behind while they waited)."""
+    fresh = [update for update in due if weight(swarm, version, update.base_version) > 0.0]
+    stale = [update for update in due if weight(swarm, version, update.base_version) == 0.0]
+    return fresh, stale
+
+
+def refusal(
+    swarm: SwarmConfig, version: int, base_version: int, *, text_is_its_own: bool
+) -> Refusal | None:
+    """Why an update that has just arrived does not count; None where it does. Its text is its own
+    where its lease was held to the end, or nobody has had the text since."""
+    if weight(swarm, version, base_version) == 0.0:
+        return Refusal.TOO_STALE
+    return None if text_is_its_own else Refusal.HANDED_OUT_AGAIN

@@ -172,13 +172,16 @@ class Updates:
 
     def _too_late(self, tx: Transaction, lease: Found, version: int, *, in_time: bool) -> str:
         """Why an update does not count any more; empty where it does."""
-        swarm = self.run.config.swarm
-        if plan.weight(swarm, version, lease.base_version) == 0.0:
-            behind = version - lease.base_version
-            return f"it is {behind} versions behind, more than {swarm.most_stale}"
-        if in_time or tx.reclaim_range(lease.block, lease.first_batch, lease.steps):
-            return ""
-        return f"the lease was {lease.state} and its text handed out again"
+        swarm, base = self.run.config.swarm, lease.base_version
+        counts = plan.weight(swarm, version, base) > 0.0
+        own = in_time or (counts and tx.reclaim_range(lease.block, lease.first_batch, lease.steps))
+        match plan.refusal(swarm, version, base, text_is_its_own=own):
+            case plan.Refusal.TOO_STALE:
+                return f"it is {version - base} versions behind, more than {swarm.most_stale}"
+            case plan.Refusal.HANDED_OUT_AGAIN:
+                return f"the lease was {lease.state} and its text handed out again"
+            case None:
+                return ""
 
     def _check_signed(self, worker: Found, offer: UpdateOffer) -> None:
         if offer.claim.run != self.run.id or offer.claim.worker != worker.id:

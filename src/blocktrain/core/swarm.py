@@ -1,6 +1,45 @@
-"""What a plan decides on: the state of a run's blocks at one moment, as plain values."""
+"""What a plan decides on: the state of a run's blocks at one moment, as plain values.
 
+A ledger reads a `BlockState` whenever it is asked; a simulation keeps one state and changes it. The
+plan takes either, because it asks for no more than a `BlockView`.
+"""
+
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+
+class Waiting(Protocol):
+    """What a plan reads of an update that waits to be merged."""
+
+    @property
+    def base_version(self) -> int: ...
+    @property
+    def committed(self) -> float: ...
+
+
+Update_co = TypeVar("Update_co", bound=Waiting, covariant=True)
+
+
+class BlockView(Protocol[Update_co]):
+    """What a plan reads of a block; `BlockState` says what each of these means."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def total_batches(self) -> int: ...
+    @property
+    def to_hand_out(self) -> int: ...
+    @property
+    def under_way(self) -> int: ...
+    @property
+    def open_leases(self) -> int: ...
+    @property
+    def workers(self) -> Collection[str]: ...
+    @property
+    def finishing(self) -> Collection[str]: ...
+    @property
+    def pending(self) -> Sequence[Update_co]: ...
 
 
 @dataclass(frozen=True)

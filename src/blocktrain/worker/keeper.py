@@ -6,13 +6,11 @@ that neither a download nor a pause lets it run out.
 
 import threading
 
+from blocktrain.core.pace import report_interval
 from blocktrain.errors import BlocktrainError, RefusedError, UnreachableError
 from blocktrain.protocol.messages import Lease, LeaseProgress, LeaseReturn
 from blocktrain.worker.client import Client
 
-LONGEST_INTERVAL = 10.0
-SHORTEST_INTERVAL = 0.2
-SHARE_OF_LEASE = 0.25
 RETURN_SECONDS = 5.0
 LONGEST_REASON = 500
 
@@ -23,8 +21,7 @@ class Keeper:
         self.lost: str | None = None  # why the lease is no longer ours
         self._client = client
         self._progress = LeaseProgress(fence=lease.fence, steps_done=0)
-        share = SHARE_OF_LEASE * lease.seconds_left
-        self._interval = max(SHORTEST_INTERVAL, min(LONGEST_INTERVAL, share))
+        self._interval = report_interval(lease.seconds_left)
         self._released = threading.Event()
         threading.Thread(target=self._keep, daemon=True).start()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.support.coordinator import Member, SetClock, join, running, weights_now
 
-from blocktrain.coordinator.leases import IDLE_WAIT, MERGE_WAIT
+from blocktrain.coordinator.plan import IDLE_WAIT, MERGE_WAIT
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.messages import (

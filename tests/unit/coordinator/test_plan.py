@@ -1,5 +1,6 @@
 """Decisions on made-up states: examples, and properties that hold for every state."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,19 @@ from hypothesis import strategies as st
 
 from blocktrain.config import SwarmConfig
 from blocktrain.coordinator.plan import (
+    IDLE_WAIT,
+    MERGE_WAIT,
     STAY,
+    Refusal,
     choose_block,
+    due_at,
     due_updates,
     lease_seconds,
     lease_steps,
+    refusal,
+    wait_seconds,
     weight,
+    without_stale,
 )
 from blocktrain.core.swarm import BlockState, PendingUpdate
 
@@ -188,6 +196,12 @@ def test_the_choice_does_not_depend_on_the_order_of_the_blocks(
     assert choose_block(mixed, "ann", held, None) == choose_block(blocks, "ann", held, None)
 
 
+def test_who_has_an_update_on_its_way_asks_again_sooner_than_who_has_nothing():
+    blocks = [block(0), block(1, workers=frozenset({"ann"}))]
+    assert wait_seconds(blocks, "ann") == MERGE_WAIT
+    assert wait_seconds(blocks, "bob") == IDLE_WAIT
+
+
 # How much, and until when
 
 
@@ -285,6 +299,17 @@ def test_updates_are_merged_all_or_none_and_stay_due(
         assert due_updates(state, swarm, NOW + swarm.grace_seconds) == state.pending
 
 
+@settings(deadline=None)
+@given(states(), swarms)
+def test_updates_are_due_from_their_time_on_and_not_before(state: BlockState, swarm: SwarmConfig):
+    at = due_at(state, swarm)
+    if math.isfinite(at):
+        assert due_updates(state, swarm, at) == state.pending
+        assert due_updates(state, swarm, math.nextafter(at, -math.inf)) == ()
+    else:
+        assert (due_updates(state, swarm, NOW) == ()) == (at == math.inf)
+
+
 # What an update counts
 
 
@@ -305,3 +330,18 @@ def test_an_older_update_never_counts_more(swarm: SwarmConfig, version: int, beh
     assert 0.0 <= weight(swarm, now, then) <= 1.0
     assert weight(swarm, now + 1, then) <= weight(swarm, now, then)
     assert (weight(swarm, now, then) > 0) == (behind <= swarm.most_stale)
+
+
+def test_an_update_is_refused_for_its_age_or_because_another_has_its_text():
+    swarm = SwarmConfig(most_stale=2)
+    assert refusal(swarm, 5, 3, text_is_its_own=True) is None
+    assert refusal(swarm, 5, 3, text_is_its_own=False) is Refusal.HANDED_OUT_AGAIN
+    assert refusal(swarm, 5, 2, text_is_its_own=True) is Refusal.TOO_STALE
+    assert refusal(swarm, 5, 2, text_is_its_own=False) is Refusal.TOO_STALE
+
+
+def test_what_fell_too_far_behind_is_told_apart_from_what_is_merged():
+    due = [replace(update(), base_version=base) for base in (4, 1, 5, 3, 2)]
+    fresh, stale = without_stale(SwarmConfig(most_stale=2), 5, due)
+    assert [item.base_version for item in fresh] == [4, 5, 3]
+    assert [item.base_version for item in stale] == [1, 2]

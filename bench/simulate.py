@@ -1,0 +1,77 @@
+"""How fast a simulation is: 100,000 virtual workers and a million leases.
+
+    PYTHONPATH=src python bench/simulate.py --out DIR [--workers 100000] [--leases 1000000]
+
+One process, one core. Workers differ in speed and line, come and go, and some straggle; blocks are
+merged as they fall due. Writes simulate.json into DIR, prints a table last.
+"""
+
+import argparse
+import json
+import os
+import resource
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from blocktrain.config import build
+from blocktrain.simulate.scenario import Scenario
+from blocktrain.simulate.simulation import simulate
+from quality import provenance
+
+BLOCKS = 16
+LEASE_STEPS = 31.0  # a lease of half a minute at about a step a second, of workers that differ
+
+
+def scene(workers: int, leases: int) -> Scenario:
+    return build(
+        Scenario,
+        {
+            "model": {"layers": BLOCKS, "blocks": BLOCKS},
+            "train": {"steps": int(leases * LEASE_STEPS / BLOCKS)},
+            "swarm": {"quorum": workers // BLOCKS // 4, "grace_seconds": 5.0, "most_stale": 8},
+            "simulate": {
+                "workers": workers,
+                "block_megabytes": 5.0,
+                "coordinators": BLOCKS,
+                "merge_megabytes": 5000.0,
+                "availability": 0.9,
+                "join_seconds": 60.0,
+                "lost_share": 0.02,
+                "straggler_share": 0.1,
+            },
+        },
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--workers", type=int, default=100_000)
+    parser.add_argument("--leases", type=int, default=1_000_000)
+    args = parser.parse_args()
+    scenario = scene(args.workers, args.leases)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    found = simulate(scenario)
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    report = {
+        **provenance(), "cpus": os.cpu_count(), "seconds": seconds, "cpu_seconds": cpu_seconds,
+        "memory": memory, "found": asdict(found),
+    }  # fmt: skip
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "simulate.json").write_text(json.dumps(report, indent=1))
+    print("| workers | leases | events | seconds | of a core | memory |\n|---|---|---|---|---|---|")
+    print(
+        f"| {found.workers:,} | {found.leases_given:,} | {found.events:,} | {seconds:.1f}"
+        f" | {cpu_seconds:.1f} | {memory / 1e6:,.0f} MB |"
+    )
+    print(
+        f"{found.virtual_seconds:,.0f} virtual seconds, finished: {found.finished},"
+        f" training {100 * found.utilisation['training']:.0f}% of the time,"
+        f" in time {100 * found.participation:.1f}%, refused {sum(found.refused.values()):,}"
+    )
+
+
+if __name__ == "__main__":
+    main()

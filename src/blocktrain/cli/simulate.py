@@ -1,0 +1,186 @@
+"""blocktrain simulate: a swarm of virtual workers, to see what a run's settings lead to."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from blocktrain.cli import options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from blocktrain.simulate.report import Report
+
+SWEEP_COLUMNS = (
+    "done", "in", "training", "waiting", "in time", "stale", "refused", "useful", "up", "down",
+)  # fmt: skip
+
+
+@click.command("simulate")
+@options.config
+@options.overrides
+@click.option(
+    "--sweep",
+    metavar="A.B=C,D,...",
+    help="Simulate once for each value of a setting; one row for each.",
+)
+@options.as_json
+@click.option(
+    "--plots",
+    "plots_folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write PNG plots into this folder (extra blocktrain[plots]).",
+)
+def command(
+    config_path: Path,
+    overrides: tuple[str, ...],
+    sweep: str | None,
+    as_json: bool,
+    plots_folder: Path | None,
+) -> None:
+    """Play a run with virtual workers on a virtual clock; all decisions are the coordinator's own.
+    Nothing is trained: what is simulated is time, traffic and who does what."""
+    from rich.console import Console
+
+    from blocktrain.cli.presets import resolve_config
+    from blocktrain.simulate import plots
+    from blocktrain.simulate.scenario import load_scenario
+    from blocktrain.simulate.simulation import simulate
+
+    if plots_folder:
+        plots.check_installed()  # before minutes are spent on what could not be shown
+    path, (name, values) = resolve_config(config_path), _swept(sweep)
+    scenarios = {
+        value: load_scenario(path, [*overrides, f"{name}={value}"] if name else overrides)
+        for value in values
+    }
+    reports = {value: simulate(scenario) for value, scenario in scenarios.items()}
+    if plots_folder:
+        plots.write(plots_folder, name, reports)
+    if as_json:
+        told = [{name: value, **_as_json(report)} for value, report in reports.items()]
+        click.echo(json.dumps(told if name else _as_json(reports[""])))
+        return
+    shown = _sweep_table(name, reports) if name else _table(reports[""])
+    Console(width=None if Console().is_terminal else 120).print(shown)
+
+
+def _swept(sweep: str | None) -> tuple[str, list[str]]:
+    """The setting to vary and its values; without a sweep, none and one that says nothing."""
+    if sweep is None:
+        return "", [""]
+    name, _, listed = sweep.partition("=")
+    values = [value.strip() for value in listed.split(",")]
+    if not name.strip() or not all(values):
+        raise click.BadParameter(
+            f"{sweep!r} is not of the form section.key=value,value", param_hint="--sweep"
+        )
+    return name.strip(), values
+
+
+def _as_json(report: "Report") -> dict[str, Any]:
+    made = sum(report.versions)
+    return {
+        **asdict(report),
+        "participation": report.participation,
+        "mean_staleness": report.mean_staleness,
+        "seconds_per_version": report.seconds_per_version if made else None,
+    }
+
+
+def _table(report: "Report") -> "Table":
+    from rich.table import Table
+
+    table = Table(title=_title(report), title_justify="left", show_header=False)
+    table.add_column("what")
+    table.add_column("how much", justify="right")
+    for section in (_run_rows(report), _worker_rows(report), _update_rows(report)):
+        for what, how_much in section:
+            table.add_row(what, how_much)
+        table.add_section()
+    return table
+
+
+def _title(report: "Report") -> str:
+    how = "finished after" if report.finished else "not finished after"
+    return (
+        f"{report.workers:,} workers, {len(report.versions)} blocks:"
+        f" {how} {_duration(report.virtual_seconds)}"
+    )
+
+
+def _run_rows(report: "Report") -> list[tuple[str, str]]:
+    fewest, most = min(report.versions), max(report.versions)
+    return [
+        ("batches merged", f"{sum(report.merged_batches):,} of {report.batches:,}"),
+        ("progress of the slowest block", _percent(report.slowest_progress)),
+        ("versions per block", f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"),
+        ("time per version of a block", _duration(report.seconds_per_version)),
+    ]
+
+
+def _worker_rows(report: "Report") -> list[tuple[str, str]]:
+    return [
+        *((f"time {activity}", _percent(share)) for activity, share in report.utilisation.items()),
+        ("steps trained that were merged", _percent(report.useful_share)),
+        ("sent up", _bytes(report.bytes_up)),
+        ("sent down", _bytes(report.bytes_down)),
+    ]
+
+
+def _update_rows(report: "Report") -> list[tuple[str, str]]:
+    merged = sum(report.staleness.values())
+    return [
+        ("leases given", f"{report.leases_given:,}"),
+        ("  met in time", f"{report.leases_met:,} ({_percent(report.participation)})"),
+        ("  missed", f"{report.leases_missed:,}"),
+        ("  given back", f"{report.leases_returned:,}"),
+        ("updates merged", f"{merged:,}"),
+        *(
+            (f"  {behind} versions behind", f"{count:,} ({_percent(count / merged)})")
+            for behind, count in report.staleness.items()
+        ),
+        ("updates refused", f"{sum(report.refused.values()):,}"),
+        *((f"  {reason}", f"{count:,}") for reason, count in report.refused.items()),
+    ]
+
+
+def _sweep_table(name: str, reports: "dict[str, Report]") -> "Table":
+    from rich.table import Table
+
+    table = Table(title=name, title_justify="left")
+    table.add_column("value")
+    for column in SWEEP_COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    for value, report in reports.items():
+        table.add_row(
+            value,
+            _percent(report.slowest_progress),
+            _duration(report.virtual_seconds),
+            _percent(report.utilisation["training"]),
+            _percent(report.utilisation["waiting"]),
+            _percent(report.participation),
+            f"{report.mean_staleness:.2f}",
+            f"{sum(report.refused.values()):,}",
+            _percent(report.useful_share),
+            _bytes(report.bytes_up),
+            _bytes(report.bytes_down),
+        )
+    return table
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:,.1f} GB" if count < 1e12 else f"{count / 1e12:,.2f} TB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,94 @@
+"""A block's state that is changed in place, and the leases that change it.
+
+Has what the plan reads of a block (`core.swarm.BlockView`), kept up to date change by change: a
+ledger rebuilds the same from its rows at every question, which a million questions do not allow.
+"""
+
+import heapq
+from collections import Counter
+
+
+class VirtualLease:
+    """A lease, and then the update that came of it."""
+
+    __slots__ = (
+        "base_version", "block", "committed", "deadline", "first_batch", "number", "state",
+        "steps", "worker",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        number: int,
+        worker: str,
+        block: "VirtualBlock",
+        first_batch: int,
+        steps: int,
+        deadline: float,
+    ) -> None:
+        self.number, self.worker, self.block = number, worker, block
+        self.base_version = block.version
+        self.first_batch, self.steps, self.deadline = first_batch, steps, deadline
+        self.state = "open"
+        self.committed = 0.0
+
+    @property
+    def held(self) -> bool:
+        return self.state in ("open", "sending")
+
+
+class VirtualBlock:
+    def __init__(self, index: int, total_batches: int) -> None:
+        self.index, self.total_batches = index, total_batches
+        self.version = self.merged_batches = self.next_batch = self.open_leases = 0
+        self.to_hand_out, self.under_way = total_batches, 0
+        self.workers: Counter[str] = Counter()  # by how many leases and updates each counts
+        self.finishing: Counter[str] = Counter()
+        self.pending: list[VirtualLease] = []  # in the order of their arrival
+        self.gaps: dict[int, int] = {}  # ranges that came back: steps by first batch
+        self._order: list[int] = []  # a heap of first batches; some are no gaps any more
+        self.merging = False
+        self.author: VirtualLease | None = None  # whose update this version is, to the last bit
+
+    def take(self, most: int) -> tuple[int, int]:
+        """(first batch, steps): what came back first, then what was never handed out."""
+        while self._order and self._order[0] not in self.gaps:
+            heapq.heappop(self._order)
+        if self._order:
+            first_batch = heapq.heappop(self._order)
+            whole = self.gaps.pop(first_batch)
+            steps = min(most, whole)
+            if whole > steps:
+                self._open_gap(first_batch + steps, whole - steps)
+        else:
+            first_batch = self.next_batch
+            steps = min(most, self.total_batches - first_batch)
+            self.next_batch += steps
+        self._hand_out(steps)
+        return first_batch, steps
+
+    def give_back(self, first_batch: int, steps: int) -> None:
+        self._open_gap(first_batch, steps)
+        self._hand_out(-steps)
+
+    def reclaim(self, first_batch: int, steps: int) -> bool:
+        """Take back exactly this range, if nobody else has had it since."""
+        if self.gaps.get(first_batch) != steps:
+            return False
+        del self.gaps[first_batch]
+        self._hand_out(steps)
+        return True
+
+    def _open_gap(self, first_batch: int, steps: int) -> None:
+        self.gaps[first_batch] = steps
+        heapq.heappush(self._order, first_batch)
+
+    def _hand_out(self, steps: int) -> None:
+        self.to_hand_out -= steps
+        self.under_way += steps
+
+
+def count_out(counted: Counter[str], worker: str) -> None:
+    """One less; who counts nothing is not there."""
+    counted[worker] -= 1
+    if not counted[worker]:
+        del counted[worker]

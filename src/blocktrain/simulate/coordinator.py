@@ -1,0 +1,150 @@
+"""A coordinator without files, messages or a clock: who holds what, and what the plan says to it.
+
+All decisions are `coordinator.plan`'s. What surrounds them follows the real coordinator rule by
+rule, and a test drives both through the same events:
+
+- leases.py: who already holds an open lease gets the same again; text that came back is handed out
+  before text that was never out; a lease that is overdue, or given back, puts its text back.
+- updates.py: an offer makes a lease "sending"; an update counts once; one whose lease is over
+  counts only if nobody has had its text since; a refused one puts its text back.
+- merger.py: what fell too far behind while it waited is refused when its block is merged; a version
+  takes in all other updates that waited when its merge began.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from blocktrain.config import SwarmConfig
+from blocktrain.coordinator import plan
+from blocktrain.simulate.block import VirtualBlock, VirtualLease, count_out
+
+FELL_BEHIND = "too many versions behind once it was to be merged"
+
+
+class VirtualCoordinator:
+    """Every method is told the time, also where this one does not need it: one that watches over
+    it, beside a real coordinator, does."""
+
+    def __init__(self, swarm: SwarmConfig, blocks: int, batches: int) -> None:
+        self.swarm = swarm
+        self.blocks = [VirtualBlock(index, batches) for index in range(blocks)]
+        self.given = self.met = self.missed = self.returned = 0
+        self.refused: Counter[str] = Counter()
+        self.staleness: Counter[int] = Counter()  # of merged updates, by versions behind
+        self._open: dict[str, VirtualLease] = {}  # by worker
+        self._unfinished = blocks
+
+    @property
+    def finished(self) -> bool:
+        return self._unfinished == 0
+
+    def claim(
+        self, worker: str, held: int | None, steps_per_second: float | None, now: float
+    ) -> VirtualLease | None:
+        """Work for a worker; None: it has to wait."""
+        if already := self._open.get(worker):
+            return already
+        block = plan.choose_block(self.blocks, worker, held, None)
+        if block is None:
+            return None
+        wanted = plan.lease_steps(self.swarm, steps_per_second, block.to_hand_out)
+        first_batch, steps = block.take(wanted)
+        deadline = now + plan.lease_seconds(self.swarm, steps, steps_per_second)
+        self.given += 1
+        lease = VirtualLease(self.given, worker, block, first_batch, steps, deadline)
+        block.open_leases += 1
+        block.workers[worker] += 1
+        self._open[worker] = lease
+        return lease
+
+    def offer(self, lease: VirtualLease, now: float) -> None:
+        """An update is about to be sent."""
+        if lease.state == "open":
+            lease.state = "sending"
+            del self._open[lease.worker]
+            if lease.base_version == lease.block.version:
+                lease.block.finishing[lease.worker] += 1
+
+    def settle(self, lease: VirtualLease, now: float) -> plan.Refusal | None:
+        """Count an update that has arrived, or say why not."""
+        block, in_time = lease.block, self._close(lease, "submitted")
+        weight = plan.weight(self.swarm, block.version, lease.base_version)
+        own = in_time or (weight > 0.0 and block.reclaim(lease.first_batch, lease.steps))
+        reason = plan.refusal(self.swarm, block.version, lease.base_version, text_is_its_own=own)
+        if in_time:
+            self.met += not reason
+            self.missed += bool(reason)
+        if reason:
+            self._refuse(lease, reason, put_back=in_time)
+            return reason
+        lease.committed = now
+        block.pending.append(lease)
+        block.workers[lease.worker] += 1
+        if lease.base_version == block.version:
+            block.finishing[lease.worker] += 1
+        return None
+
+    def give_back(self, lease: VirtualLease, now: float) -> bool:
+        """Whether that put text back."""
+        if not self._close(lease, "returned"):
+            return False
+        self.returned += 1
+        lease.block.give_back(lease.first_batch, lease.steps)
+        return True
+
+    def expire(self, lease: VirtualLease, now: float) -> bool:
+        """Take back what is overdue; whether it was still held."""
+        if not self._close(lease, "expired"):
+            return False
+        self.missed += 1
+        lease.block.give_back(lease.first_batch, lease.steps)
+        return True
+
+    def begin_merge(self, block: VirtualBlock, now: float) -> Sequence[VirtualLease]:
+        """What the next version is made of; none where it is better to wait."""
+        due = plan.due_updates(block, self.swarm, now)
+        fresh, stale = plan.without_stale(self.swarm, block.version, due)
+        if stale:
+            block.pending = list(fresh)
+        for lease in stale:
+            count_out(block.workers, lease.worker)
+            self._refuse(lease, FELL_BEHIND, put_back=True)
+        block.merging = bool(fresh)
+        return fresh
+
+    def publish(self, block: VirtualBlock, merged: Sequence[VirtualLease], now: float) -> None:
+        """The next version. What arrived while it was made waits for the one after."""
+        block.pending = block.pending[len(merged) :]
+        for lease in merged:
+            count_out(block.workers, lease.worker)
+            self.staleness[block.version - lease.base_version] += 1
+            block.merged_batches += lease.steps
+        block.author = merged[0] if self._is_the_update(block, merged) else None
+        block.version += 1
+        block.finishing.clear()
+        block.merging = False
+        self._unfinished -= block.merged_batches == block.total_batches
+
+    def _close(self, lease: VirtualLease, state: str) -> bool:
+        """Move a lease on for good; False where it is nobody's any more."""
+        if not lease.held:
+            return False
+        block = lease.block
+        if lease.state == "open":
+            del self._open[lease.worker]
+        elif lease.base_version == block.version:
+            count_out(block.finishing, lease.worker)
+        lease.state = state
+        block.open_leases -= 1
+        count_out(block.workers, lease.worker)
+        return True
+
+    def _refuse(self, lease: VirtualLease, reason: str, *, put_back: bool) -> None:
+        self.refused[str(reason)] += 1
+        if put_back:
+            lease.block.give_back(lease.first_batch, lease.steps)
+
+    def _is_the_update(self, block: VirtualBlock, merged: Sequence[VirtualLease]) -> bool:
+        """Whoever made a version's only update has its weights already, if nothing is added."""
+        alone = len(merged) == 1 and merged[0].base_version == block.version
+        return alone and self.swarm.outer_rate == 1.0 and self.swarm.outer_momentum == 0.0

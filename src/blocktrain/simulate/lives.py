@@ -1,0 +1,283 @@
+"""The lives of the workers: come, ask, fetch, train, send, wait, leave.
+
+As in worker/agent.py: while an update goes up the next lease is asked for and begun, one update
+goes up at a time; speed is what the last lease measured; a lease that is lost is noticed at the
+next sign of life; a worker that starts again gets the lease it had, if that is still open. Its disk
+keeps the weights it last fetched and made, as worker/held_block.py does.
+
+Who is told to wait asks again and again. Only the asking that finds work is played: of n that wait
+`seconds` each, the first asks within seconds / (n + 1).
+"""
+
+import math
+from collections.abc import Sequence
+
+from blocktrain.coordinator import plan
+from blocktrain.core.pace import report_interval
+from blocktrain.simulate.agenda import Agenda
+from blocktrain.simulate.block import VirtualBlock, VirtualLease
+from blocktrain.simulate.coordinator import VirtualCoordinator
+from blocktrain.simulate.population import Chance
+from blocktrain.simulate.rounds import Rounds
+from blocktrain.simulate.scenario import Scenario
+from blocktrain.simulate.tally import Tally
+from blocktrain.simulate.worker import Activity, VirtualWorker
+
+
+class Lives:
+    def __init__(
+        self,
+        scenario: Scenario,
+        agenda: Agenda,
+        coordinator: VirtualCoordinator,
+        workers: Sequence[VirtualWorker],
+        tally: Tally,
+    ) -> None:
+        self.settings = scenario.simulate
+        self._block_bytes, self._update_bytes = scenario.block_bytes, scenario.update_bytes
+        self._needs_all_before = scenario.objective.kind == "cascade"
+        self._agenda, self._coordinator, self._tally = agenda, coordinator, tally
+        self._chance = Chance(self.settings.seed)
+        self._workers = {worker.name: worker for worker in workers}
+        self._parked: dict[str, float] = {}  # in the order of their asking: seconds to wait
+        self._rounds = Rounds(
+            agenda,
+            coordinator,
+            scenario.merge_seconds,
+            self.settings.coordinators,
+            on_expired=self._expired,
+            on_version=self._version_came,
+            on_text_back=self._text_came_back,
+        )
+        for worker in workers:
+            self._agenda.at(worker.joins, self._join, worker)
+
+    # Coming and going
+
+    def _join(self, worker: VirtualWorker) -> None:
+        """It may be one of its absences in which its time begins."""
+        worker.since = self._agenda.now
+        if worker.straggles:
+            self._plan_slow_spell(worker)
+        if self._chance.happens(self.settings.availability):
+            self._come(worker)
+        else:
+            worker.activity = Activity.GONE
+            self._plan_return(worker)
+
+    def _come(self, worker: VirtualWorker) -> None:
+        self._tally.present += 1
+        self._begin(worker, Activity.WAITING)
+        self._ask_soon(worker)
+        if worker.lost or self.settings.availability < 1.0:
+            stay = self._chance.seconds(self.settings.stay_seconds)
+            self._agenda.at(self._agenda.now + stay, self._leave, worker)
+
+    def _leave(self, worker: VirtualWorker) -> None:
+        held = (worker.lease, worker.ready, worker.sending)
+        self._begin(worker, Activity.GONE)
+        self._tally.present -= 1
+        worker.restart()
+        self._parked.pop(worker.name, None)
+        if self._chance.happens(self.settings.goodbye_share):
+            for lease in held:
+                if lease and self._coordinator.give_back(lease, self._agenda.now):
+                    self._text_came_back(lease.block)
+                    self._rounds.look(lease.block)
+        if not worker.lost:
+            self._plan_return(worker)
+
+    def _plan_return(self, worker: VirtualWorker) -> None:
+        share = self.settings.availability
+        absence = self._chance.seconds(self.settings.stay_seconds * (1.0 - share) / share)
+        self._agenda.at(self._agenda.now + absence, self._come, worker)
+
+    def _plan_slow_spell(self, worker: VirtualWorker) -> None:
+        begins = self._agenda.now + self._chance.seconds(self.settings.straggler_every)
+        ends = begins + self._chance.seconds(self.settings.straggler_seconds)
+        self._agenda.at(begins, self._change_speed, worker, self.settings.straggler_factor)
+        self._agenda.at(ends, self._end_slow_spell, worker)
+
+    def _end_slow_spell(self, worker: VirtualWorker) -> None:
+        self._change_speed(worker, 1.0)
+        self._plan_slow_spell(worker)
+
+    def _change_speed(self, worker: VirtualWorker, slow: float) -> None:
+        lease = worker.lease
+        training = lease is not None and worker.activity is Activity.TRAINING
+        if training:
+            self._begin(worker, Activity.TRAINING)  # again: what is done was done at the old speed
+        worker.slow = slow
+        if training:
+            worker.turn += 1
+            self._plan_end_of_training(worker)
+
+    # A lease
+
+    def _ask_soon(self, worker: VirtualWorker) -> None:
+        self._agenda.at(self._agenda.now + worker.latency, self._ask, worker, worker.turn)
+
+    def _ask(self, worker: VirtualWorker, turn: int) -> None:
+        if worker.turn != turn:
+            return
+        given = self._coordinator.given
+        lease = self._coordinator.claim(
+            worker.name, worker.held_block, worker.measured, self._agenda.now
+        )
+        if lease is None:
+            self._park(worker)
+            return
+        if self._coordinator.given > given:
+            self._rounds.watch(lease)
+        worker.lease, worker.asked = lease, self._agenda.now
+        worker.steps_left = float(lease.steps)
+        self._fetch(worker, lease)
+
+    def _fetch(self, worker: VirtualWorker, lease: VirtualLease) -> None:
+        """The weights to start from, and in a cascade those of the blocks before."""
+        needed = {lease.block.index: lease.base_version}
+        if self._needs_all_before:
+            before = self._coordinator.blocks[: lease.block.index]
+            needed |= {block.index: block.version for block in before}
+        missing = [weights for weights in needed.items() if not self._has(worker, *weights)]
+        if not missing:
+            self._train(worker, needed)
+            return
+        self._begin(worker, Activity.TRANSFERRING)
+        size = len(missing) * self._block_bytes
+        arrival = self._agenda.now + worker.latency + size / worker.down
+        self._agenda.at(arrival, self._fetched, worker, worker.turn, needed, size)
+
+    def _has(self, worker: VirtualWorker, index: int, version: int) -> bool:
+        """Whether weights lie on its disk: fetched for its last lease, or made by itself."""
+        if worker.fetched.get(index) == version:
+            return True
+        block = self._coordinator.blocks[index]
+        is_own = block.author is not None and block.author is worker.made
+        return is_own and version == block.version
+
+    def _fetched(
+        self, worker: VirtualWorker, turn: int, needed: dict[int, int], size: float
+    ) -> None:
+        if worker.turn == turn:
+            self._tally.bytes_down += size
+            self._train(worker, needed)
+
+    def _train(self, worker: VirtualWorker, weights: dict[int, int]) -> None:
+        assert worker.lease is not None
+        worker.fetched, worker.held_block = weights, worker.lease.block.index
+        worker.began = self._agenda.now
+        self._begin(worker, Activity.TRAINING)
+        self._plan_end_of_training(worker)
+
+    def _plan_end_of_training(self, worker: VirtualWorker) -> None:
+        ends = self._agenda.now + worker.steps_left / worker.steps_per_second
+        self._agenda.at(ends, self._trained, worker, worker.turn)
+
+    def _trained(self, worker: VirtualWorker, turn: int) -> None:
+        if worker.turn != turn:
+            return
+        self._begin(worker, Activity.TRANSFERRING)
+        worker.steps_left = 0.0  # exactly, whatever the sum of its parts was rounded to
+        lease = worker.made = self._put_down(worker)
+        if worker.sending:
+            worker.ready = lease
+        else:
+            self._send(worker, lease)
+
+    def _put_down(self, worker: VirtualWorker) -> VirtualLease:
+        """End the training of a lease, at its end or before, and remember how fast it went."""
+        lease, worker.lease = worker.lease, None
+        assert lease is not None
+        done = lease.steps - worker.steps_left
+        if done >= 1.0:
+            worker.measured = done / max(self._agenda.now - worker.began, 1e-6)
+        worker.turn += 1
+        return lease
+
+    def _expired(self, lease: VirtualLease) -> None:
+        """Its worker learns of it with its next sign of life, if it still trains then."""
+        worker = self._workers[lease.worker]
+        if worker.lease is lease:
+            interval = report_interval(lease.deadline - worker.asked)
+            signs = math.ceil((self._agenda.now - worker.asked) / interval)
+            learns = worker.asked + signs * interval + worker.latency
+            self._agenda.at(learns, self._lose, worker, lease)
+
+    def _lose(self, worker: VirtualWorker, lease: VirtualLease) -> None:
+        if worker.lease is lease:
+            self._begin(worker, Activity.WAITING)
+            self._put_down(worker)
+            self._ask_soon(worker)
+
+    # An update
+
+    def _send(self, worker: VirtualWorker, lease: VirtualLease) -> None:
+        offered = self._agenda.now + worker.latency
+        self._agenda.at(offered, self._offered, worker, worker.turn, lease)
+
+    def _offered(self, worker: VirtualWorker, turn: int, lease: VirtualLease) -> None:
+        if worker.turn != turn:
+            return
+        self._coordinator.offer(lease, self._agenda.now)
+        worker.sending = lease
+        seconds = self._update_bytes / worker.up + worker.latency
+        self._agenda.at(self._agenda.now + seconds, self._sent, worker, lease)
+        self._ask_soon(worker)
+
+    def _sent(self, worker: VirtualWorker, lease: VirtualLease) -> None:
+        if worker.sending is not lease:
+            return
+        worker.sending = None
+        self._tally.bytes_up += self._update_bytes
+        refused = self._coordinator.settle(lease, self._agenda.now)
+        if worker.ready:
+            ready, worker.ready = worker.ready, None
+            self._send(worker, ready)
+        elif worker.name in self._parked:
+            self._begin(worker, Activity.WAITING)
+        if refused:
+            self._text_came_back(lease.block)
+        self._rounds.look(lease.block)
+
+    # Waiting
+
+    def _park(self, worker: VirtualWorker) -> None:
+        self._begin(worker, Activity.TRANSFERRING if worker.sending else Activity.WAITING)
+        self._parked[worker.name] = plan.wait_seconds(self._coordinator.blocks, worker.name)
+
+    def _version_came(self, block: VirtualBlock, finishing: Sequence[str]) -> None:
+        """Those who waited for what their own updates become may go on from it."""
+        if self._coordinator.finished:
+            self._agenda.end()
+        if block.to_hand_out:
+            for name in finishing:
+                if name in self._parked:
+                    worker, seconds = self._workers[name], self._parked.pop(name)
+                    asks = self._agenda.now + self._chance.within(seconds)
+                    self._agenda.at(asks, self._ask, worker, worker.turn)
+
+    def _text_came_back(self, block: VirtualBlock) -> None:
+        """There is work again: the first of those who wait and may do it will find it."""
+        name = next((name for name in self._parked if name not in block.finishing), None)
+        if name is not None and block.to_hand_out:
+            waiting = len(self._parked)
+            worker, seconds = self._workers[name], self._parked.pop(name)
+            asks = self._agenda.now + seconds / (waiting + 1)
+            self._agenda.at(asks, self._find_work, worker, worker.turn, block)
+
+    def _find_work(self, worker: VirtualWorker, turn: int, block: VirtualBlock) -> None:
+        """And then the next, while there is some left."""
+        self._ask(worker, turn)
+        self._text_came_back(block)
+
+    def _begin(self, worker: VirtualWorker, then: Activity) -> None:
+        """Something else: the time and the steps until now are counted."""
+        now = self._agenda.now
+        if worker.activity is not None:
+            self._tally.seconds[worker.activity] += now - worker.since
+        if worker.activity is Activity.TRAINING:
+            done = (now - worker.since) * worker.steps_per_second
+            worker.steps_left = max(0.0, worker.steps_left - done)
+            self._tally.steps_trained += done
+        worker.activity, worker.since = then, now

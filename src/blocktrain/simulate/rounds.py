@@ -1,0 +1,89 @@
+"""What a coordinator does by itself: take back what is overdue, and merge what is due.
+
+The real one looks four times a second, and whenever something arrives. Here it looks at the moment
+when there is something to see.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from blocktrain.coordinator import plan
+from blocktrain.simulate.agenda import Agenda
+from blocktrain.simulate.block import VirtualBlock, VirtualLease
+from blocktrain.simulate.coordinator import VirtualCoordinator
+
+
+class Rounds:
+    def __init__(
+        self,
+        agenda: Agenda,
+        coordinator: VirtualCoordinator,
+        merge_seconds: Callable[[int], float],
+        mergers: int,
+        on_expired: Callable[[VirtualLease], None],
+        on_version: Callable[[VirtualBlock, Sequence[str]], None],
+        on_text_back: Callable[[VirtualBlock], None],
+    ) -> None:
+        """`merge_seconds`: by the number of updates that are merged."""
+        self._agenda, self._coordinator = agenda, coordinator
+        self._merge_seconds, self._free_mergers = merge_seconds, mergers
+        self._on_expired, self._on_version = on_expired, on_version
+        self._on_text_back = on_text_back
+        self._due: deque[VirtualBlock] = deque()
+        self._looks: dict[int, float] = {}  # by block, when it will be looked at again
+
+    def watch(self, lease: VirtualLease) -> None:
+        """See to it that a lease does not outlive its deadline."""
+        self._agenda.at(math.nextafter(lease.deadline, math.inf), self._expire, lease)
+
+    def look(self, block: VirtualBlock) -> None:
+        """Something has changed: merge, or look again when that will be due."""
+        if block.merging or block in self._due or self._nothing_new(block):
+            return
+        due_at = plan.due_at(block, self._coordinator.swarm)
+        if due_at <= self._agenda.now:
+            self._looks.pop(block.index, None)
+            self._due.append(block)
+            self._merge_next()
+        elif due_at < math.inf and self._looks.get(block.index) != due_at:
+            self._looks[block.index] = due_at
+            self._agenda.at(due_at, self._look_again, block, due_at)
+
+    def _nothing_new(self, block: VirtualBlock) -> bool:
+        """Whether its updates are due at a time that is known, however many more arrive: the plan
+        counts from the one that made the quorum. Saves asking it at every arrival."""
+        quorum = self._coordinator.swarm.quorum
+        settled = len(block.pending) > quorum and len(block.workers) >= quorum
+        return settled and block.open_leases > 0 and block.index in self._looks
+
+    def _look_again(self, block: VirtualBlock, planned: float) -> None:
+        if self._looks.get(block.index) == planned:
+            del self._looks[block.index]
+            self.look(block)
+
+    def _expire(self, lease: VirtualLease) -> None:
+        if lease.held and self._coordinator.expire(lease, self._agenda.now):
+            self._on_expired(lease)
+            self._on_text_back(lease.block)
+            self.look(lease.block)
+
+    def _merge_next(self) -> None:
+        while self._free_mergers and self._due:
+            block = self._due.popleft()
+            waiting = block.to_hand_out
+            merged = self._coordinator.begin_merge(block, self._agenda.now)
+            if block.to_hand_out > waiting:
+                self._on_text_back(block)
+            if merged:
+                self._free_mergers -= 1
+                published = self._agenda.now + self._merge_seconds(len(merged))
+                self._agenda.at(published, self._publish, block, merged)
+
+    def _publish(self, block: VirtualBlock, merged: Sequence[VirtualLease]) -> None:
+        finishing = tuple(block.finishing)
+        self._coordinator.publish(block, merged, self._agenda.now)
+        self._free_mergers += 1
+        self._on_version(block, finishing)
+        self.look(block)
+        self._merge_next()

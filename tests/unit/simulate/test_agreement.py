@@ -1,0 +1,194 @@
+"""A simulation and the real coordinator through the same events: the same answers, the same state.
+
+Whatever the simulated workers ask, a real service is asked too, at the same time by its clock.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.coordinator import (
+    Made,
+    Member,
+    SetClock,
+    commit,
+    join,
+    missing_chunks,
+    put_chunk,
+    running,
+)
+from tests.support.scenarios import scenario
+
+from blocktrain.coordinator import plan
+from blocktrain.coordinator.service import Service
+from blocktrain.core.swarm import BlockState
+from blocktrain.protocol.messages import Lease, LeaseReturn, Wait
+from blocktrain.simulate.block import VirtualBlock, VirtualLease
+from blocktrain.simulate.coordinator import VirtualCoordinator
+from blocktrain.simulate.scenario import Scenario
+from blocktrain.simulate.simulation import simulate
+
+RUN = {
+    "train__steps": 300,
+    "swarm__quorum": 3,
+    "swarm__grace_seconds": 4.0,
+    "swarm__most_stale": 1,
+    "swarm__lease_seconds": 10.0,
+    "swarm__shortest_deadline": 15.0,
+    "swarm__deadline_factor": 1.5,
+}
+# A merge takes no time, because the real one takes none of the clock's; every block has a
+# coordinator of its own, so that none waits for another's merge.
+WORKERS = {
+    "simulate__workers": 8,
+    "simulate__coordinators": 2,
+    "simulate__merge_megabytes": 1e12,
+    "simulate__block_megabytes": 5.0,
+    "simulate__speed_spread": 0.8,
+    "simulate__network_spread": 0.5,
+    "simulate__latency_seconds": 0.1,
+    "simulate__join_seconds": 20.0,
+    "simulate__longest_seconds": 20_000.0,
+}
+LIVES: dict[str, dict[str, Any]] = {
+    "always there": {},
+    "coming and going": {"simulate__availability": 0.6, "simulate__stay_seconds": 30.0},
+    "vanishing": {
+        "simulate__availability": 0.7,
+        "simulate__stay_seconds": 20.0,
+        "simulate__goodbye_share": 0.0,
+    },
+    "straggling": {
+        "simulate__straggler_share": 0.5,
+        "simulate__straggler_every": 20.0,
+        "simulate__straggler_seconds": 30.0,
+    },
+    "on slow lines": {"simulate__up_megabytes": 0.5, "simulate__network_spread": 0.8},
+}
+
+
+class Mirrored(VirtualCoordinator):
+    """Does everything twice, and compares."""
+
+    def __init__(self, scene: Scenario, service: Service, clock: SetClock) -> None:
+        super().__init__(scene.swarm, scene.units, scene.train.steps)
+        self.service, self.clock = service, clock
+        self.members: dict[str, Member] = {}
+        self.real: dict[int, tuple[Member, Lease]] = {}
+        self.made: dict[int, Made] = {}
+
+    def claim(
+        self, worker: str, held: int | None, steps_per_second: float | None, now: float
+    ) -> VirtualLease | None:
+        self.move_clock(now)
+        lease = super().claim(worker, held, steps_per_second, now)
+        if worker not in self.members:
+            self.members[worker] = join(self.service)
+        member = self.members[worker]
+        answer = member.ask(held_block=held, steps_per_second=steps_per_second).answer
+        if lease is None:
+            assert isinstance(answer, Wait)
+            assert answer.seconds == plan.wait_seconds(self.blocks, worker)
+            return None
+        assert isinstance(answer, Lease)
+        told = (answer.block, answer.base_version, answer.first_batch, answer.steps)
+        own = (lease.block.index, lease.base_version, lease.first_batch, lease.steps)
+        assert told == own
+        assert answer.seconds_left == lease.deadline - now
+        self.real[lease.number] = (member, answer)
+        self.compare()
+        return lease
+
+    def offer(self, lease: VirtualLease, now: float) -> None:
+        self.move_clock(now)
+        super().offer(lease, now)
+        member, given = self.real[lease.number]
+        self.made[lease.number] = member.make(given)
+        self.service.updates.offer(member.caller, self.made[lease.number].offer)
+        self.compare()
+
+    def settle(self, lease: VirtualLease, now: float) -> plan.Refusal | None:
+        self.move_clock(now)
+        refusal = super().settle(lease, now)
+        (member, given), made = self.real[lease.number], self.made[lease.number]
+        for name in missing_chunks(self.service, member.caller, made.offer):
+            put_chunk(self.service, member.caller, given.lease, name, made.chunks[name])
+        receipt = commit(self.service, member.caller, given.lease)
+        assert (receipt.state == "refused") == (refusal is not None)
+        assert ("handed out again" in receipt.reason) == (refusal is plan.Refusal.HANDED_OUT_AGAIN)
+        self.compare()
+        return refusal
+
+    def give_back(self, lease: VirtualLease, now: float) -> bool:
+        self.move_clock(now)
+        was_held = super().give_back(lease, now)
+        member, given = self.real[lease.number]
+        told = LeaseReturn(fence=given.fence, reason="leaving")
+        self.service.leases.give_back(member.caller, given.lease, told)
+        self.compare()
+        return was_held
+
+    def expire(self, lease: VirtualLease, now: float) -> bool:
+        self.move_clock(now)
+        was_held = super().expire(lease, now)
+        self.service.leases.expire()
+        self.compare()
+        return was_held
+
+    def begin_merge(self, block: VirtualBlock, now: float) -> Sequence[VirtualLease]:
+        self.move_clock(now)
+        merged = super().begin_merge(block, now)
+        if not merged:
+            assert self.service.merger.merge_due() == 0
+            self.compare()
+        return merged
+
+    def publish(self, block: VirtualBlock, merged: Sequence[VirtualLease], now: float) -> None:
+        self.move_clock(now)
+        super().publish(block, merged, now)
+        assert self.service.merger.merge_due() == 1
+        self.compare()
+
+    def states(self) -> list[BlockState]:
+        with self.service.run.ledger.read() as tx:
+            return tx.block_states()
+
+    def move_clock(self, now: float) -> None:
+        """Whatever was due or overdue at the moment before has been dealt with by now."""
+        assert now >= self.clock.now
+        if now > self.clock.now:
+            with self.service.run.ledger.read() as tx:
+                assert not tx.overdue(self.clock.now)
+            for state, block in zip(self.states(), self.blocks, strict=True):
+                due = plan.due_updates(state, self.swarm, self.clock.now)
+                assert not due or block.merging
+        self.clock.now = now
+
+    def compare(self) -> None:
+        names = {member.id: name for name, member in self.members.items()}
+        for state, block in zip(self.states(), self.blocks, strict=True):
+            assert (state.version, state.merged_batches) == (block.version, block.merged_batches)
+            assert (state.next_batch, state.to_hand_out) == (block.next_batch, block.to_hand_out)
+            assert (state.under_way, state.open_leases) == (block.under_way, block.open_leases)
+            assert {names[worker] for worker in state.workers} == set(block.workers)
+            assert {names[worker] for worker in state.finishing} == set(block.finishing)
+            told = sorted((u.committed, u.base_version, u.steps) for u in state.pending)
+            assert told == sorted((u.committed, u.base_version, u.steps) for u in block.pending)
+
+
+@pytest.mark.parametrize("life", LIVES, ids=lambda life: life.replace(" ", "-"))
+def test_the_real_coordinator_gives_every_answer_that_was_simulated(tmp_path: Path, life: str):
+    clock = SetClock(now=0.0)
+    with running(tmp_path, clock, **RUN) as service:
+        scene = scenario(**{**RUN, **WORKERS, **LIVES[life]})
+        mirrored = Mirrored(scene, service, clock)
+        report = simulate(scene, mirrored)
+        assert report.finished
+        assert report.merged_batches == (300, 300)
+        assert report.leases_missed and report.refused and report.staleness[1]  # all of it happened
+        with service.run.ledger.read() as tx:
+            rows = [tx.block(index) for index in range(scene.units)]
+        assert sum(row.leases_given for row in rows) == report.leases_given
+        assert sum(row.leases_met for row in rows) == report.leases_met
+        assert sum(row.leases_missed for row in rows) == report.leases_missed

@@ -1,0 +1,28 @@
+"""Plots of simulations, where matplotlib is installed; a plain word where it is not."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from tests.support.scenarios import scenario
+
+from blocktrain.errors import ConfigError
+from blocktrain.simulate import plots
+from blocktrain.simulate.simulation import simulate
+
+INSTALLED = importlib.util.find_spec("matplotlib") is not None
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs matplotlib: pip install 'blocktrain[plots]'")
+def test_a_sweep_is_drawn_as_one_picture_for_each_question(tmp_path: Path):
+    reports = {str(n): simulate(scenario(simulate__workers=n)) for n in (1, 2)}
+    plots.write(tmp_path / "new", "simulate.workers", reports)
+    written = {path.name: path.read_bytes()[:4] for path in (tmp_path / "new").iterdir()}
+    names = ("progress.png", "participation.png", "staleness.png")
+    assert written == dict.fromkeys(names, b"\x89PNG")
+
+
+@pytest.mark.skipif(INSTALLED, reason="matplotlib is installed here")
+def test_without_matplotlib_the_error_says_what_to_install():
+    with pytest.raises(ConfigError, match=r"pip install 'blocktrain\[plots\]'"):
+        plots.check_installed()

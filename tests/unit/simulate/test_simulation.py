@@ -1,0 +1,314 @@
+"""Virtual swarms: nothing is lost, nothing counts twice, and time goes where it should."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.scenarios import scenario
+
+from blocktrain.simulate.block import VirtualBlock, VirtualLease
+from blocktrain.simulate.coordinator import FELL_BEHIND, VirtualCoordinator
+from blocktrain.simulate.report import Report
+from blocktrain.simulate.scenario import Scenario
+from blocktrain.simulate.simulation import simulate
+
+
+class Bookkeeper(VirtualCoordinator):
+    """Writes down every batch that was given and merged."""
+
+    def __init__(self, scene: Scenario) -> None:
+        super().__init__(scene.swarm, scene.units, scene.train.steps)
+        self.leases: list[VirtualLease] = []
+        self.merged: list[list[int]] = [[] for _ in self.blocks]
+
+    def claim(self, *asked: Any) -> VirtualLease | None:
+        lease = super().claim(*asked)
+        if lease is not None and lease.number > len(self.leases):
+            self.leases.append(lease)
+        return lease
+
+    def publish(self, block: VirtualBlock, merged: Sequence[VirtualLease], now: float) -> None:
+        super().publish(block, merged, now)
+        for lease in merged:
+            self.merged[block.index] += batches(lease.first_batch, lease.steps)
+
+    def somewhere(self, block: VirtualBlock) -> list[int]:
+        """Every batch of a block, wherever it is: merged, waiting, out, back, never handed out."""
+        out = [lease for lease in self.leases if lease.block is block and lease.held]
+        found = [*self.merged[block.index]]
+        for lease in (*out, *block.pending):
+            found += batches(lease.first_batch, lease.steps)
+        for first_batch, steps in block.gaps.items():
+            found += batches(first_batch, steps)
+        return found + list(range(block.next_batch, block.total_batches))
+
+
+def batches(first: int, steps: int) -> list[int]:
+    return list(range(first, first + steps))
+
+
+scenes = st.fixed_dictionaries(
+    {
+        "model__layers": st.just(6),
+        "model__blocks": st.integers(1, 3),
+        "train__steps": st.integers(1, 120),
+        "swarm__lease_seconds": st.floats(1.0, 20.0),
+        "swarm__shortest_deadline": st.floats(0.5, 40.0),
+        "swarm__deadline_factor": st.floats(1.0, 4.0),
+        "swarm__quorum": st.integers(1, 4),
+        "swarm__grace_seconds": st.floats(0.0, 10.0),
+        "swarm__most_stale": st.integers(0, 3),
+        "simulate__seed": st.integers(0, 1000),
+        "simulate__workers": st.integers(1, 12),
+        "simulate__longest_seconds": st.floats(1.0, 2000.0),
+        "simulate__block_megabytes": st.floats(0.0, 40.0),
+        "simulate__speed_spread": st.floats(0.0, 1.5),
+        "simulate__network_spread": st.floats(0.0, 1.0),
+        "simulate__latency_seconds": st.floats(0.0, 1.0),
+        "simulate__merge_megabytes": st.floats(5.0, 1000.0),
+        "simulate__coordinators": st.integers(1, 3),
+        "simulate__join_seconds": st.floats(0.0, 30.0),
+        "simulate__availability": st.floats(0.2, 1.0),
+        "simulate__stay_seconds": st.floats(2.0, 200.0),
+        "simulate__lost_share": st.floats(0.0, 0.5),
+        "simulate__goodbye_share": st.floats(0.0, 1.0),
+        "simulate__straggler_share": st.floats(0.0, 1.0),
+        "simulate__straggler_every": st.floats(1.0, 60.0),
+        "simulate__straggler_seconds": st.floats(1.0, 60.0),
+    }
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(scenes)
+def test_every_batch_is_merged_once_or_still_on_its_way(drawn: dict[str, Any]):
+    scene = scenario(**drawn)
+    books = Bookkeeper(scene)
+    report = simulate(scene, books)
+    for block in books.blocks:
+        assert sorted(books.somewhere(block)) == list(range(block.total_batches))
+        assert len(books.merged[block.index]) == block.merged_batches
+        out = sum(lease.steps for lease in books.leases if lease.block is block and lease.held)
+        waiting = sum(lease.steps for lease in block.pending)
+        assert block.under_way == block.merged_batches + out + waiting
+        assert block.to_hand_out == block.total_batches - block.under_way
+    assert report.finished == (sum(report.merged_batches) == report.batches)
+
+
+@settings(deadline=None, max_examples=50)
+@given(scenes)
+def test_all_the_time_of_every_worker_is_accounted_for(drawn: dict[str, Any]):
+    report = simulate(scenario(**{**drawn, "simulate__join_seconds": 0.0}))
+    assert sum(report.utilisation.values()) == pytest.approx(1.0)
+    assert report.steps_trained >= sum(report.merged_batches) - 1e-6
+    assert 0.0 <= report.virtual_seconds <= drawn["simulate__longest_seconds"]
+    over = report.leases_met + report.leases_missed + report.leases_returned
+    assert over <= report.leases_given
+
+
+CHURN = {
+    "simulate__workers": 30,
+    "simulate__speed_spread": 0.5,
+    "simulate__availability": 0.5,
+    "simulate__stay_seconds": 50.0,
+    "simulate__straggler_share": 0.3,
+    "train__steps": 2000,
+}
+
+
+def test_the_same_seed_makes_the_same_run():
+    assert simulate(scenario(**CHURN)) == simulate(scenario(**CHURN))
+
+
+def test_another_seed_makes_another_run():
+    first, second = simulate(scenario(**CHURN)), simulate(scenario(**CHURN, simulate__seed=1))
+    assert first.virtual_seconds != second.virtual_seconds
+
+
+# What a run comes to
+
+
+def test_a_worker_alone_meets_every_deadline_and_makes_every_version():
+    report = simulate(scenario(simulate__block_megabytes=5.0, simulate__latency_seconds=0.1))
+    assert report.finished
+    assert report.leases_met == report.leases_given == sum(report.versions)
+    assert report.leases_missed == report.leases_returned == 0
+    assert report.staleness == {0: report.leases_given}
+    assert not report.refused
+
+
+def test_a_worker_alone_takes_as_long_as_its_training_and_its_transfers():
+    """One block of 40 batches at 2 a second; leases of 10 and 30, as its speed becomes known. The
+    first version is fetched; those it makes itself are here already, as nobody adds to them."""
+    alone = {"model__blocks": 1, "simulate__steps_per_second": 2.0}
+    assert simulate(scenario(**alone)).virtual_seconds == pytest.approx(20.0, abs=0.5)
+    line = {
+        "simulate__block_megabytes": 6.0,
+        "simulate__down_megabytes": 3.0,
+        "simulate__up_megabytes": 1.0,
+        "simulate__merge_megabytes": 1e9,
+    }
+    report = simulate(scenario(**alone, **line))
+    assert report.virtual_seconds == pytest.approx(20.0 + 2.0 + 2 * 6.0, abs=0.5)
+    assert (report.bytes_down, report.bytes_up) == (6e6, 12e6)
+
+
+def test_with_momentum_a_version_is_nobodys_update_and_is_fetched():
+    shared = {"model__blocks": 1, "simulate__block_megabytes": 1.0}
+    own = simulate(scenario(**shared))
+    added_to = simulate(scenario(**shared, swarm__outer_momentum=0.5))
+    assert own.bytes_down == 1e6
+    assert added_to.bytes_down == added_to.leases_given * 1e6 > 1e6
+
+
+def test_a_cascade_fetches_the_blocks_before_too():
+    four = {"simulate__workers": 4, "simulate__block_megabytes": 0.001, "train__steps": 400}
+    plain = simulate(scenario(**four))
+    cascade = simulate(scenario(**four, objective__kind="cascade", objective__tail=1))
+    assert cascade.bytes_down > plain.bytes_down
+    assert cascade.bytes_up == pytest.approx(plain.bytes_up, rel=0.1)
+
+
+def test_smaller_updates_take_less_of_the_line_up_and_the_same_down():
+    line = {"simulate__block_megabytes": 4.0, "model__blocks": 1}
+    whole, packed = (simulate(scenario(**line, simulate__update_share=s)) for s in (1.0, 0.25))
+    assert packed.bytes_up == whole.bytes_up / 4
+    assert packed.bytes_down == whole.bytes_down
+    assert packed.virtual_seconds < whole.virtual_seconds
+
+
+def test_equal_workers_are_used_fully():
+    report = simulate(scenario(simulate__workers=8, train__steps=20_000))
+    assert report.finished
+    assert report.utilisation["training"] > 0.99
+    assert report.useful_share == pytest.approx(1.0)
+    assert report.participation == 1.0
+    assert report.virtual_seconds == pytest.approx(2 * 20_000 / 8, rel=0.02)
+
+
+def test_faster_workers_get_more_done_but_not_more_of_them_at_the_same_time():
+    slow = simulate(scenario(train__steps=4000))
+    fast = simulate(scenario(train__steps=4000, simulate__steps_per_second=3.0))
+    assert fast.virtual_seconds == pytest.approx(slow.virtual_seconds / 3, rel=0.05)
+    assert fast.steps_trained == pytest.approx(slow.steps_trained)
+
+
+def test_a_straggler_is_given_up_and_its_text_done_by_another():
+    """Both are fast when leases are cut, then half of them a hundred times slower, for long."""
+    report = simulate(
+        scenario(
+            simulate__workers=8,
+            simulate__straggler_share=0.5,
+            simulate__straggler_factor=100.0,
+            simulate__straggler_every=50.0,
+            simulate__straggler_seconds=1e6,
+            train__steps=2000,
+        )
+    )
+    assert report.finished
+    assert report.leases_missed >= 1
+    assert report.merged_batches == (2000, 2000)
+    assert report.useful_share < 1.0
+
+
+def test_a_run_outlives_workers_that_vanish_for_good():
+    lost = {"simulate__workers": 20, "simulate__lost_share": 0.9, "simulate__stay_seconds": 100.0}
+    report = simulate(scenario(**lost, simulate__goodbye_share=0.0, train__steps=3000))
+    assert report.finished
+    assert report.leases_missed >= 10
+    assert report.utilisation["gone"] > 0.5
+
+
+def test_without_anybody_left_a_run_is_broken_off():
+    lost = {"simulate__lost_share": 1.0, "simulate__stay_seconds": 10.0}
+    report = simulate(scenario(**lost, train__steps=1000, simulate__longest_seconds=5000.0))
+    assert not report.finished
+    assert report.virtual_seconds == 5000.0
+    assert report.slowest_progress < 1.0
+
+
+def test_who_says_goodbye_gives_its_lease_back():
+    leaving = {"simulate__availability": 0.5, "simulate__stay_seconds": 20.0}
+    report = simulate(scenario(**leaving, simulate__goodbye_share=1.0, train__steps=200))
+    assert report.finished
+    assert report.leases_returned > 0
+    assert report.leases_missed == 0
+
+
+def test_availability_is_the_share_of_time_that_workers_are_there():
+    there = {"simulate__workers": 300, "simulate__stay_seconds": 50.0, "train__steps": 20_000}
+    report = simulate(scenario(**there, swarm__most_stale=1000, simulate__availability=0.4))
+    assert 1.0 - report.utilisation["gone"] == pytest.approx(0.4, abs=0.03)
+
+
+def test_an_update_that_is_too_stale_is_refused_and_its_text_done_again():
+    """Slow workers among fast ones, who make a version every few seconds."""
+    stale = {"simulate__workers": 10, "simulate__speed_spread": 1.5, "train__steps": 2000}
+    report = simulate(scenario(**stale, swarm__most_stale=0, simulate__latency_seconds=0.01))
+    assert report.refused["too many versions behind"] > 0
+    assert set(report.staleness) == {0}
+    assert report.finished
+    patient = simulate(scenario(**stale, swarm__most_stale=1000))
+    assert not patient.refused
+    assert max(patient.staleness) > 0
+
+
+def test_an_update_that_falls_behind_while_a_merge_is_made_is_refused_too():
+    slow_merges = {"simulate__block_megabytes": 10.0, "simulate__merge_megabytes": 2.0}
+    busy = {"simulate__workers": 10, "simulate__speed_spread": 0.5, "train__steps": 500}
+    report = simulate(scenario(**slow_merges, **busy, swarm__most_stale=0))
+    assert report.refused[FELL_BEHIND] > 0
+    assert report.finished
+
+
+def test_more_coordinators_merge_more_blocks_at_once():
+    merges = {"simulate__block_megabytes": 10.0, "simulate__merge_megabytes": 2.0}
+    busy = {"simulate__workers": 10, "train__steps": 300}
+    one = simulate(scenario(**merges, **busy))
+    two = simulate(scenario(**merges, **busy, simulate__coordinators=2))
+    assert two.virtual_seconds < one.virtual_seconds
+
+
+def test_samples_go_from_the_beginning_to_the_end():
+    report = simulate(scenario(simulate__sample_seconds=7.0))
+    times = [sample.seconds for sample in report.samples]
+    assert times[:3] == [0.0, 7.0, 14.0]
+    assert times[-1] == report.virtual_seconds
+    assert report.samples[-1].mean_progress == 1.0
+    assert report.samples[-1].updates_merged == sum(report.staleness.values())
+
+
+def test_numbers_of_a_run_that_made_nothing_are_still_numbers():
+    report: Report = simulate(scenario(simulate__longest_seconds=1.0))
+    assert not report.finished
+    assert (report.participation, report.mean_staleness) == (1.0, 0.0)
+    assert report.seconds_per_version == float("inf")
+    assert replace(report, versions=(2, 2)).seconds_per_version == 0.5
+
+
+def test_ten_thousand_workers_and_a_hundred_thousand_leases_take_seconds():
+    scene = scenario(
+        model__layers=8,
+        model__blocks=8,
+        train__steps=450_000,
+        swarm__quorum=100,
+        swarm__grace_seconds=5.0,
+        swarm__most_stale=20,
+        simulate__workers=10_000,
+        simulate__speed_spread=0.5,
+        simulate__network_spread=0.5,
+        simulate__latency_seconds=0.1,
+        simulate__block_megabytes=1.0,
+        simulate__merge_megabytes=5000.0,
+        simulate__coordinators=8,
+        simulate__availability=0.9,
+    )
+    began = time.process_time()
+    report = simulate(scene)
+    assert time.process_time() - began < 15.0
+    assert report.finished
+    assert report.leases_given > 100_000
