@@ -43,7 +43,7 @@ class Leases:
             chosen = plan.choose_block(blocks, caller.worker, asked.held_block, asked.blocks)
             if chosen is None:
                 return LeaseAnswer(answer=_wait(blocks, caller))
-            lease = self._hand_out(tx, caller, chosen, asked.steps_per_second, now)
+            lease = self._hand_out(tx, caller, chosen, asked, now)
             return LeaseAnswer(answer=self._described(tx, lease, now))
 
     def progress(self, caller: Caller, lease: str, told: LeaseProgress) -> LeaseState:
@@ -86,11 +86,11 @@ class Leases:
         tx: Transaction,
         caller: Caller,
         block: BlockState,
-        steps_per_second: float | None,
+        asked: LeaseRequest,
         now: float,
     ) -> Found:
         swarm = self.run.config.swarm
-        wanted = plan.lease_steps(swarm, steps_per_second, block.to_hand_out)
+        wanted = plan.lease_steps(swarm, asked.steps_per_second, block.to_hand_out)
         first_batch, steps = tx.take_range(block.index, wanted)
         lease = tx.add_lease(
             id=tokens.new_identifier(),
@@ -101,7 +101,8 @@ class Leases:
             steps=steps,
             schedule_start=block.merged_batches,
             schedule_stride=len(block.workers | {caller.worker}),
-            deadline=now + plan.lease_seconds(swarm, steps, steps_per_second),
+            deadline=now
+            + plan.lease_seconds(swarm, steps, asked.steps_per_second, asked.transfer_seconds),
             created=now,
         )
         tx.add_event(

@@ -65,10 +65,13 @@ def lease_steps(swarm: SwarmConfig, steps_per_second: float | None, left: int) -
     return max(1, min(fitting, swarm.most_steps, left))
 
 
-def lease_seconds(swarm: SwarmConfig, steps: int, steps_per_second: float | None) -> float:
-    """Time until the deadline: expected time with room to spare, within bounds."""
-    expected = steps / steps_per_second if steps_per_second else swarm.lease_seconds
-    roomy = min(swarm.deadline_factor * expected, swarm.longest_deadline)
+def lease_seconds(
+    swarm: SwarmConfig, steps: int, steps_per_second: float | None, transfer_seconds: float = 0.0
+) -> float:
+    """Time until the deadline: expected time with room to spare, within bounds. A slow line is no
+    reason to lose what was trained."""
+    training = steps / steps_per_second if steps_per_second else swarm.lease_seconds
+    roomy = min(swarm.deadline_factor * (training + transfer_seconds), swarm.longest_deadline)
     return max(swarm.shortest_deadline, roomy)
 
 

@@ -94,11 +94,13 @@ class Token(Message):
 
 
 class LeaseRequest(Message):
-    """`held`: the version of a block the worker still has in memory, with its optimizer."""
+    """`held_block`: the block the worker still has in memory, with its optimizer.
+    `transfer_seconds`: what its last download and upload took together."""
 
     blocks: tuple[BlockIndex, ...] | None = None
     held_block: BlockIndex | None = None
     steps_per_second: float | None = Field(default=None, gt=0, lt=1e6)
+    transfer_seconds: float = Field(default=0.0, ge=0, lt=1e6)
 
 
 class Predecessor(Message):

@@ -39,7 +39,12 @@ class VirtualCoordinator:
         return self._unfinished == 0
 
     def claim(
-        self, worker: str, held: int | None, steps_per_second: float | None, now: float
+        self,
+        worker: str,
+        held: int | None,
+        steps_per_second: float | None,
+        transfer_seconds: float,
+        now: float,
     ) -> VirtualLease | None:
         """Work for a worker; None: it has to wait."""
         if already := self._open.get(worker):
@@ -49,7 +54,7 @@ class VirtualCoordinator:
             return None
         wanted = plan.lease_steps(self.swarm, steps_per_second, block.to_hand_out)
         first_batch, steps = block.take(wanted)
-        deadline = now + plan.lease_seconds(self.swarm, steps, steps_per_second)
+        deadline = now + plan.lease_seconds(self.swarm, steps, steps_per_second, transfer_seconds)
         self.given += 1
         lease = VirtualLease(self.given, worker, block, first_batch, steps, deadline)
         block.open_leases += 1

@@ -122,7 +122,11 @@ class Lives:
             return
         given = self._coordinator.given
         lease = self._coordinator.claim(
-            worker.name, worker.held_block, worker.measured, self._agenda.now
+            worker.name,
+            worker.held_block,
+            worker.measured,
+            worker.fetch_seconds + worker.send_seconds,
+            self._agenda.now,
         )
         if lease is None:
             self._park(worker)
@@ -145,7 +149,8 @@ class Lives:
             return
         self._begin(worker, Activity.TRANSFERRING)
         size = len(missing) * self._block_bytes
-        arrival = self._agenda.now + worker.latency + size / worker.down
+        worker.fetch_seconds = worker.latency + size / worker.down
+        arrival = self._agenda.now + worker.fetch_seconds
         self._agenda.at(arrival, self._fetched, worker, worker.turn, needed, size)
 
     def _has(self, worker: VirtualWorker, index: int, version: int) -> bool:
@@ -229,6 +234,7 @@ class Lives:
         if worker.sending is not lease:
             return
         worker.sending = None
+        worker.send_seconds = self._update_bytes / worker.up + worker.latency
         self._tally.bytes_up += self._update_bytes
         refused = self._coordinator.settle(lease, self._agenda.now)
         if worker.ready:

@@ -189,6 +189,7 @@ class Agent:
             blocks=self._blocks,
             held_block=self._block.index,
             steps_per_second=self._steps_per_second,
+            transfer_seconds=self._block.fetch_seconds + self._uploader.send_seconds,
         )
         patience = self.client.patience(ASK_SECONDS, self._while_wanted().wanted)
         try:

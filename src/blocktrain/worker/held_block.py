@@ -42,6 +42,7 @@ class HeldBlock:
         self._transfer, self._scratch = transfer, scratch
         self._trainer: LeaseTrainer | None = None
         self.stands_at: Blob | None = None
+        self.fetch_seconds = 0.0  # what the last download of a base took
         self._whole = False  # no lease was broken off in the middle
 
     @property
@@ -113,7 +114,10 @@ class HeldBlock:
         no version, until it is trained."""
         base = None
         if lease.base != self.stands_at:
+            clock = self._transfer.client.clock
+            began = clock.monotonic()
             base = tensors.decode(self._transfer.read(lease.base, patience))
+            self.fetch_seconds = clock.monotonic() - began
             faults.reached("downloaded")
         self.stands_at, self._whole = None, False
         return base

@@ -26,6 +26,7 @@ class Uploader:
         self._sending: tuple[Blob, Keeper] | None = None
         self._abandoned = False
         self._offered = threading.Event()
+        self.send_seconds = 0.0  # what the last update took
 
     @property
     def busy(self) -> bool:
@@ -68,9 +69,12 @@ class Uploader:
             self._sending[1].give_back(reason)
 
     def _send(self, offer: UpdateOffer, keeper: Keeper) -> None:
-        patience = self._transfer.client.patience(self._seconds, lambda: not self._abandoned)
+        client = self._transfer.client
+        patience = client.patience(self._seconds, lambda: not self._abandoned)
+        began = client.clock.monotonic()
         try:
             receipt = self._transfer.send(offer, patience, self._offered.set)
+            self.send_seconds = client.clock.monotonic() - began
         except BlocktrainError as error:
             if not self._abandoned:
                 self._on_failure(keeper.lease, error)

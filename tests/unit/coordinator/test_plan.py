@@ -345,3 +345,10 @@ def test_what_fell_too_far_behind_is_told_apart_from_what_is_merged():
     fresh, stale = without_stale(SwarmConfig(most_stale=2), 5, due)
     assert [item.base_version for item in fresh] == [4, 5, 3]
     assert [item.base_version for item in stale] == [1, 2]
+
+
+def test_a_slow_line_gets_a_later_deadline():
+    swarm = SwarmConfig(deadline_factor=4.0, shortest_deadline=1.0, longest_deadline=500.0)
+    assert lease_seconds(swarm, 10, 1.0, 30.0) == 160.0
+    assert lease_seconds(swarm, 10, 1.0) == 40.0
+    assert lease_seconds(swarm, 10, 1.0, 1e5) == 500.0

@@ -79,14 +79,23 @@ class Mirrored(VirtualCoordinator):
         self.made: dict[int, Made] = {}
 
     def claim(
-        self, worker: str, held: int | None, steps_per_second: float | None, now: float
+        self,
+        worker: str,
+        held: int | None,
+        steps_per_second: float | None,
+        transfer_seconds: float,
+        now: float,
     ) -> VirtualLease | None:
         self.move_clock(now)
-        lease = super().claim(worker, held, steps_per_second, now)
+        lease = super().claim(worker, held, steps_per_second, transfer_seconds, now)
         if worker not in self.members:
             self.members[worker] = join(self.service)
         member = self.members[worker]
-        answer = member.ask(held_block=held, steps_per_second=steps_per_second).answer
+        answer = member.ask(
+            held_block=held,
+            steps_per_second=steps_per_second,
+            transfer_seconds=transfer_seconds,
+        ).answer
         if lease is None:
             assert isinstance(answer, Wait)
             assert answer.seconds == plan.wait_seconds(self.blocks, worker)

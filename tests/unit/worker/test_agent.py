@@ -212,6 +212,8 @@ def test_a_workers_whole_life(script: Script, watched: Watched, server: FaultSer
     assert script.asked[0].held_block is None
     assert script.asked[-1].held_block == 0
     assert 1 < (script.asked[-1].steps_per_second or 0) < 1e6
+    assert script.asked[0].transfer_seconds == 0.0
+    assert script.asked[-1].transfer_seconds > 0.0
     assert [claim.base_version for claim in script.claims] == [0, 1, 2]
     assert all(verify_update(KEY.public, o.claim, o.signature) for o in script.offers)
     assert {(claim.run, claim.worker) for claim in script.claims} == {(RUN, WORKER)}
