@@ -205,7 +205,7 @@ def test_a_message_cannot_be_changed(message: m.Message):
         (LEASED, ("block",), 4096),
         (LEASED, ("lease",), "../../etc"),
         (LEASED, ("kind",), "wait"),
-        (CLAIM, ("codec",), "int8"),
+        (CLAIM, ("codec",), "zip"),
         (CLAIM, ("run",), "run 0001"),
         (WORKING, ("name",), ""),
         (WORKING, ("name",), "two\nlines"),

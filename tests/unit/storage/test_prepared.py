@@ -70,6 +70,7 @@ VALUES: dict[str, dict[str, Any]] = {
 NOBODY = {"of_worker": "?", "of_lease": "?", "of_block": 7}
 FINDING = [name for name, value in STATEMENTS.items() if value.is_select]
 CHANGING = [name for name, value in STATEMENTS.items() if not value.is_select]
+TELLING = [name for name in CHANGING if STATEMENTS[name]._returning]  # what they changed
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
@@ -145,12 +146,17 @@ def test_the_same_change(ledger: Ledger, prepared: PreparedStatements, name: str
     with undone(ledger) as connection:
         before = contents(connection)
         done = connection.execute(statement, values)
-        assert statement.is_insert or done.rowcount == 1
+        told = [tuple(row) for row in done] if name in TELLING else None
+        assert told or statement.is_insert or done.rowcount == 1
         expected = contents(connection)
     for _ in range(2):
         with undone(ledger) as connection:
             assert contents(connection) == before
-            assert prepared.change(connection, statement, **values) == 1
+            if told:
+                found = prepared.rows(connection, statement, **values)
+                assert [tuple(row) for row in found] == told
+            else:
+                assert prepared.change(connection, statement, **values) == 1
             assert contents(connection) == expected != before
 
 
@@ -161,7 +167,7 @@ def test_nothing_where_there_is_nothing(ledger: Ledger, prepared: PreparedStatem
     values = {key: NOBODY.get(key, value) for key, value in VALUES[name].items()}
     with undone(ledger) as connection:
         before = contents(connection)
-        if name in FINDING:
+        if name in FINDING or name in TELLING:
             assert prepared.rows(connection, statement, **values) == []
         else:
             assert prepared.change(connection, statement, **values) == 0
