@@ -93,7 +93,7 @@ class Leases:
         wanted = plan.lease_steps(swarm, asked.steps_per_second, block.to_hand_out)
         first_batch, steps = tx.take_range(block.index, wanted)
         lease = tx.add_lease(
-            id=tokens.new_identifier(),
+            id=tokens.identifier_of(now),
             worker=caller.worker,
             block=block.index,
             base_version=block.version,

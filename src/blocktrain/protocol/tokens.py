@@ -66,5 +66,10 @@ def new_identifier(random_bytes: RandomBytes = secrets.token_bytes) -> str:
     return base64.b32encode(random_bytes(IDENTIFIER_BYTES)).decode("ascii").lower()
 
 
+def identifier_of(now: float, random_bytes: RandomBytes = secrets.token_bytes) -> str:
+    """One that begins with the time, so that a ledger keeps what is new in one place."""
+    return f"{int(now * 1000):011x}{new_identifier(random_bytes)}"
+
+
 def _mac(secret: bytes, claims: bytes) -> bytes:
     return hmac.digest(secret, DOMAIN + claims, "sha256")

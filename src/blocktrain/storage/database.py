@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 from blocktrain.errors import ConfigError
 
 BUSY_MILLISECONDS = 30_000
+CACHE_KILOBYTES = 16_000  # of each connection
 
 
 def open_engine(url: str) -> sql.Engine:
@@ -40,6 +41,7 @@ def _sqlite_engine(url: sql.URL) -> sql.Engine:
         _write_ahead(connection)
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA foreign_keys=ON")
+        connection.execute(f"PRAGMA cache_size=-{CACHE_KILOBYTES}")
 
     @sql.event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:

@@ -12,6 +12,7 @@ from blocktrain.protocol.tokens import (
     TokenClaims,
     check,
     hash_secret,
+    identifier_of,
     issue,
     new_identifier,
     new_secret,
@@ -101,3 +102,11 @@ def test_randomness_is_passed_in():
 
 def test_a_stored_secret_is_its_hash():
     assert hash_secret("abc") == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_identifiers_of_later_times_come_later():
+    found = [identifier_of(now) for now in (1.0, 1.7e9, 1.7e9 + 0.001, 4e9)]
+    assert found == sorted(found)
+    for identifier in found:
+        TypeAdapter(Identifier).validate_python(identifier)
+    assert len({identifier_of(1.7e9) for _ in range(20)}) == 20
