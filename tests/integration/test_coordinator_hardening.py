@@ -93,32 +93,18 @@ def test_a_ban_during_a_merge_stops_the_merge_not_the_coordinator(tmp_path, cloc
         good.send(good.make(leases[0]))
         bad.send(bad.make(leases[1]))
         busy = meddled(service, lambda: service.members.ban(bad.id))
-        assert busy.merger.merge_due() == 0  # raises RuntimeError, which kills the rounds thread
-
-
-def test_the_good_update_is_merged_soon_after(tmp_path, clock):
-    with running(tmp_path, clock, swarm__quorum=2) as service:
-        good, bad = join(service), join(service)
-        leases = [good.lease(blocks=(0,)), bad.lease(blocks=(0,))]
-        good.send(good.make(leases[0]))
-        bad.send(bad.make(leases[1]))
-        busy = meddled(service, lambda: service.members.ban(bad.id))
-        with suppress(RuntimeError):
-            busy.merger.merge_due()
+        assert busy.merger.merge_due() == 0
         clock.forward(1)
-        assert busy.merger.merge_due() == 1  # the claim of the failed merge holds it for 120 s
+        assert busy.merger.merge_due() == 1, "the good update, soon after"
 
 
 # a waiting update grows too old
 
 
-@pytest.mark.parametrize("settings", [{"swarm__most_stale": 0}, {"swarm__late_discount": 0.0}])
-def test_an_update_that_grew_too_old_while_it_waited_is_refused(tmp_path, clock, settings):
-    try:
-        swarm_config(**settings)
-    except ConfigError:
-        return  # no such settings: as good
-    with running(tmp_path, clock, **settings) as service:
+def test_an_update_that_grew_too_old_while_it_waited_is_refused(tmp_path, clock):
+    with pytest.raises(ConfigError):
+        swarm_config(swarm__late_discount=0.0)  # the other way to a weight of 0
+    with running(tmp_path, clock, swarm__most_stale=0) as service:
         first, second = join(service), join(service)
         leases = [first.lease(blocks=(0,)), second.lease(blocks=(0,))]
         first.send(first.make(leases[0]))
@@ -176,8 +162,7 @@ def test_updates_that_cannot_be_merged_do_not_block_their_block_for_ever(tmp_pat
         huge = {n: np.full_like(t, 3e38) for n, t in first_weights(0).items()}
         assert bad.send(bad.signer.update(lease, huge)).state == "pending"  # all finite
         for _ in range(4):
-            with suppress(BlocktrainError):
-                service.round()  # DivergedError, every time
+            service.round()
             clock.forward(CLAIM_SECONDS + 1)
         with service.run.ledger.read() as tx:
             assert tx.update(lease.lease).state == "refused"
@@ -192,8 +177,7 @@ def test_a_block_that_cannot_be_merged_does_not_hold_up_the_others(tmp_path, clo
         huge = {n: np.full_like(t, 3e38) for n, t in first_weights(0).items()}
         bad.send(bad.signer.update(lease, huge))
         good.work(blocks=(1,))
-        with suppress(BlocktrainError):
-            service.merger.merge_due()
+        assert service.merger.merge_due() == 1
         with service.run.ledger.read() as tx:
             assert tx.block_states()[1].version == 1
 
@@ -515,15 +499,9 @@ def test_what_was_offered_and_never_sent_does_not_keep_its_base_for_ever(tmp_pat
 # text that PostgreSQL does not take
 
 
-def test_a_reason_may_hold_any_character(tmp_path, clock, url):
-    with running(tmp_path, clock, url=url) as service:
-        member = join(service)
-        lease = member.lease()
-        try:
-            told = LeaseReturn(fence=lease.fence, reason="a\x00b")
-        except ValueError:
-            return  # refused at the border: as good
-        service.leases.give_back(member.caller, lease.lease, told)
+def test_a_reason_that_the_database_does_not_take_is_no_message():
+    with pytest.raises(ValueError, match="pattern"):
+        LeaseReturn(fence=1, reason="a\x00b")
 
 
 # events that get lost (PostgreSQL)
@@ -677,10 +655,9 @@ def test_after_a_failed_merge_the_next_round_tries_again(tmp_path, clock):
     with running(tmp_path, clock) as service:
         join(service).work(blocks=(0,))
         broken = meddled(service, fail)
-        with suppress(BlocktrainError):
-            broken.merger.merge_due()
+        assert broken.merger.merge_due() == 0
         clock.forward(5)
-        assert broken.merger.merge_due() == 1  # held by its own claim for 120 s
+        assert broken.merger.merge_due() == 1, "its own claim does not hold it up"
 
 
 # Over HTTP
@@ -810,7 +787,7 @@ def test_a_home_that_cannot_open_its_run_leaves_no_connection_behind(tmp_path):
     url = fresh_database()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with suppress(BlocktrainError):
+        with pytest.raises(BlocktrainError):
             Home(tmp_path, db=url).open()
         gc.collect()
     assert not [w for w in caught if issubclass(w.category, ResourceWarning)]
