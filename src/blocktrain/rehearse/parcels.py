@@ -36,9 +36,7 @@ class Parcels:
         late = lease.base_version != lease.block.version
         return Parcel(end, base if late else None)
 
-    def _received(
-        self, lease: VirtualLease, base: Tensors, end: Tensors, codec: Codec
-    ) -> Tensors:
+    def _received(self, lease: VirtualLease, base: Tensors, end: Tensors, codec: Codec) -> Tensors:
         count = sum(array.size for array in end.values())
         residual = self._owed.setdefault(
             (lease.worker, lease.block.index), np.zeros(count, np.float32)

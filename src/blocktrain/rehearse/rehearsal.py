@@ -20,7 +20,9 @@ from blocktrain.rehearse.parcels import Parcel, Parcels
 from blocktrain.rehearse.practice import Practice
 from blocktrain.rehearse.start import FrozenVersions, Start, Version
 from blocktrain.simulate.block import VirtualBlock, VirtualLease
+from blocktrain.simulate.report import Report
 from blocktrain.simulate.scenario import Scenario
+from blocktrain.simulate.simulation import new_coordinator, simulate
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.assemble import load_block
 from blocktrain.train.device import Compute, resolve
@@ -106,3 +108,8 @@ def rehearsal_of(scenario: Scenario) -> Rehearsal:
     compute = resolve(scenario.train.device, scenario.train.precision)
     corpus = load_corpus(scenario.data)
     return Rehearsal(scenario, corpus, compute, scenario.simulate.score_windows)
+
+
+def rehearse(scenario: Scenario) -> Report:
+    """A simulation in which something is learned."""
+    return simulate(scenario, new_coordinator(scenario, rehearsal_of(scenario)))
