@@ -4,8 +4,8 @@
 
 Simulations with real training (configs/simulate-learn.toml): every row trains the same text. Beside
 the score at the end stands the score at the moment when the first run of the table ended, because
-who may take longer has learned more. One process, one core. Writes participation.json into DIR after
-every run, and called again it goes on where it stopped. Prints tables last.
+who may take longer has learned more. One process, one core. Writes participation.json into DIR
+after every run, and called again it goes on where it stopped. Prints tables last.
 """
 
 import argparse
@@ -27,8 +27,8 @@ PRESET = Path(__file__).resolve().parent.parent / "configs" / "simulate-learn.to
 SHORT = ("train.steps=300", "simulate.sample_seconds=10")
 LATE = ("simulate.straggler_factor=50", "simulate.straggler_every=1.0",
         "simulate.straggler_seconds=1e6")  # fmt: skip
-# People's machines: there three quarters of the time, and a quarter of them slow for a minute, every
-# other minute.
+# People's machines: there three quarters of the time, and a quarter of them slow for a minute,
+# every other minute.
 ROUGH = ("simulate.availability=0.75", "simulate.straggler_share=0.25",
          "simulate.straggler_every=60.0", "simulate.straggler_seconds=60.0")  # fmt: skip
 # By name: what is varied, its values, and what else is set.
@@ -76,8 +76,10 @@ def ce_at(run: dict[str, Any], minutes: float) -> float:
 
 def print_table(table: str, rows: dict[str, list[dict[str, Any]]]) -> None:
     first_end = min(run["minutes"] for runs in rows.values() for run in runs)
-    print(f"\n| {TABLES[table][0]} | CE at the end | CE after {first_end:.1f} min | minutes | in time"
-          " | versions behind | merged of trained | waiting | versions |")  # fmt: skip
+    print(
+        f"\n| {TABLES[table][0]} | CE at the end | CE after {first_end:.1f} min | minutes"
+        " | in time | versions behind | merged of trained | waiting | versions |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for value, runs in rows.items():
 
