@@ -20,7 +20,7 @@ import torch
 
 from blocktrain.rehearse.rehearsal import rehearse
 from blocktrain.simulate.report import Report
-from blocktrain.simulate.scenario import load_scenario
+from blocktrain.simulate.scenario import Scenario, load_scenario
 from quality import provenance
 
 PRESET = Path(__file__).resolve().parent.parent / "configs" / "simulate-learn.toml"
@@ -35,23 +35,28 @@ ROUGH = ("simulate.availability=0.75", "simulate.straggler_share=0.25",
 TABLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "availability": ("simulate.availability", ("1.0", "0.75", "0.5", "0.25"), ()),
     "late": ("simulate.straggler_share", ("0.0", "0.25", "0.5", "0.75"), LATE),
-    "quorum": ("swarm.quorum", ("1", "2", "3", "4"), ROUGH),
-    "grace": ("swarm.grace_seconds", ("0.0", "2.0", "5.0", "15.0"), ROUGH),
-    "steps": ("swarm.most_steps", ("5", "15", "30", "60"), (*ROUGH, "swarm.lease_seconds=60.0")),
-    "deadline": ("swarm.deadline_factor", ("1.5", "2.0", "4.0", "8.0"),
+    "quorum": ("swarm.quorum", ("1", "2", "3"), ROUGH),
+    "grace": ("swarm.grace_seconds", ("0.0", "5.0", "15.0"), ROUGH),
+    "steps": ("swarm.most_steps", ("5", "15", "60"), (*ROUGH, "swarm.lease_seconds=60.0")),
+    "deadline": ("swarm.deadline_factor", ("1.5", "4.0", "8.0"),
                  (*ROUGH, "swarm.shortest_deadline=10.0")),
 }  # fmt: skip
 
 
-def settings_of(table: str, value: str, seed: int) -> tuple[str, ...]:
+def scenario_of(table: str, value: str, seed: int) -> Scenario:
     varied, _, others = TABLES[table]
     seeds = (f"train.seed={seed}", f"simulate.seed={seed}")
-    return (*SHORT, *seeds, *others, f"{varied}={value}")
+    return load_scenario(PRESET, (*SHORT, *seeds, *others, f"{varied}={value}"))
 
 
-def played(settings: tuple[str, ...]) -> dict[str, Any]:
+def name_of(scenario: Scenario) -> str:
+    """The same for rows of two tables that are the same run."""
+    return json.dumps(scenario.to_dict(), sort_keys=True)
+
+
+def played(scenario: Scenario) -> dict[str, Any]:
     began = time.process_time()
-    report = rehearse(load_scenario(PRESET, settings))
+    report = rehearse(scenario)
     return {"found": asdict(report), "cpu_seconds": time.process_time() - began, **numbers(report)}
 
 
@@ -107,14 +112,13 @@ def main() -> None:
     for seed in args.seeds:
         for table in args.only:
             for value in TABLES[table][1]:
-                settings = settings_of(table, value, seed)
-                name = " ".join(sorted(settings))
-                if name not in known:
-                    known[name] = {**provenance(), **played(settings)}
+                scenario = scenario_of(table, value, seed)
+                if name_of(scenario) not in known:
+                    known[name_of(scenario)] = {**provenance(), **played(scenario)}
                     file.write_text(json.dumps(known, indent=1))
     for table in args.only:
         rows = {
-            value: [known[" ".join(sorted(settings_of(table, value, s)))] for s in args.seeds]
+            value: [known[name_of(scenario_of(table, value, seed))] for seed in args.seeds]
             for value in TABLES[table][1]
         }
         print_table(table, rows)
