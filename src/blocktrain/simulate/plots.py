@@ -24,6 +24,7 @@ class Question:
     value: Value
     lowest: float | None = 0.0
     highest: float | None = None
+    fits_from: float = 0.0  # share of a line after which all of it is in the picture
 
 
 def check_installed() -> None:
@@ -70,11 +71,20 @@ def _write_plot(
     axes.set_title(question.title, loc="left", color=INK, fontsize=12, pad=12)
     axes.set_xlabel(f"virtual {unit}", color=INK)
     axes.set_xlim(left=0.0)
-    axes.set_ylim(bottom=question.lowest, top=question.highest)
+    axes.set_ylim(bottom=question.lowest, top=question.highest or _top(question, lines))
     _quieten(axes)
     if varied:
         axes.legend(title=varied, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.savefig(path, dpi=150)
+
+
+def _top(question: Question, lines: Mapping[str, list[tuple[float, float]]]) -> float | None:
+    """None: wherever the lines end."""
+    if not question.fits_from:
+        return None
+    shown = [points[int(question.fits_from * len(points)) :] for points in lines.values()]
+    heights = [height for points in shown for _, height in points]
+    return max(heights) + 0.05 * (max(heights) - min(heights))
 
 
 def _quieten(axes: Any) -> None:
@@ -107,7 +117,7 @@ def _staleness(then: Sample, now: Sample) -> float | None:
 
 
 QUESTIONS = {
-    "ce": Question("Cross entropy on valid, nats per byte", _ce, lowest=None),
+    "ce": Question("Cross entropy on valid, nats per byte", _ce, None, fits_from=0.15),
     "progress": Question("Batches of the slowest block that are merged, %", _progress, 0.0, 103.0),
     "participation": Question("Leases met in time, % of those that ended", _participation, 0, 103),
     "staleness": Question("Versions an update was behind when merged, mean", _staleness),
