@@ -15,6 +15,7 @@ mkdir -p "$out"
 export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 BLOCKTRAIN_CACHE=${BLOCKTRAIN_CACHE:-$out/cache}
 runs=${RUNS:-$out/runs}
 crew="swarm.quorum=6"  # a version waits for everyone who trains the block
+often="swarm.most_steps=25 swarm.kept=154"  # sparse needs many small updates, 100 times smaller each
 
 quality() { # NAME CONFIG SOURCE OPTIONS...
   local name=$1 config=$2 source=$3
@@ -31,7 +32,7 @@ for part in "$@"; do
       --grid model.dropout=0.0,0.1,0.2 --choose ;;
     workers) quality 38m wikitext2-38m 'wikitext-2/*.txt' $crew --kinds denoise workers \
       --seeds ${SEEDS:-0 1 2} --grid model.dropout=0.0 swarm.codec=none --against denoise ;;
-    codecs) quality 38m wikitext2-38m 'wikitext-2/*.txt' $crew --kinds workers \
+    codecs) quality 38m wikitext2-38m 'wikitext-2/*.txt' $crew $often --kinds workers \
       --seeds ${SEEDS:-0 1 2} --grid model.dropout=0.0 swarm.codec=${CODECS:-none,sparse} \
       --against workers ;;
     wikipedia) quality wikipedia wikipedia-38m 'wikipedia/*' --splits valid ;;
