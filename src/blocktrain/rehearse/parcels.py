@@ -1,6 +1,7 @@
 """Updates as they arrive: whole, or as much as the run's codec lets through.
 
-What an encoding leaves out of one update of a worker is added to its next of the same block.
+What an encoding leaves out of an update, its worker begins the next lease of the block with, as in
+worker/held_block.py.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,12 @@ class Parcel:
 class Parcels:
     def __init__(self, swarm: SwarmConfig) -> None:
         self._codec = codec_named(swarm.codec, swarm.kept)
-        self._owed: dict[tuple[str, int], Floats] = {}  # by worker and block
+        self._owed: dict[tuple[str, int], Tensors] = {}  # by worker and block
+
+    def begun(self, lease: VirtualLease, base: Tensors) -> Tensors:
+        """What a worker starts from: a version, and what it has learned and not told yet."""
+        owed = self._owed.get((lease.worker, lease.block.index))
+        return {name: base[name] + owed[name] for name in base} if owed else base
 
     def sent(self, lease: VirtualLease, base: Tensors, end: Tensors) -> Parcel:
         if self._codec:
@@ -38,16 +44,16 @@ class Parcels:
 
     def _received(self, lease: VirtualLease, base: Tensors, end: Tensors, codec: Codec) -> Tensors:
         count = sum(array.size for array in end.values())
-        residual = self._owed.setdefault(
-            (lease.worker, lease.block.index), np.zeros(count, np.float32)
-        )
-        learned = (np.subtract(end[name], base[name]) for name in sorted(end))
-        data = b"".join(ErrorFeedback(codec, residual).encode(learned))
+        left_out = np.zeros(count, np.float32)
+        ahead = (np.subtract(end[name], base[name]) for name in sorted(end))
+        data = b"".join(ErrorFeedback(codec, left_out).encode(ahead))
         decoder = Decoder(lambda offset, size: data[offset : offset + size], len(data), count)
-        received: Tensors = {}
-        done = 0
-        for name in sorted(end):
-            numbers = decoder.numbers(done, end[name].size)
-            received[name] = numbers.reshape(end[name].shape)
-            done += numbers.size
-        return received
+        self._owed[lease.worker, lease.block.index] = _shaped(left_out, end)
+        return _shaped(decoder.numbers(0, count), end)
+
+
+def _shaped(numbers: Floats, like: Tensors) -> Tensors:
+    """One long row, in the order of the names, as tensors."""
+    names = sorted(like)
+    parts = np.split(numbers, np.cumsum([like[name].size for name in names])[:-1])
+    return {name: part.reshape(like[name].shape) for name, part in zip(names, parts, strict=True)}

@@ -8,6 +8,7 @@ them. Knows nothing of virtual time; all order comes from who calls.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from blocktrain.config import Config
@@ -84,8 +85,10 @@ class Rehearsal:
 
     def _trained(self, lease: VirtualLease) -> Parcel:
         start = self._starts[lease]
-        end = self._practices[lease.block.index].train(lease, start)
-        return self._parcels.sent(lease, start.base.weights, end)
+        base = start.base.weights
+        begun = replace(start.base, weights=self._parcels.begun(lease, base))
+        end = self._practices[lease.block.index].train(lease, replace(start, base=begun))
+        return self._parcels.sent(lease, base, end)
 
     def _contribution(self, lease: VirtualLease, parcel: Parcel, name: str) -> Contribution:
         share = plan.weight(self.config.swarm, lease.block.version, lease.base_version)
