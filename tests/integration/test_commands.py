@@ -275,6 +275,17 @@ def test_simulate_shows_what_settings_lead_to(home: Path):
     assert rows[0]["utilisation"]["gone"] < rows[1]["utilisation"]["gone"]
 
 
+def test_simulate_shows_what_is_learned_where_something_is(home: Path):
+    tiny = ["train.steps=12", "train.batch=2", "model.window=16", "simulate.score_windows=4"]
+    swarm = ["simulate", "--config", "simulate-learn"]
+    swarm += [part for setting in tiny for part in ("--set", setting)]
+    shown = run(home, *swarm, "--sweep", "swarm.quorum=1,3")
+    assert shown.returncode == 0, shown.stderr
+    assert " CE " in shown.stdout
+    told = json.loads(run(home, *swarm, "--json").stdout)
+    assert told["finished"] and told["ce"] < told["samples"][0]["ce"]
+
+
 def test_estimate_prints_what_a_run_needs(home: Path):
     needs = json.loads(run(home, "estimate", "--config", "wikitext2-38m", "--json").stdout)
     assert needs["parameters"] / needs["end_to_end_parameters"] < 1.15

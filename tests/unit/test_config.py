@@ -14,8 +14,8 @@ CASCADES = st.tuples(st.integers(1, 24), st.integers(0, 60), st.integers(0, 12))
     lambda drawn: (drawn[0] + drawn[1], drawn[0], drawn[2])
 )
 CONFIGS = Path(__file__).parents[2] / "configs"
-SIMULATION = CONFIGS / "simulate.toml"
-PRESETS = sorted(set(CONFIGS.glob("*.toml")) - {SIMULATION})
+SIMULATIONS = sorted(CONFIGS.glob("simulate*.toml"))
+PRESETS = sorted(set(CONFIGS.glob("*.toml")) - set(SIMULATIONS))
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
@@ -26,10 +26,11 @@ def test_presets_load_and_survive_a_round_trip(path: Path, tmp_path: Path):
     assert load_config(copy) == config
 
 
-def test_the_preset_of_a_simulation_is_no_runs():
-    assert load_scenario(SIMULATION).simulate.workers > 1
+@pytest.mark.parametrize("path", SIMULATIONS, ids=lambda p: p.stem)
+def test_the_preset_of_a_simulation_is_no_runs(path: Path):
+    assert load_scenario(path).simulate.workers > 1
     with pytest.raises(ConfigError, match="simulate"):
-        load_config(SIMULATION)
+        load_config(path)
 
 
 def test_every_preset_is_there_both_ways():

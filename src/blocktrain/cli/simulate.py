@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from blocktrain.simulate.report import Report
+    from blocktrain.simulate.scenario import Scenario
 
 SWEEP_COLUMNS = (
     "done", "in", "training", "waiting", "in time", "stale", "refused", "useful", "up", "down",
@@ -42,13 +43,13 @@ def command(
     plots_folder: Path | None,
 ) -> None:
     """Play a run with virtual workers on a virtual clock; all decisions are the coordinator's own.
-    Nothing is trained: what is simulated is time, traffic and who does what."""
+    Time, traffic and who does what are simulated. With simulate.learn every update that counts is
+    trained for real, so a small model shows what they do to what is learned."""
     from rich.console import Console
 
     from blocktrain.cli.presets import resolve_config
     from blocktrain.simulate import plots
     from blocktrain.simulate.scenario import load_scenario
-    from blocktrain.simulate.simulation import simulate
 
     if plots_folder:
         plots.check_installed()  # before minutes are spent on what could not be shown
@@ -57,7 +58,7 @@ def command(
         value: load_scenario(path, [*overrides, f"{name}={value}"] if name else overrides)
         for value in values
     }
-    reports = {value: simulate(scenario) for value, scenario in scenarios.items()}
+    reports = {value: _played(scenario) for value, scenario in scenarios.items()}
     if plots_folder:
         plots.write(plots_folder, name, reports)
     if as_json:
@@ -66,6 +67,16 @@ def command(
         return
     shown = _sweep_table(name, reports) if name else _table(reports[""])
     Console(width=None if Console().is_terminal else 120).print(shown)
+
+
+def _played(scenario: "Scenario") -> "Report":
+    if scenario.simulate.learn:
+        from blocktrain.rehearse.rehearsal import rehearse
+
+        return rehearse(scenario)
+    from blocktrain.simulate.simulation import simulate
+
+    return simulate(scenario)
 
 
 def _swept(sweep: str | None) -> tuple[str, list[str]]:
@@ -85,6 +96,7 @@ def _as_json(report: "Report") -> dict[str, Any]:
     made = sum(report.versions)
     return {
         **asdict(report),
+        "ce": report.ce,
         "participation": report.participation,
         "mean_staleness": report.mean_staleness,
         "seconds_per_version": report.seconds_per_version if made else None,
@@ -115,6 +127,7 @@ def _title(report: "Report") -> str:
 def _run_rows(report: "Report") -> list[tuple[str, str]]:
     fewest, most = min(report.versions), max(report.versions)
     return [
+        *([("cross entropy on valid", _ce(report))] if report.ce is not None else []),
         ("batches merged", f"{sum(report.merged_batches):,} of {report.batches:,}"),
         ("progress of the slowest block", _percent(report.slowest_progress)),
         ("versions per block", f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"),
@@ -153,11 +166,15 @@ def _sweep_table(name: str, reports: "dict[str, Report]") -> "Table":
 
     table = Table(title=name, title_justify="left")
     table.add_column("value")
+    learned = any(report.ce is not None for report in reports.values())
+    if learned:
+        table.add_column("CE", justify="right", no_wrap=True)
     for column in SWEEP_COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for value, report in reports.items():
         table.add_row(
             value,
+            *([_ce(report)] if learned else []),
             _percent(report.slowest_progress),
             _duration(report.virtual_seconds),
             _percent(report.utilisation["training"]),
@@ -170,6 +187,10 @@ def _sweep_table(name: str, reports: "dict[str, Report]") -> "Table":
             _bytes(report.bytes_down),
         )
     return table
+
+
+def _ce(report: "Report") -> str:
+    return "-" if report.ce is None else f"{report.ce:.4f}"
 
 
 def _percent(share: float) -> str:

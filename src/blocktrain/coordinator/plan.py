@@ -14,6 +14,7 @@ from blocktrain.core.swarm import BlockView, Waiting
 
 STAY = 0.5  # of the run: how far ahead of the slowest block a worker's own may be before it moves
 PATIENCE = 0.25  # of a lease's time that a worker spends on its own transfers without moving
+QUORUM_LEASES = 2.0  # of a lease's time that the first update waits for a quorum
 MERGE_WAIT = 0.3  # seconds; the worker's own update is about to become a version
 IDLE_WAIT = 5.0
 
@@ -99,17 +100,19 @@ def due_at(block: BlockView[Waiting], swarm: SwarmConfig) -> float:
     """From when on the updates that wait are due, if nothing else happens; infinity: never.
 
     Enough is min(quorum, workers on the block). Then those still training get the grace window;
-    where nobody is, there is nothing to wait for.
+    where nobody is, there is nothing to wait for. One that is far slower than the others must not
+    hold up those who wait for what their own updates become.
     """
     if not block.pending:
         return math.inf
     if block.open_leases == 0:
         return -math.inf
     enough = min(swarm.quorum, len(block.workers))
-    if len(block.pending) < enough:
-        return math.inf
     arrivals = sorted(update.committed for update in block.pending)
-    return arrivals[enough - 1] + swarm.grace_seconds
+    at_last = arrivals[0] + QUORUM_LEASES * swarm.lease_seconds
+    if len(arrivals) < enough:
+        return at_last
+    return min(at_last, arrivals[enough - 1] + swarm.grace_seconds)
 
 
 def weight(swarm: SwarmConfig, version: int, base_version: int) -> float:

@@ -1,13 +1,14 @@
 """From several updates of one tensor to its next version: a weighted mean and an outer step.
 
 All updates start from `current`, or from an older version, and then what they learned since
-is added to `current` (`caught_up`). Sums are float64; whoever adds in the order of the updates'
-ids gets a result that does not depend on who came first. The outer step is DiLoCo's (SGD with
+is added to `current` (`Contribution.start`). Sums are float64, in the order of the updates'
+ids, so the result does not depend on who came first. The outer step is DiLoCo's (SGD with
 Nesterov momentum on the mean change), written so that rate 1 without momentum is the mean,
 bit for bit. Works on numpy arrays of any shape; knows no files, no weights' names, no clock.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,18 @@ class Outer:
             raise ConfigError(f"the outer rate cannot be {self.rate}")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"the outer momentum must be 0 or more and below 1: {self.momentum}")
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A tensor after training; `start` is what it was before, where that is not `current`, and
+    `share` how much of the way from there is taken."""
+
+    id: str
+    end: Floats
+    weight: float
+    start: Floats | None = None
+    share: float = 1.0
 
 
 class WeightedMean:
@@ -90,6 +103,22 @@ def outer_step(
             speed = speed + outer.momentum * velocity.astype(np.float64)
         following = following - outer.rate * outer.momentum * speed
     return _finite_floats(following), None if speed is None else _finite_floats(speed)
+
+
+def merge_tensor(
+    current: Floats,
+    contributions: Iterable[Contribution],
+    velocity: Floats | None,
+    outer: Outer,
+) -> tuple[Floats, Floats | None]:
+    """The next version of a tensor and its velocity, from updates in any order."""
+    sums = WeightedMean()
+    for update in sorted(contributions, key=lambda update: update.id):
+        values: Array = update.end
+        if update.start is not None:
+            values = caught_up(update.end, update.start, current, update.share)
+        sums.add(values, update.weight)
+    return outer_step(current, sums.mean(), velocity, outer)
 
 
 def _finite_floats(values: Doubles) -> Floats:

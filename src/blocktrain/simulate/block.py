@@ -12,8 +12,8 @@ class VirtualLease:
     """A lease, and then the update that came of it."""
 
     __slots__ = (
-        "base_version", "block", "committed", "deadline", "first_batch", "number", "state",
-        "steps", "worker",
+        "__weakref__", "base_version", "block", "committed", "deadline", "first_batch", "number",
+        "schedule_start", "schedule_stride", "state", "steps", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -28,6 +28,8 @@ class VirtualLease:
         self.number, self.worker, self.block = number, worker, block
         self.base_version = block.version
         self.first_batch, self.steps, self.deadline = first_batch, steps, deadline
+        self.schedule_start = block.merged_batches
+        self.schedule_stride = len(block.workers) + (worker not in block.workers)
         self.state = "open"
         self.committed = 0.0
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from blocktrain.config import SwarmConfig
 from blocktrain.coordinator import plan
 from blocktrain.simulate.block import VirtualBlock, VirtualLease, count_out
+from blocktrain.simulate.learner import Learner, NothingLearned
 
 FELL_BEHIND = "too many versions behind once it was to be merged"
 
@@ -25,8 +26,10 @@ class VirtualCoordinator:
     """Every method is told the time, also where this one does not need it: one that watches over
     it, beside a real coordinator, does."""
 
-    def __init__(self, swarm: SwarmConfig, blocks: int, batches: int) -> None:
-        self.swarm = swarm
+    def __init__(
+        self, swarm: SwarmConfig, blocks: int, batches: int, learner: Learner | None = None
+    ) -> None:
+        self.swarm, self.learner = swarm, learner or NothingLearned()
         self.blocks = [VirtualBlock(index, batches) for index in range(blocks)]
         self.given = self.met = self.missed = self.returned = 0
         self.refused: Counter[str] = Counter()
@@ -48,6 +51,7 @@ class VirtualCoordinator:
     ) -> VirtualLease | None:
         """Work for a worker; None: it has to wait."""
         if already := self._open.get(worker):
+            self.learner.taken(already)
             return already
         patient = plan.is_patient(self.swarm, transfer_seconds)
         block = plan.choose_block(self.blocks, worker, held, None, patient=patient)
@@ -61,6 +65,7 @@ class VirtualCoordinator:
         block.open_leases += 1
         block.workers[worker] += 1
         self._open[worker] = lease
+        self.learner.taken(lease)
         return lease
 
     def offer(self, lease: VirtualLease, now: float) -> None:
@@ -120,6 +125,7 @@ class VirtualCoordinator:
 
     def publish(self, block: VirtualBlock, merged: Sequence[VirtualLease], now: float) -> None:
         """The next version. What arrived while it was made waits for the one after."""
+        self.learner.merged(block, merged)
         block.pending = block.pending[len(merged) :]
         for lease in merged:
             count_out(block.workers, lease.worker)

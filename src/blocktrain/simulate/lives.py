@@ -78,6 +78,7 @@ class Lives:
         self._begin(worker, Activity.GONE)
         self._tally.present -= 1
         worker.restart()
+        self._coordinator.learner.left(worker.name)
         self._parked.pop(worker.name, None)
         if self._chance.happens(self.settings.goodbye_share):
             for lease in held:

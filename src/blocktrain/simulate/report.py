@@ -45,6 +45,11 @@ class Report:
         return self.virtual_seconds * len(self.versions) / made if made else float("inf")
 
     @property
+    def ce(self) -> float | None:
+        """Of the model at the end, where something was learned."""
+        return self.samples[-1].ce
+
+    @property
     def mean_staleness(self) -> float:
         updates = sum(self.staleness.values())
         return sum(behind * n for behind, n in self.staleness.items()) / updates if updates else 0.0

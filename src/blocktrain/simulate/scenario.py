@@ -17,6 +17,10 @@ MEGABYTE = 1e6
 class SimulateConfig:
     workers: int = setting(100, "virtual workers", low=1)
     seed: int = setting(0, "seed of everything that is drawn", low=0, high=2**63 - 1)
+    learn: bool = setting(
+        False, "train for real, with the run's own [train] and [data], every update that counts"
+    )
+    score_windows: int = setting(64, "windows of valid per score of what is learned", low=1)
     longest_seconds: float = setting(
         604_800.0, "virtual seconds after which a run that is not finished is broken off", low=1.0
     )

@@ -2,6 +2,7 @@
 
 from blocktrain.simulate.agenda import Agenda
 from blocktrain.simulate.coordinator import VirtualCoordinator
+from blocktrain.simulate.learner import Learner
 from blocktrain.simulate.lives import Lives
 from blocktrain.simulate.population import draw_workers
 from blocktrain.simulate.report import Report, report_of
@@ -27,5 +28,5 @@ def simulate(scenario: Scenario, coordinator: VirtualCoordinator | None = None) 
     return report_of(scenario, coordinator, tally, agenda)
 
 
-def new_coordinator(scenario: Scenario) -> VirtualCoordinator:
-    return VirtualCoordinator(scenario.swarm, scenario.units, scenario.train.steps)
+def new_coordinator(scenario: Scenario, learner: Learner | None = None) -> VirtualCoordinator:
+    return VirtualCoordinator(scenario.swarm, scenario.units, scenario.train.steps, learner)

@@ -19,6 +19,7 @@ class Sample:
     leases_missed: int
     updates_merged: int
     versions_behind: int  # of all merged updates together
+    ce: float | None  # of the model as it stood, where something is learned
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Tally:
                 leases_missed=coordinator.missed,
                 updates_merged=staleness.total(),
                 versions_behind=sum(behind * count for behind, count in staleness.items()),
+                ce=coordinator.learner.score(),
             )
         )
 

@@ -275,7 +275,17 @@ def test_where_nobody_else_trains_there_is_nothing_to_wait_for():
 
 def test_below_the_quorum_the_others_are_waited_for():
     waiting = block(pending=(update(),), workers=frozenset({"ann", "bob"}), open_leases=1)
-    assert due_updates(waiting, SWARM, NOW + 1e6) == ()
+    assert due_updates(waiting, SWARM, NOW + 59.9) == ()
+
+
+def test_nobody_is_waited_for_longer_than_two_leases_take():
+    """Not for a quorum, and not by a grace window that is longer than that."""
+    swarm = replace(SWARM, lease_seconds=30.0)
+    waiting = block(pending=(update(),), workers=frozenset({"ann", "bob"}), open_leases=1)
+    assert due_updates(waiting, swarm, NOW + 60.0) == waiting.pending
+    two = (update("ann", NOW), update("bob", NOW + 50.0))
+    full = block(pending=two, workers=frozenset(WORKERS), open_leases=1)
+    assert due_at(full, replace(swarm, grace_seconds=20.0)) == NOW + 60.0
 
 
 def test_after_the_quorum_the_others_get_the_grace_window():

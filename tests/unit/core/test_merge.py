@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from tests.support.merged_tensors import Contribution, merge_tensor
 
-from blocktrain.core.merge import Outer, WeightedMean
+from blocktrain.core.merge import Contribution, Outer, WeightedMean, merge_tensor
 from blocktrain.errors import ConfigError, DivergedError
 
 Floats = npt.NDArray[np.float32]

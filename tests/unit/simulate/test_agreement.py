@@ -104,6 +104,8 @@ class Mirrored(VirtualCoordinator):
         told = (answer.block, answer.base_version, answer.first_batch, answer.steps)
         own = (lease.block.index, lease.base_version, lease.first_batch, lease.steps)
         assert told == own
+        assert answer.schedule_start == lease.schedule_start
+        assert answer.schedule_stride == lease.schedule_stride
         assert answer.seconds_left == lease.deadline - now
         self.real[lease.number] = (member, answer)
         self.compare()

@@ -1,6 +1,7 @@
 """Plots of simulations, where matplotlib is installed; a plain word where it is not."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ def test_a_sweep_is_drawn_as_one_picture_for_each_question(tmp_path: Path):
     written = {path.name: path.read_bytes()[:4] for path in (tmp_path / "new").iterdir()}
     names = ("progress.png", "participation.png", "staleness.png")
     assert written == dict.fromkeys(names, b"\x89PNG")
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs matplotlib: pip install 'blocktrain[plots]'")
+def test_what_is_learned_is_drawn_where_something_is(tmp_path: Path):
+    report = simulate(scenario(simulate__sample_seconds=5.0))
+    samples = tuple(replace(sample, ce=3.0) for sample in report.samples)
+    plots.write(tmp_path, "", {"": replace(report, samples=samples)})
+    assert (tmp_path / "ce.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.skipif(INSTALLED, reason="matplotlib is installed here")

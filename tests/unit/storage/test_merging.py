@@ -7,13 +7,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import safetensors.numpy
-from tests.support.merged_tensors import Contribution, merge_tensor
 
 from blocktrain.core import codec as codecs
 from blocktrain.core.codec import Codec
 from blocktrain.core.codec_dense import Bf16, Int8
 from blocktrain.core.codec_sparse import Sparse
-from blocktrain.core.merge import Outer
+from blocktrain.core.merge import Contribution, Outer, merge_tensor
 from blocktrain.errors import DivergedError, ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob
 from blocktrain.protocol.tensors import decode, encode

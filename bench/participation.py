@@ -1,0 +1,128 @@
+"""What participation, deadlines, quorum, grace and the length of a lease do to what is learned.
+
+    PYTHONPATH=src python bench/participation.py --out DIR [--seeds 0 1] [--only quorum grace]
+
+Simulations with real training (configs/simulate-learn.toml): every row trains the same text. Beside
+the score at the end stands the score at the moment when the first run of the table ended, because
+who may take longer has learned more. One process, one core. Writes participation.json into DIR
+after every run, and called again it goes on where it stopped. Prints tables last.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blocktrain.rehearse.rehearsal import rehearse
+from blocktrain.simulate.report import Report
+from blocktrain.simulate.scenario import Scenario, load_scenario
+from quality import provenance
+
+PRESET = Path(__file__).resolve().parent.parent / "configs" / "simulate-learn.toml"
+SHORT = ("train.steps=300", "simulate.sample_seconds=10")
+LATE = ("simulate.straggler_factor=50", "simulate.straggler_every=1.0",
+        "simulate.straggler_seconds=1e6")  # fmt: skip
+# People's machines: there three quarters of the time, and a quarter of them slow for a minute,
+# every other minute.
+ROUGH = ("simulate.availability=0.75", "simulate.straggler_share=0.25",
+         "simulate.straggler_every=60.0", "simulate.straggler_seconds=60.0")  # fmt: skip
+# By name: what is varied, its values, and what else is set.
+TABLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "availability": ("simulate.availability", ("1.0", "0.75", "0.5", "0.25"), ()),
+    "late": ("simulate.straggler_share", ("0.0", "0.25", "0.5", "0.75"), LATE),
+    "quorum": ("swarm.quorum", ("1", "2", "3"), ROUGH),
+    "grace": ("swarm.grace_seconds", ("0.0", "5.0", "15.0"), ROUGH),
+    "steps": ("swarm.most_steps", ("5", "15", "60"), (*ROUGH, "swarm.lease_seconds=60.0")),
+    "deadline": ("swarm.deadline_factor", ("1.5", "4.0", "8.0"),
+                 (*ROUGH, "swarm.shortest_deadline=10.0")),
+}  # fmt: skip
+
+
+def scenario_of(table: str, value: str, seed: int) -> Scenario:
+    varied, _, others = TABLES[table]
+    seeds = (f"train.seed={seed}", f"simulate.seed={seed}")
+    return load_scenario(PRESET, (*SHORT, *seeds, *others, f"{varied}={value}"))
+
+
+def name_of(scenario: Scenario) -> str:
+    """The same for rows of two tables that are the same run."""
+    return json.dumps(scenario.to_dict(), sort_keys=True)
+
+
+def played(scenario: Scenario) -> dict[str, Any]:
+    began = time.process_time()
+    report = rehearse(scenario)
+    return {"found": asdict(report), "cpu_seconds": time.process_time() - began, **numbers(report)}
+
+
+def numbers(report: Report) -> dict[str, float]:
+    assert report.ce is not None and report.finished
+    return {
+        "ce": report.ce,
+        "minutes": report.virtual_seconds / 60.0,
+        "in_time": report.participation,
+        "stale": report.mean_staleness,
+        "useful": report.useful_share,
+        "waiting": report.utilisation["waiting"],
+        "versions": statistics.mean(report.versions),
+    }
+
+
+def ce_at(run: dict[str, Any], minutes: float) -> float:
+    """The last score before that."""
+    seen = [s["ce"] for s in run["found"]["samples"] if s["seconds"] <= 60.0 * minutes]
+    return float(seen[-1])
+
+
+def print_table(table: str, rows: dict[str, list[dict[str, Any]]]) -> None:
+    first_end = min(run["minutes"] for runs in rows.values() for run in runs)
+    print(
+        f"\n| {TABLES[table][0]} | CE at the end | CE after {first_end:.1f} min | minutes"
+        " | in time | versions behind | merged of trained | waiting | versions |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for value, runs in rows.items():
+
+        def mean(key: str, runs: list[dict[str, Any]] = runs) -> float:
+            return statistics.mean(run[key] for run in runs)
+
+        early = statistics.mean(ce_at(run, first_end) for run in runs)
+        print(
+            f"| {value} | {mean('ce'):.3f} | {early:.3f} | {mean('minutes'):.1f}"
+            f" | {100 * mean('in_time'):.0f}% | {mean('stale'):.2f} | {100 * mean('useful'):.0f}%"
+            f" | {100 * mean('waiting'):.0f}% | {mean('versions'):.0f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "participation.json"
+    known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    for seed in args.seeds:
+        for table in args.only:
+            for value in TABLES[table][1]:
+                scenario = scenario_of(table, value, seed)
+                if name_of(scenario) not in known:
+                    known[name_of(scenario)] = {**provenance(), **played(scenario)}
+                    file.write_text(json.dumps(known, indent=1))
+    for table in args.only:
+        rows = {
+            value: [known[name_of(scenario_of(table, value, seed))] for seed in args.seeds]
+            for value in TABLES[table][1]
+        }
+        print_table(table, rows)
+
+
+if __name__ == "__main__":
+    main()
