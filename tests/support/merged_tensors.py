@@ -3,7 +3,15 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from blocktrain.core.merge import Array, Floats, Outer, WeightedMean, caught_up, outer_step
+from blocktrain.core.merge import (
+    Array,
+    Floats,
+    Outer,
+    WeightedMean,
+    caught_up,
+    finite_floats,
+    outer_step,
+)
 
 
 @dataclass(frozen=True)
@@ -31,4 +39,5 @@ def merge_tensor(
         if update.start is not None:
             values = caught_up(update.end, update.start, current, update.share)
         sums.add(values, update.weight)
-    return outer_step(current, sums.mean(), velocity, outer)
+    target, speed = outer_step(current, sums.mean(), velocity, outer)
+    return finite_floats(target), speed

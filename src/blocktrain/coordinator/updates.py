@@ -25,8 +25,9 @@ from blocktrain.protocol.messages import (
 from blocktrain.protocol.tensors import TensorSpec
 from blocktrain.storage.chunks import Incoming
 from blocktrain.storage.ledger import Transaction, Version
-from blocktrain.storage.merging import check_encoded, check_update, weights_form
+from blocktrain.storage.merging import check_encoded, check_update
 from blocktrain.storage.prepared import Found
+from blocktrain.storage.weights_file import weights_form
 
 URL_SECONDS = 3600
 BYTES_OF_A_NUMBER = 4
