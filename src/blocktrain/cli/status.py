@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.sizes import size
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from blocktrain.protocol.messages import Status
+    from blocktrain.protocol.messages import Moved, Status
 
 SECONDS_BETWEEN = 2.0
+MOVED = ("up", "down", "smaller")
 
 
 @click.command("status")
@@ -53,21 +55,23 @@ def _tables(status: "Status") -> "Group":
     from rich.text import Text
 
     blocks = Table(title="blocks", title_justify="left")
-    for column in ("block", "version", "CE", "trained", "done", "workers", "in time"):
+    for column in ("block", "version", "CE", "trained", "done", "workers", "in time", *MOVED):
         blocks.add_column(column, justify="right")
     for block in status.blocks:
         blocks.add_row(
             str(block.index),
             str(block.version),
             "-" if block.ce is None else f"{block.ce:.4f}",
-            f"{block.bytes_trained / 1e6:,.1f} MB",
+            size(block.bytes_trained),
             f"{100 * block.progress:.1f}%",
             str(block.replicas),
             "-" if block.participation is None else f"{100 * block.participation:.0f}%",
+            *_moved(block.moved),
         )
     workers = Table(title="workers", title_justify="left")
-    for column in ("worker", "name", "device", "state", "block", "updates", "trained", "seen"):
-        workers.add_column(column, justify="right" if column in ("updates", "trained") else "left")
+    numbers = ("updates", "trained", *MOVED)
+    for column in ("worker", "name", "device", "state", "block", *numbers, "seen"):
+        workers.add_column(column, justify="right" if column in numbers else "left")
     for worker in status.workers:
         workers.add_row(
             worker.worker,
@@ -76,12 +80,20 @@ def _tables(status: "Status") -> "Group":
             worker.state,
             "-" if worker.block is None else str(worker.block),
             str(worker.updates),
-            f"{worker.bytes_trained / 1e6:,.1f} MB",
+            size(worker.bytes_trained),
+            *_moved(worker.moved),
             f"{worker.seconds_since_seen:.0f} s ago",
         )
     score = f"CE {status.ce:.4f}" if status.ce is not None else f"CE: {status.ce_note}"
     head = Text(f"run {status.run}: {status.state} for {_duration(status.seconds)}; {score}")
     return Group(head, blocks, workers)
+
+
+def _moved(moved: "Moved") -> tuple[str, str, str]:
+    """Up, down, and how many times as much both would have been whole, in fp32."""
+    down = moved.down_whole + moved.down_differences
+    together, raw = moved.up + down, moved.up_raw + moved.down_raw
+    return size(moved.up), size(down), f"{raw / together:.1f}x" if together else "-"
 
 
 def _duration(seconds: float) -> str:

@@ -20,6 +20,7 @@ from blocktrain.coordinator.plan import (
     lease_seconds,
     lease_steps,
     refusal,
+    useful_differences,
     wait_seconds,
     weight,
     without_stale,
@@ -352,3 +353,17 @@ def test_a_slow_line_gets_a_later_deadline():
     assert lease_seconds(swarm, 10, 1.0, 30.0) == 160.0
     assert lease_seconds(swarm, 10, 1.0) == 40.0
     assert lease_seconds(swarm, 10, 1.0, 1e5) == 500.0
+
+
+# Differences
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 300))
+def test_differences_are_useful_as_long_as_all_from_there_are_shorter(sizes: list[int], whole: int):
+    named = dict(enumerate(sizes, start=3))
+    useful = useful_differences(named, whole)
+    assert useful == {
+        version
+        for version in named
+        if sum(size for later, size in named.items() if later >= version) < whole
+    }
