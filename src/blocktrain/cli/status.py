@@ -10,11 +10,11 @@ from blocktrain.cli.sizes import size
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
-    from blocktrain.protocol.messages import Moved, Status
+    from blocktrain.protocol.messages import Status
 
 SECONDS_BETWEEN = 2.0
-MOVED = ("up", "down", "smaller")
 
 
 @click.command("status")
@@ -55,7 +55,7 @@ def _tables(status: "Status") -> "Group":
     from rich.text import Text
 
     blocks = Table(title="blocks", title_justify="left")
-    for column in ("block", "version", "CE", "trained", "done", "workers", "in time", *MOVED):
+    for column in ("block", "version", "CE", "trained", "done", "workers", "in time"):
         blocks.add_column(column, justify="right")
     for block in status.blocks:
         blocks.add_row(
@@ -66,12 +66,10 @@ def _tables(status: "Status") -> "Group":
             f"{100 * block.progress:.1f}%",
             str(block.replicas),
             "-" if block.participation is None else f"{100 * block.participation:.0f}%",
-            *_moved(block.moved),
         )
     workers = Table(title="workers", title_justify="left")
-    numbers = ("updates", "trained", *MOVED)
-    for column in ("worker", "name", "device", "state", "block", *numbers, "seen"):
-        workers.add_column(column, justify="right" if column in numbers else "left")
+    for column in ("worker", "name", "device", "state", "block", "updates", "trained", "seen"):
+        workers.add_column(column, justify="right" if column in ("updates", "trained") else "left")
     for worker in status.workers:
         workers.add_row(
             worker.worker,
@@ -81,19 +79,27 @@ def _tables(status: "Status") -> "Group":
             "-" if worker.block is None else str(worker.block),
             str(worker.updates),
             size(worker.bytes_trained),
-            *_moved(worker.moved),
             f"{worker.seconds_since_seen:.0f} s ago",
         )
     score = f"CE {status.ce:.4f}" if status.ce is not None else f"CE: {status.ce_note}"
     head = Text(f"run {status.run}: {status.state} for {_duration(status.seconds)}; {score}")
-    return Group(head, blocks, workers)
+    return Group(head, blocks, workers, _moved_table(status))
 
 
-def _moved(moved: "Moved") -> tuple[str, str, str]:
-    """Up, down, and how many times as much both would have been whole, in fp32."""
-    down = moved.down_whole + moved.down_differences
-    together, raw = moved.up + down, moved.up_raw + moved.down_raw
-    return size(moved.up), size(down), f"{raw / together:.1f}x" if together else "-"
+def _moved_table(status: "Status") -> "Table":
+    """Bytes, and how many times as much they would have been whole, in fp32."""
+    from rich.table import Table
+
+    table = Table(title="moved", title_justify="left")
+    for column in ("of", "up", "down whole", "as differences", "smaller by"):
+        table.add_column(column, justify="left" if column == "of" else "right")
+    named = [(f"block {block.index}", block.moved) for block in status.blocks]
+    named += [(f"{worker.name}, {worker.worker}", worker.moved) for worker in status.workers]
+    for name, moved in named:
+        ways = (moved.up, moved.down_whole, moved.down_differences)
+        smaller = (moved.up_raw + moved.down_raw) / max(sum(ways), 1)
+        table.add_row(name, *map(size, ways), f"{smaller:.1f}" if sum(ways) else "-")
+    return table
 
 
 def _duration(seconds: float) -> str:
