@@ -190,7 +190,10 @@ class SwarmConfig:
         64, "of every 4096 numbers, how many the codec sparse sends", low=1, high=4096
     )
     kept_down: int = setting(
-        128, "of every 4096 numbers, how many a sparse version's difference has", low=1, high=4096
+        0,
+        "the same of a version's difference; 0: as many as the updates it is made of together",
+        low=0,
+        high=4096,
     )
     keep_versions: int = setting(3, "versions of each block that are kept", low=1)
 

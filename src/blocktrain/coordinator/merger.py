@@ -118,7 +118,7 @@ class Merger:
     def _merged(self, current: Version, sources: Sequence[Update]) -> Merged:
         swarm = self.run.config.swarm
         outer = Outer(swarm.outer_rate, swarm.outer_momentum)
-        codec = codec_named(swarm.codec, swarm.kept_down)
+        codec = codec_named(swarm.codec, plan.kept_down(swarm, len(sources)))
         compression = Compression(codec, current.owed) if codec else None
         return merge_blobs(
             self.run.blobs, current.weights, sources, current.velocity, outer, compression

@@ -123,6 +123,12 @@ def refusal(
     return None if text_is_its_own else Refusal.HANDED_OUT_AGAIN
 
 
+def kept_down(swarm: SwarmConfig, updates: int) -> int:
+    """Of every 4096 numbers, how many a sparse version's difference keeps: room for all that its
+    updates name, or what the run says."""
+    return swarm.kept_down or min(swarm.kept * updates, 4096)
+
+
 def useful_differences(sizes: Mapping[int, int], whole: int) -> set[int]:
     """Of the differences that lead to versions, those from which on it takes fewer bytes to follow
     them all than to fetch the newest version whole."""

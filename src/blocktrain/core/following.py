@@ -26,10 +26,17 @@ class Frame:
 
 def compress(current: Floats, target: Doubles, codec: Codec) -> Frame:
     """The frame nearest to the target that the codec can lead to from `current`."""
-    difference = encode_frame(codec, finite_floats(target - current))
+    difference = encode_frame(codec, _that_counts(current, finite_floats(target - current)))
     following = follow(current, codec.decode(difference, current.size))
     # Of the rounding too: a step too small for its weight adds up until it is not.
     return Frame(difference, following, finite_floats(target - following))
+
+
+def _that_counts(current: Floats, wanted: Floats) -> Floats:
+    """Without what is too small to move its weight: what rounding left of earlier steps would take
+    the place of numbers that matter."""
+    with np.errstate(over="ignore"):
+        return np.where(current + wanted == current, np.float32(0), wanted)
 
 
 def follow(current: Floats, difference: Floats) -> Floats:

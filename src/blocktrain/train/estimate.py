@@ -73,9 +73,11 @@ def estimate(config: Config) -> Estimate:
 
 
 def _wire_bytes(config: Config, numbers: int) -> int:
-    """Of an update up and a version down, for a worker that has the version before."""
+    """Of an update up and a version down that a quorum made, for a worker that has the version
+    before."""
     swarm = config.swarm
-    codecs = (codec_named(swarm.codec, kept) for kept in (swarm.kept, swarm.kept_down))
+    down = swarm.kept_down or min(swarm.kept * swarm.quorum, 4096)
+    codecs = (codec_named(swarm.codec, kept) for kept in (swarm.kept, down))
     return sum(largest_encoded_size(codec, numbers) if codec else 4 * numbers for codec in codecs)
 
 

@@ -17,6 +17,7 @@ from blocktrain.coordinator.plan import (
     choose_block,
     due_at,
     due_updates,
+    kept_down,
     lease_seconds,
     lease_steps,
     refusal,
@@ -356,6 +357,16 @@ def test_a_slow_line_gets_a_later_deadline():
 
 
 # Differences
+
+
+@pytest.mark.parametrize(
+    ("kept", "down", "updates", "expected"),
+    [(64, 0, 1, 64), (64, 0, 5, 320), (64, 0, 99, 4096), (64, 128, 5, 128)],
+)
+def test_a_version_has_room_for_all_its_updates_unless_the_run_says_otherwise(
+    kept: int, down: int, updates: int, expected: int
+):
+    assert kept_down(SwarmConfig(kept=kept, kept_down=down), updates) == expected
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 300))
