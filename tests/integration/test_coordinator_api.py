@@ -766,6 +766,9 @@ def test_metrics_can_be_read_by_prometheus(api: Api):
     received = sum(len(data) for data in made.chunks.values())
     assert found["blocktrain_chunk_bytes_total", "received"] == received
     assert found["blocktrain_chunk_bytes_total", "sent"] == received  # its base, as long
+    assert found["blocktrain_moved_bytes_total", "0", "up", "none"] == received
+    assert found["blocktrain_moved_bytes_total", "0", "down", "none"] == 0  # nothing was reported
+    assert found["blocktrain_moved_raw_bytes_total", "0", "up"] == received
 
 
 # TLS
