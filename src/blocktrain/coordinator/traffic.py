@@ -1,8 +1,8 @@
 """Bytes moved between workers and the run, by worker and block.
 
 What comes up is counted when it was verified. What goes down a coordinator does not see where a
-bucket gives it away: workers say it with their next update or score, so it is as honest as they
-are, and comes a little later.
+bucket gives it away: workers say it with an update, a score or a lease given back, so it is as
+honest as they are, and comes a little later.
 """
 
 from collections import Counter, defaultdict

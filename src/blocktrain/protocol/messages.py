@@ -157,9 +157,23 @@ class LeaseAnswer(Message):
     answer: Lease | Wait | Finished = Field(discriminator="kind")
 
 
+class Downloaded(Message):
+    """What a worker has moved to have versions of a block: whole ones, differences, and what all
+    of these versions would have been whole."""
+
+    block: BlockIndex
+    whole: Reported
+    differences: Reported
+    raw: Reported
+
+
+Downloads = Annotated[tuple[Downloaded, ...], Field(max_length=4096)]
+
+
 class LeaseReturn(Message):
     fence: Positive
     reason: Reason
+    downloads: Downloads = ()
 
 
 class LeaseProgress(Message):
@@ -190,22 +204,12 @@ class UpdateClaim(Message):
     loss: float | None = None
 
 
-class Downloaded(Message):
-    """What a worker has moved to have versions of a block: whole ones, differences, and what all
-    of these versions would have been whole."""
-
-    block: BlockIndex
-    whole: Reported
-    differences: Reported
-    raw: Reported
-
-
 class UpdateOffer(Message):
-    """`downloads`: what was downloaded since the offer before; counted when this is committed."""
+    """`downloads`: what was not reported yet; counted when this is committed."""
 
     claim: UpdateClaim
     signature: Base64
-    downloads: tuple[Downloaded, ...] = Field(default=(), max_length=4096)
+    downloads: Downloads = ()
 
 
 class UploadState(Message):
@@ -231,7 +235,7 @@ class Score(Message):
     split: Split
     windows: Identifier
     ce: float
-    downloads: tuple[Downloaded, ...] = Field(default=(), max_length=4096)
+    downloads: Downloads = ()
 
 
 class Moved(Message):

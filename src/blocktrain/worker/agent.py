@@ -294,7 +294,7 @@ class Agent:
         self._tell("refused", f"update not sent: {error}", lease)
 
     def _give_back(self, keeper: Keeper, reason: str) -> None:
-        keeper.give_back(reason)
+        keeper.give_back(reason, self._block.versions.take_downloads())
         self._tell("returned", f"lease given back: {reason}", keeper.lease)
 
     def _count_failure(self, error: BlocktrainError) -> None:

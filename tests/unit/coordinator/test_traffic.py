@@ -10,7 +10,7 @@ from tests.support.frugal import frugal, send_learned
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
-from blocktrain.protocol.messages import Downloaded, Moved, Score
+from blocktrain.protocol.messages import Downloaded, LeaseReturn, Moved, Score
 
 
 @pytest.fixture
@@ -87,6 +87,19 @@ def test_downloads_of_a_block_that_is_none_are_refused(service: Service):
     bad = Score(block=0, versions=(0,), split="valid", windows="windows0", ce=1.0, downloads=told)
     with pytest.raises(RefusedError, match="no block 2"):
         service.reports.score(judge.caller, bad)
+
+
+def test_what_was_downloaded_for_a_lease_that_is_given_back_counts_once(service: Service):
+    member = join(service)
+    lease = member.lease(blocks=(0,))
+    told = LeaseReturn(
+        fence=lease.fence,
+        reason="stopped",
+        downloads=(Downloaded(block=0, whole=7, differences=0, raw=7),),
+    )
+    for _ in range(2):
+        service.leases.give_back(member.caller, lease.lease, told)
+    assert by_block(service)[0] == Moved(down_whole=7, down_raw=7)
 
 
 def test_what_an_evaluator_downloads_comes_with_its_score(service: Service):

@@ -60,7 +60,7 @@ EXAMPLES: list[m.Message] = [
     WAIT,
     m.Finished(),
     m.LeaseAnswer(answer=LEASED),
-    m.LeaseReturn(fence=1, reason="stopped"),
+    m.LeaseReturn(fence=1, reason="stopped", downloads=()),
     m.LeaseProgress(fence=1, steps_done=3, loss=1.5),
     m.LeaseState(open=True, seconds_left=9.5, reason="r"),
     CLAIM,
