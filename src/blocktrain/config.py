@@ -183,11 +183,17 @@ class SwarmConfig:
     outer_momentum: float = setting(0.0, "Nesterov momentum between versions", low=0.0, high=0.999)
     codec: str = setting(
         "none",
-        "how updates travel: whole in fp32, or their difference to the base in fewer bytes",
+        "how updates and versions travel: whole in fp32, or as differences in fewer bytes",
         choices=CODECS,
     )
     kept: int = setting(
         64, "of every 4096 numbers, how many the codec sparse sends", low=1, high=4096
+    )
+    kept_down: int = setting(
+        0,
+        "the same of a version's difference; 0: as many as the updates it is made of together",
+        low=0,
+        high=4096,
     )
     keep_versions: int = setting(3, "versions of each block that are kept", low=1)
 

@@ -18,14 +18,21 @@ from tests.support.postgres import private_server
 from tests.support.processes import Processes, Running, free_port, full_disk
 
 from blocktrain.config import Config, load_config
+from blocktrain.coordinator import plan
 from blocktrain.coordinator.home import Home
 from blocktrain.coordinator.members import Members
+from blocktrain.coordinator.run import Run
+from blocktrain.coordinator.updates import claimed
+from blocktrain.core.codec_dense import Int8
+from blocktrain.core.merge import Outer
 from blocktrain.data.corpus import load_corpus
 from blocktrain.data.windows import evaluation_windows
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import Blob, Status
 from blocktrain.storage.blobs import Blobs
+from blocktrain.storage.following import follow_blobs
+from blocktrain.storage.merging import Compression, Update, merge_blobs
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.storage.schema import leases, updates
 from blocktrain.train.assemble import load_stack
@@ -49,11 +56,11 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _found(folder: Path, db: str | None = None) -> None:
-    Home(folder, db).open_or_found(_config(folder.parent)).ledger.close()
+def _found(folder: Path, db: str | None = None, *more: str) -> None:
+    Home(folder, db).open_or_found(_config(folder.parent, *more)).ledger.close()
 
 
-def _config(folder: Path) -> Config:
+def _config(folder: Path, *more: str) -> Config:
     text = folder / "text.txt"
     text.write_text("the cat sat on the mat; a dog lay in the sun and slept. " * 400)
     return load_config(
@@ -63,7 +70,7 @@ def _config(folder: Path) -> Config:
          "train.precision=fp32", "train.device=cpu", f"data.source=text:{text.as_posix()}",
          "swarm.first_steps=5", "swarm.most_steps=10", "swarm.quorum=1",
          "swarm.grace_seconds=0", "swarm.shortest_deadline=3", "swarm.deadline_factor=1",
-         "swarm.lease_seconds=3", ],
+         "swarm.lease_seconds=3", *more],
     )  # fmt: skip
 
 
@@ -179,6 +186,54 @@ def test_a_coordinator_is_killed_and_comes_back(swarm: Swarm, tmp_path: Path, fa
     swarm.coordinator()
     swarm.finishes(tmp_path / "model")
     assert all(worker.code in (None, 0) for worker in workers)
+
+
+@pytest.mark.parametrize("fault", ["merge-written@2", "published@2"])
+def test_a_coordinator_is_killed_while_versions_are_compressed(
+    tmp_path: Path, processes: Processes, fault: str
+):
+    _found(tmp_path / "run", None, "swarm.codec=int8")
+    swarm = Swarm(tmp_path / "run", processes)
+    with closing(swarm.run.ledger):
+        coordinator = swarm.coordinator(f"{fault}=kill")
+        workers = [swarm.worker("a"), swarm.worker("b")]
+        processes.wait_for_kill(coordinator)
+        swarm.coordinator()
+        swarm.finishes(tmp_path / "model")
+        assert all(worker.code in (None, 0) for worker in workers)
+        _check_versions_follow(swarm.run)
+
+
+def _check_versions_follow(run: Run) -> None:
+    """Merged again, every version and what it owes is what the one before it and its updates
+    give; and differences lead there."""
+    with run.ledger.read() as tx:
+        versions = {(item.block, item.version): item for item in tx.versions()}
+        differences = {block: tx.differences(block) for block in range(run.config.units)}
+        sent = tx._run(updates.select().where(updates.c.state == "merged")).all()
+    assert len(versions) > 4
+    for (block, number), made in versions.items():
+        if number == 0:
+            continue
+        before = versions[block, number - 1]
+        merged = [
+            Update(
+                row.lease,
+                claimed(row).recipe,
+                row.steps * run.batch_bytes,
+                share=plan.weight(run.config.swarm, number - 1, row.base_version),
+                encoded=True,
+            )
+            for row in sent
+            if (row.block, row.merged_into) == (block, number)
+        ]
+        again = merge_blobs(
+            run.blobs, before.weights, merged, None, Outer(), Compression(Int8(), before.owed)
+        )
+        difference = differences[block][number]
+        assert (again.weights, again.owed) == (made.weights, made.owed)
+        assert again.difference == difference
+        assert follow_blobs(run.blobs, before.weights, [difference]) == made.weights
 
 
 @pytest.mark.parametrize("fault", ["downloaded@1", "step@8", "chunk-sent@1", "sent@2"])

@@ -766,6 +766,9 @@ def test_metrics_can_be_read_by_prometheus(api: Api):
     received = sum(len(data) for data in made.chunks.values())
     assert found["blocktrain_chunk_bytes_total", "received"] == received
     assert found["blocktrain_chunk_bytes_total", "sent"] == received  # its base, as long
+    assert found["blocktrain_moved_bytes_total", "0", "none", "up"] == received
+    assert found["blocktrain_moved_bytes_total", "0", "none", "down"] == 0  # nothing was reported
+    assert found["blocktrain_moved_raw_bytes_total", "0", "up"] == received
 
 
 # TLS
@@ -868,7 +871,7 @@ def test_the_process_that_serves_never_loads_torch(tmp_path: Path):
 
 # Whatever the served description allows, and what it does not
 
-# Of each kind, valid and invalid, for each of 17 routes and 2 roles; `make fuzz` asks for more.
+# Of each kind, valid and invalid, for each of 18 routes and 2 roles; `make fuzz` asks for more.
 CASES_OF_A_ROUTE = int(os.environ.get("BLOCKTRAIN_FUZZ_CASES", "7"))
 ASKED = {"positive": CASES_OF_A_ROUTE, "negative": CASES_OF_A_ROUTE}
 TAKES_NOTHING = ("GET /v1/hello", "GET /v1/ca", "GET /metrics")  # nor any authorization
@@ -939,7 +942,7 @@ def test_no_request_breaks_the_coordinator(api: Api, role: Role):
 
 def assert_all_were_made(seen: dict[str, dict[str, "Counter[int]"]]) -> None:
     """As many requests as were asked for; told by status, for those who look (`pytest -rP`)."""
-    assert len(seen) == 17
+    assert len(seen) == 18
     for route, by_mode in seen.items():
         asked = {"positive": 1, "negative": 0} if route in TAKES_NOTHING else ASKED
         assert {mode: found.total() for mode, found in by_mode.items()} == asked, route

@@ -7,12 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+
+from blocktrain.coordinator.home import Home
+from blocktrain.protocol import tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKTRAIN = [sys.executable, "-m", "blocktrain.cli.main"]
@@ -97,20 +100,54 @@ def test_one_worker_per_block_gives_the_local_run_s_weights(home: Path, options:
     assert scored["ce"] < 5.0
 
 
-@pytest.mark.parametrize(("codec", "smaller"), [("int8", 3.5), ("sparse", 50.0)])
-def test_encoded_updates_train_the_model_in_fewer_bytes(home: Path, codec: str, smaller: float):
-    with coordinator(home, *settings(home, f"swarm.codec={codec}")) as told:
-        workers = [start_worker(home, told["invite"], "--blocks", str(b)) for b in range(2)]
-        finish(*workers)
+def test_a_dense_codec_trains_the_model_as_well_in_fewer_bytes(home: Path):
+    with coordinator(home, *settings(home, "swarm.codec=int8")) as told:
+        finish(*(start_worker(home, told["invite"], "--blocks", str(b)) for b in range(2)))
         call(home, "fetch", told["invite"], "--out", "fetched")
     sizes = sent_sizes(home)
     whole = (home / "fetched" / "model.safetensors").stat().st_size / 2
     assert len(sizes) >= 8
-    assert all(size < whole / smaller for size in sizes), (whole, sizes)
+    assert all(size < whole / 3.5 for size in sizes), (whole, sizes)
+    call(home, "train", *settings(home), "--out", "local")
+    assert ce_of(home, "fetched") == pytest.approx(ce_of(home, "local"), abs=0.02)
+
+
+def test_sparse_both_ways_and_a_worker_that_is_restarted(home: Path):
+    """Every worker fetches its block whole once, and follows differences from then on, also in its
+    second life; the bits are the coordinator's."""
+    with coordinator(home, *settings(home, "swarm.codec=sparse", "train.steps=60")) as told:
+        other = start_worker(home, told["invite"], "--blocks", "1", "--folder", "other")
+        first = start_worker(home, told["invite"], "--blocks", "0", "--folder", "mine")
+        wait_for(lambda: version_of(home, 0) > 1)
+        first.terminate()
+        first.communicate(timeout=60)
+        again = start_worker(home, told["invite"], "--blocks", "0", "--folder", "mine")
+        finish(other, again)
+        status = status_of(home, told)
+        shown = call(home, "status", told["invite"])
+        call(home, "fetch", told["invite"], "--out", "fetched")
+    assert "0.0 MB" not in shown and "kB" in shown and "smaller" in shown
+    fetched = load_file(home / "fetched" / "model.safetensors")
+    with closing(Home(home / "coordinator").open().ledger) as ledger, ledger.read() as tx:
+        held = [tx.version(block) for block in range(2)]
+    blobs = Home(home / "coordinator").open().blobs
+    for block, moved in enumerate(block["moved"] for block in status["blocks"]):
+        whole, made = held[block].weights.size, held[block].version
+        assert moved["down_whole"] == whole
+        assert moved["down_raw"] > 2 * whole
+        assert 0 < moved["down_differences"] < made * whole / 50
+        assert moved["up_raw"] >= made * whole
+        assert moved["up"] < moved["up_raw"] / 50
+        weights = tensors.decode(b"".join(blobs.reader(held[block].weights).stream()))
+        for name, tensor in weights.items():
+            assert np.array_equal(fetched[f"block.{block}.{name}"], tensor), name
+    assert len(status["workers"]) == 2
     assert ce_of(home, "fetched") < 5.0
-    if codec == "int8":  # sparse has sent a small part of what it owes after so few leases
-        call(home, "train", *settings(home), "--out", "local")
-        assert ce_of(home, "fetched") == pytest.approx(ce_of(home, "local"), abs=0.02)
+
+
+def version_of(home: Path, block: int) -> int:
+    with closing(Home(home / "coordinator").open().ledger) as ledger, ledger.read() as tx:
+        return tx.block_states()[block].version
 
 
 def sent_sizes(home: Path) -> list[int]:

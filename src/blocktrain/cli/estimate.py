@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.sizes import size
 
 
 @click.command("estimate")
@@ -57,8 +58,8 @@ def command(config_path: Path, overrides: tuple[str, ...], device: str, as_json:
         ("data", f"{needs.bytes_per_block / 1e6:,.1f} MB per block"),
         (
             "on the wire",
-            f"{needs.wire_bytes_per_round / 1e6:,.1f} MB per worker and round (a version"
-            " down in fp32, an update up)",
+            f"{size(needs.wire_bytes_per_round)} per worker and round (a version down,"
+            " an update up)",
         ),
         (f"time on {device} (estimate)", f"{_duration(seconds)} per block"),
     ]

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.sizes import size
 
 
 @click.command("fetch")
@@ -27,5 +28,5 @@ def command(invite: str, out: Path, as_json: bool) -> None:
         return
     click.echo(
         f"{out}: blocks at versions {', '.join(map(str, fetched.versions))},"
-        f" {fetched.bytes_moved / 1e6:,.1f} MB moved   next: blocktrain eval {out}"
+        f" {size(fetched.bytes_moved)} moved   next: blocktrain eval {out}"
     )

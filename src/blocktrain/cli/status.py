@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.sizes import size
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
     from blocktrain.protocol.messages import Status
 
@@ -60,7 +62,7 @@ def _tables(status: "Status") -> "Group":
             str(block.index),
             str(block.version),
             "-" if block.ce is None else f"{block.ce:.4f}",
-            f"{block.bytes_trained / 1e6:,.1f} MB",
+            size(block.bytes_trained),
             f"{100 * block.progress:.1f}%",
             str(block.replicas),
             "-" if block.participation is None else f"{100 * block.participation:.0f}%",
@@ -76,12 +78,28 @@ def _tables(status: "Status") -> "Group":
             worker.state,
             "-" if worker.block is None else str(worker.block),
             str(worker.updates),
-            f"{worker.bytes_trained / 1e6:,.1f} MB",
+            size(worker.bytes_trained),
             f"{worker.seconds_since_seen:.0f} s ago",
         )
     score = f"CE {status.ce:.4f}" if status.ce is not None else f"CE: {status.ce_note}"
     head = Text(f"run {status.run}: {status.state} for {_duration(status.seconds)}; {score}")
-    return Group(head, blocks, workers)
+    return Group(head, blocks, workers, _moved_table(status))
+
+
+def _moved_table(status: "Status") -> "Table":
+    """Bytes, and how many times as much they would have been whole, in fp32."""
+    from rich.table import Table
+
+    table = Table(title="moved", title_justify="left")
+    for column in ("of", "up", "down whole", "as differences", "smaller by"):
+        table.add_column(column, justify="left" if column == "of" else "right")
+    named = [(f"block {block.index}", block.moved) for block in status.blocks]
+    named += [(f"{worker.name}, {worker.worker}", worker.moved) for worker in status.workers]
+    for name, moved in named:
+        ways = (moved.up, moved.down_whole, moved.down_differences)
+        smaller = (moved.up_raw + moved.down_raw) / max(sum(ways), 1)
+        table.add_row(name, *map(size, ways), f"{smaller:.1f}" if sum(ways) else "-")
+    return table
 
 
 def _duration(seconds: float) -> str:

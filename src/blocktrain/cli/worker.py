@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.sizes import size
 
 if TYPE_CHECKING:
     from blocktrain.worker.events import WorkerEvent
@@ -171,6 +172,6 @@ def _line(event: "WorkerEvent") -> str:
     loss = f"loss {event.loss:.4f}  " if event.loss is not None else ""
     return (
         f"block {event.block}  {event.step}/{event.steps}  {loss}"
-        f"{event.bytes_per_s / 1e6:.3f} MB/s  down {event.bytes_down / 1e6:.1f}"
-        f" up {event.bytes_up / 1e6:.1f} MB  given {event.contribution / 1e6:.2f} MB"
+        f"{size(event.bytes_per_s)}/s  down {size(event.bytes_down)}"
+        f" up {size(event.bytes_up)}  given {size(event.contribution)}"
     )

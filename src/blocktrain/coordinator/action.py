@@ -63,6 +63,12 @@ class Asked:
         value = self.request.query_params.get(name)
         return None if value is None else checked(kind, value, name)
 
+    def required(self, name: str, kind: Any) -> Any:
+        value = self.parameter(name, kind)
+        if value is None:
+            raise RefusedError("malformed", f"{name}: it must be named")
+        return value
+
     async def message(self, kind: type[M]) -> M:
         most = LARGEST_MESSAGE if kind is UpdateOffer else USUAL_MESSAGE
         body = b"".join([part async for part in self.parts(most)])

@@ -28,7 +28,9 @@ from blocktrain.protocol.messages import (
     CHUNK_BYTES,
     PROTOCOL,
     BlobAnswer,
+    BlockIndex,
     Count,
+    Differences,
     Hello,
     Identifier,
     Join,
@@ -153,9 +155,7 @@ async def offer(asked: Asked) -> Response:
 
 
 async def put_chunk(asked: Asked) -> Response:
-    name, upload = asked.at("name"), asked.parameter("lease", Identifier)
-    if upload is None:
-        raise RefusedError("malformed", "lease: which update the chunk is of")
+    name, upload = asked.at("name"), asked.required("lease", Identifier)
     updates = asked.service.updates
     coming = await _coming(asked, upload)
     if isinstance(coming, Receipt):
@@ -198,6 +198,13 @@ async def blob(asked: Asked) -> Response:
         return _answer(await run_in_threadpool(asked.service.reports.blob, asked.at("name")))
     except ProtocolError as error:  # a chunk, but no recipe
         raise NotFoundError(str(error)) from None
+
+
+async def differences(asked: Asked) -> Response:
+    block = asked.required("block", BlockIndex)
+    after, to = asked.required("after", Count), asked.required("to", Count)
+    reports = asked.service.reports
+    return _answer(await run_in_threadpool(reports.differences, block, after, to))
 
 
 async def get_chunk(asked: Asked) -> Response:
@@ -298,6 +305,10 @@ ACTIONS = (
     ),
     Action("POST", "/v1/updates/{lease}/commit", "worker", commit, gives=Receipt),
     Action("GET", "/v1/blobs/{name}", "reader", blob, gives=BlobAnswer),
+    Action(
+        "GET", "/v1/differences", "reader", differences, gives=Differences,
+        parameters=(("block", BlockIndex, True), ("after", Count, True), ("to", Count, True)),
+    ),
     Action("GET", "/v1/chunks/{name}", "reader", get_chunk, gives=BYTES),
     Action("GET", "/v1/run", "reader", run, gives=RunDescription),
     Action("GET", "/v1/status", "reader", status, gives=Status),

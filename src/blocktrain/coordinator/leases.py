@@ -1,6 +1,6 @@
 """Handing out work: which block, which text, until when; and taking it back."""
 
-from blocktrain.coordinator import plan
+from blocktrain.coordinator import plan, traffic
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
 from blocktrain.core.swarm import BlockState
@@ -60,12 +60,14 @@ class Leases:
         return LeaseState(open=False, seconds_left=0.0, reason=f"this lease is {held.state}")
 
     def give_back(self, caller: Caller, lease: str, told: LeaseReturn) -> LeaseState:
+        traffic.check(told.downloads, self.run.config.units)
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
             self.members.seen(tx, caller, now)
             held = own_lease(tx, caller, lease, told.fence)
             if tx.move_lease(lease, "returned"):
+                traffic.count(tx, caller.worker, {}, told.downloads)
                 tx.give_back_range(held.block, held.first_batch, held.steps)
                 tx.add_event(now, "returned", caller.worker, held.block, told.reason)
         return LeaseState(open=False, seconds_left=0.0, reason="given back")

@@ -7,11 +7,12 @@ from blocktrain.coordinator import plan
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import claimed
 from blocktrain.core import faults
+from blocktrain.core.codec import codec_named
 from blocktrain.core.merge import Outer
 from blocktrain.core.swarm import BlockState, PendingUpdate
 from blocktrain.errors import BlocktrainError, DivergedError
 from blocktrain.storage.ledger import Transaction, Version
-from blocktrain.storage.merging import Merged, Update, merge_blobs
+from blocktrain.storage.merging import Compression, Merged, Update, merge_blobs
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Merger:
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
             self._refuse_never_sent(tx)
-            kept = self._forget_old_versions(tx)
+            kept = self._forget_old_versions(tx) | self._forget_useless_differences(tx)
             live = tx.live_updates()
         needed = {blob.name for blob in self.run.description.corpus.values()} | kept
         keep = {chunk for row in live for chunk in claimed(row).recipe.chunks}
@@ -93,7 +94,14 @@ class Merger:
         due = fresh
         with self.run.ledger.write() as tx:
             published = tx.publish(
-                state.index, state.version, merged.weights, merged.velocity, due, self.run.clock()
+                state.index,
+                state.version,
+                merged.weights,
+                merged.velocity,
+                due,
+                self.run.clock(),
+                difference=merged.difference,
+                owed=merged.owed,
             )
             if not published:
                 return False
@@ -110,7 +118,11 @@ class Merger:
     def _merged(self, current: Version, sources: Sequence[Update]) -> Merged:
         swarm = self.run.config.swarm
         outer = Outer(swarm.outer_rate, swarm.outer_momentum)
-        return merge_blobs(self.run.blobs, current.weights, sources, current.velocity, outer)
+        codec = codec_named(swarm.codec, plan.kept_down(swarm, len(sources)))
+        compression = Compression(codec, current.owed) if codec else None
+        return merge_blobs(
+            self.run.blobs, current.weights, sources, current.velocity, outer, compression
+        )
 
     def _alone_at_fault(
         self, current: Version, sources: Sequence[Update], due: Sequence[PendingUpdate]
@@ -175,9 +187,26 @@ class Merger:
             if not recent and here not in in_use and replaced.get(here, 0.0) < since:
                 tx.forget_version(version.block, version.version)
                 continue
-            kept.add(version.weights.name)
-            if version.velocity:
-                kept.add(version.velocity.name)
+            blobs = (version.weights, version.velocity, version.owed)
+            kept |= {blob.name for blob in blobs if blob}
+        return kept
+
+    def _forget_useless_differences(self, tx: Transaction) -> set[str]:
+        """Blobs of differences that stay: those that lead to a version that is there, and those
+        that with all after them are still smaller than the newest version."""
+        there = {(version.block, version.version) for version in tx.versions()}
+        kept: set[str] = set()
+        for state in tx.block_states():
+            found = tx.differences(state.index)
+            useful = plan.useful_differences(
+                {version: blob.size for version, blob in found.items()},
+                tx.version(state.index).weights.size,
+            )
+            for version, blob in found.items():
+                if version in useful or (state.index, version) in there:
+                    kept.add(blob.name)
+                else:
+                    tx.forget_difference(state.index, version)
         return kept
 
     def _finish(self) -> None:

@@ -1,9 +1,10 @@
 """Prometheus metrics: the run's state as it is when asked, and the bytes that passed through."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter as Counted
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
@@ -40,6 +41,29 @@ BLOCK_GAUGES: dict[str, tuple[str, Callable[[BlockStatus], float | None]]] = {
 }
 
 
+def _moved_bytes(blocks: Sequence[BlockStatus], codec: str) -> Iterator[Metric]:
+    family = CounterMetricFamily(
+        "blocktrain_moved_bytes",
+        "Bytes of updates up and of versions down, as workers report these",
+        labels=["block", "direction", "codec"],
+    )
+    raw = CounterMetricFamily(
+        "blocktrain_moved_raw_bytes",
+        "What the same would have been whole, in fp32",
+        labels=["block", "direction"],
+    )
+    for block in blocks:
+        moved, index = block.moved, str(block.index)
+        counts = Counted({("up", codec): moved.up, ("down", "none"): moved.down_whole})
+        counts["down", codec] += moved.down_differences
+        for labels, count in counts.items():
+            family.add_metric([index, *labels], count)
+        raw.add_metric([index, "up"], moved.up_raw)
+        raw.add_metric([index, "down"], moved.down_raw)
+    yield family
+    yield raw
+
+
 class _State(Collector):
     def __init__(self, reports: Reports) -> None:
         self._reports = reports
@@ -56,6 +80,7 @@ class _State(Collector):
                 if found is not None:
                     family.add_metric([str(block.index)], found)
             yield family
+        yield from _moved_bytes(status.blocks, self._reports.run.config.swarm.codec)
         workers = GaugeMetricFamily("blocktrain_workers", "Workers by state", labels=["state"])
         for state in ("training", "waiting", "lost", "banned"):
             workers.add_metric([state], sum(w.state == state for w in status.workers))

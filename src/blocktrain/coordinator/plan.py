@@ -5,7 +5,7 @@ optimizer state is warm there. Blocks never wait for each other. Simulation runs
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -139,3 +139,21 @@ def refusal(
     if weight(swarm, version, base_version) == 0.0:
         return Refusal.TOO_STALE
     return None if text_is_its_own else Refusal.HANDED_OUT_AGAIN
+
+
+def kept_down(swarm: SwarmConfig, updates: int) -> int:
+    """Of every 4096 numbers, how many a sparse version's difference keeps: room for all that its
+    updates name, or what the run says."""
+    return swarm.kept_down or min(swarm.kept * updates, 4096)
+
+
+def useful_differences(sizes: Mapping[int, int], whole: int) -> set[int]:
+    """Of the differences that lead to versions, those from which on it takes fewer bytes to follow
+    them all than to fetch the newest version whole."""
+    useful, together = set(), 0
+    for version in sorted(sizes, reverse=True):
+        together += sizes[version]
+        if together >= whole:
+            break
+        useful.add(version)
+    return useful

@@ -2,11 +2,22 @@
 
 from typing import Literal
 
+from blocktrain.coordinator import traffic
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
 from blocktrain.core.swarm import BlockState
 from blocktrain.errors import RefusedError
-from blocktrain.protocol.messages import BlobAnswer, BlockStatus, Event, Score, Status, WorkerStatus
+from blocktrain.protocol.messages import (
+    MOST_DIFFERENCES,
+    BlobAnswer,
+    BlockStatus,
+    Differences,
+    Event,
+    Moved,
+    Score,
+    Status,
+    WorkerStatus,
+)
 from blocktrain.storage.ledger import Transaction
 from blocktrain.storage.prepared import Found
 
@@ -23,9 +34,18 @@ class Reports:
         now = self.run.clock()
         with self.run.ledger.read() as tx:
             row = tx.run()
-            blocks = tuple(self._block(tx, state) for state in tx.block_states())
+            moved = tx.traffic()
+            of_blocks = traffic.summed((block, here) for (_, block), here in moved.items())
+            of_workers = traffic.summed((worker, here) for (worker, _), here in moved.items())
+            blocks = tuple(
+                self._block(tx, state, of_blocks.get(state.index, traffic.NOTHING))
+                for state in tx.block_states()
+            )
             held = {lease.worker: lease.block for lease in tx.held_leases()}
-            workers = tuple(self._worker(worker, held, now) for worker in tx.workers())
+            workers = tuple(
+                self._worker(worker, held, now, of_workers.get(worker.id, traffic.NOTHING))
+                for worker in tx.workers()
+            )
             score = tx.newest_score(None)
         assert row is not None
         return Status(
@@ -45,6 +65,15 @@ class Reports:
         known = {chunk: url for chunk, url in urls.items() if url is not None}
         return BlobAnswer(recipe=recipe, urls=known or None)
 
+    def differences(self, block: int, after: int, to: int) -> Differences:
+        """What leads from version `after` of a block to version `to`, if all of it is kept."""
+        wanted = range(after + 1, to + 1)
+        with self.run.ledger.read() as tx:
+            kept = tx.differences(block)
+        if len(wanted) > MOST_DIFFERENCES or not all(version in kept for version in wanted):
+            return Differences(differences=())
+        return Differences(differences=tuple(kept[version] for version in wanted))
+
     def events(self, after: int, most: int) -> list[Event]:
         with self.run.ledger.read() as tx:
             return tx.events(after, most)
@@ -61,9 +90,12 @@ class Reports:
         scored = self.run.config.units if told.block is None else 1
         if len(told.versions) != scored:
             raise RefusedError("malformed", f"versions: {scored} expected, one for each block")
+        traffic.check(told.downloads, self.run.config.units)
         now = self.run.clock()
         with self.run.ledger.write() as tx:
+            tx.lock_blocks()
             self.members.seen(tx, caller, now)
+            traffic.count(tx, caller.worker, {}, told.downloads)
             tx.add_score(
                 block=told.block,
                 versions=told.versions,
@@ -75,7 +107,7 @@ class Reports:
             )
             tx.add_event(now, "scored", caller.worker, told.block, f"CE {told.ce:.4f}")
 
-    def _block(self, tx: Transaction, state: BlockState) -> BlockStatus:
+    def _block(self, tx: Transaction, state: BlockState, moved: Moved) -> BlockStatus:
         row, score = tx.block(state.index), tx.newest_score(state.index)
         assert row is not None
         ended = row.leases_met + row.leases_missed
@@ -90,9 +122,10 @@ class Reports:
             replicas=len(state.workers),
             participation=row.leases_met / ended if ended else None,
             pending_updates=len(state.pending),
+            moved=moved,
         )
 
-    def _worker(self, row: Found, held: dict[str, int], now: float) -> WorkerStatus:
+    def _worker(self, row: Found, held: dict[str, int], now: float, moved: Moved) -> WorkerStatus:
         return WorkerStatus(
             worker=row.id,
             name=row.name,
@@ -103,6 +136,7 @@ class Reports:
             bytes_trained=row.batches_merged * self.run.batch_bytes,
             updates=row.updates_merged,
             seconds_since_seen=max(0.0, now - row.seen),
+            moved=moved,
         )
 
 

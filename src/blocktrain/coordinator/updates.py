@@ -6,7 +6,7 @@ may take its time.
 
 from typing import NamedTuple
 
-from blocktrain.coordinator import plan
+from blocktrain.coordinator import plan, traffic
 from blocktrain.coordinator.leases import own_lease
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
@@ -16,6 +16,7 @@ from blocktrain.errors import ProtocolError, RefusedError
 from blocktrain.protocol import identity
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
+    Moved,
     Receipt,
     Recipe,
     UpdateClaim,
@@ -25,8 +26,9 @@ from blocktrain.protocol.messages import (
 from blocktrain.protocol.tensors import TensorSpec
 from blocktrain.storage.chunks import Incoming
 from blocktrain.storage.ledger import Transaction, Version
-from blocktrain.storage.merging import check_encoded, check_update, weights_form
+from blocktrain.storage.merging import check_encoded, check_update
 from blocktrain.storage.prepared import Found
+from blocktrain.storage.weights_file import weights_form
 
 URL_SECONDS = 3600
 BYTES_OF_A_NUMBER = 4
@@ -55,6 +57,7 @@ class Updates:
     def offer(self, caller: Caller, offer: UpdateOffer) -> bool:
         """Take down what a worker is about to send; whether it is to be sent."""
         claim, now = offer.claim, self.run.clock()
+        traffic.check(offer.downloads, self.run.config.units)
         with self.run.ledger.write() as tx:
             worker = self.members.seen(tx, caller, now)
             self._check_signed(worker, offer)
@@ -72,6 +75,7 @@ class Updates:
                     offer=claim.model_dump_json(),
                     signature=offer.signature,
                     loss=claim.loss,
+                    downloads=traffic.to_json(offer.downloads),
                 )
                 tx.move_lease(claim.lease, "sending")
                 self._remember(claim, base)
@@ -144,7 +148,7 @@ class Updates:
     def settle(self, caller: Caller, lease: str, fault: str) -> Receipt:
         """Count an update or refuse it, and close its lease: once; asked again, the same answer."""
         now = self.run.clock()
-        self._coming.pop(lease, None)
+        coming = self._coming.pop(lease, None)
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
             self.members.seen(tx, caller, now)
@@ -152,6 +156,7 @@ class Updates:
             assert held is not None
             if offered.state != "offered":
                 return _receipt(offered)
+            self._count_bytes(tx, offered, coming)
             in_time = tx.move_lease(lease, "submitted")
             block = tx.block(held.block)
             assert block is not None
@@ -169,6 +174,16 @@ class Updates:
                 tx.give_back_range(held.block, held.first_batch, held.steps)
             tx.add_event(now, "refused", caller.worker, held.block, reason)
             return Receipt(state="refused", reason=reason, weight=0.0)
+
+    def _count_bytes(self, tx: Transaction, offered: Found, coming: Coming | None) -> None:
+        """An update that was sent and verified, and what its worker says it had downloaded."""
+        size, base = (
+            (coming.recipe.size, coming.base)
+            if coming
+            else (claimed(offered).recipe.size, tx.version(offered.block, offered.base_version))
+        )
+        moved = {offered.block: Moved(up=size, up_raw=base.weights.size)}
+        traffic.count(tx, offered.worker, moved, traffic.from_json(offered.downloads))
 
     def _too_late(self, tx: Transaction, lease: Found, version: int, *, in_time: bool) -> str:
         """Why an update does not count any more; empty where it does."""

@@ -1,8 +1,9 @@
 """From several updates of one tensor to its next version: a weighted mean and an outer step.
 
 All updates start from `current`, or from an older version, and then what they learned since
-is added to `current` (`Contribution.start`). Sums are float64, in the order of the updates'
-ids, so the result does not depend on who came first. The outer step is DiLoCo's (SGD with
+is added to `current` (`Contribution.start`). Sums are float64, in the order of the updates' ids,
+so the result does not depend on who came first, and so is the target that a version is rounded
+from (`finite_floats`). The outer step is DiLoCo's (SGD with
 Nesterov momentum on the mean change), written so that rate 1 without momentum is the mean,
 bit for bit. Works on numpy arrays of any shape; knows no files, no weights' names, no clock.
 """
@@ -88,8 +89,8 @@ def caught_up(end: Floats, start: Floats, current: Floats, share: float = 1.0) -
 @_UNWARNED
 def outer_step(
     current: Floats, mean: Doubles, velocity: Floats | None, outer: Outer
-) -> tuple[Floats, Floats | None]:
-    """The next version and the next velocity; without momentum there is no velocity.
+) -> tuple[Doubles, Floats | None]:
+    """Where the next version should be, and the next velocity; without momentum there is none.
 
     g = current - mean;  v' = momentum v + g;  next = current - rate (g + momentum v')
     """
@@ -102,7 +103,7 @@ def outer_step(
         if velocity is not None:
             speed = speed + outer.momentum * velocity.astype(np.float64)
         following = following - outer.rate * outer.momentum * speed
-    return _finite_floats(following), None if speed is None else _finite_floats(speed)
+    return following, None if speed is None else finite_floats(speed)
 
 
 def merge_tensor(
@@ -118,10 +119,12 @@ def merge_tensor(
         if update.start is not None:
             values = caught_up(update.end, update.start, current, update.share)
         sums.add(values, update.weight)
-    return outer_step(current, sums.mean(), velocity, outer)
+    target, speed = outer_step(current, sums.mean(), velocity, outer)
+    return finite_floats(target), speed
 
 
-def _finite_floats(values: Doubles) -> Floats:
+@_UNWARNED
+def finite_floats(values: Array) -> Floats:
     floats = np.asarray(values, np.float32)
     if not np.isfinite(floats).all():
         raise DivergedError("merging these updates gives numbers that are not finite")

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 PROTOCOL = 1
 CHUNK_BYTES = 8 * 1024 * 1024
 MOST_CHUNKS = 1 << 16  # of one blob: 512 GiB
+MOST_DIFFERENCES = 1024  # in one answer
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[0-9a-z]{8,64}$")]
@@ -18,6 +19,8 @@ Base64 = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=r"^[^\x00-\x1f]*$")]
 Reason = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00]*$")]
 Count = Annotated[int, Field(ge=0, le=2**53)]
+Reported = Annotated[int, Field(ge=0, le=2**40)]  # so that sums of what anyone says stay numbers
+Total = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1, le=2**53)]
 BlockIndex = Annotated[int, Field(ge=0, le=4095)]
 Role = Literal["train", "evaluate"]
@@ -109,6 +112,13 @@ class Predecessor(Message):
     weights: Blob
 
 
+class Differences(Message):
+    """What leads from one version of a block to another, in order; none where some of it is not
+    kept any more: then the whole version is to be fetched."""
+
+    differences: tuple[Blob, ...] = Field(max_length=MOST_DIFFERENCES)
+
+
 class Lease(Message):
     """Train `block` from `base_version` on batches first_batch .. first_batch + steps - 1.
 
@@ -147,9 +157,23 @@ class LeaseAnswer(Message):
     answer: Lease | Wait | Finished = Field(discriminator="kind")
 
 
+class Downloaded(Message):
+    """What a worker has moved to have versions of a block: whole ones, differences, and what all
+    of these versions would have been whole."""
+
+    block: BlockIndex
+    whole: Reported
+    differences: Reported
+    raw: Reported
+
+
+Downloads = Annotated[tuple[Downloaded, ...], Field(max_length=4096)]
+
+
 class LeaseReturn(Message):
     fence: Positive
     reason: Reason
+    downloads: Downloads = ()
 
 
 class LeaseProgress(Message):
@@ -181,8 +205,11 @@ class UpdateClaim(Message):
 
 
 class UpdateOffer(Message):
+    """`downloads`: what was not reported yet; counted when this is committed."""
+
     claim: UpdateClaim
     signature: Base64
+    downloads: Downloads = ()
 
 
 class UploadState(Message):
@@ -208,6 +235,18 @@ class Score(Message):
     split: Split
     windows: Identifier
     ce: float
+    downloads: Downloads = ()
+
+
+class Moved(Message):
+    """Bytes that were moved: updates up, versions down, whole ones and differences; and what the
+    same would have been whole, in fp32 (`raw`)."""
+
+    up: Total = 0
+    up_raw: Total = 0
+    down_whole: Total = 0
+    down_differences: Total = 0
+    down_raw: Total = 0
 
 
 class BlockStatus(Message):
@@ -221,6 +260,7 @@ class BlockStatus(Message):
     replicas: Count  # workers that hold a lease of it now
     participation: float | None  # leases met in time / leases given; None before the first ended
     pending_updates: Count
+    moved: Moved
 
 
 class WorkerStatus(Message):
@@ -233,6 +273,7 @@ class WorkerStatus(Message):
     bytes_trained: Count
     updates: Count
     seconds_since_seen: float
+    moved: Moved
 
 
 class Status(Message):

@@ -19,19 +19,21 @@ from sqlalchemy.exc import DatabaseError
 
 from blocktrain.core.swarm import BlockState, PendingUpdate
 from blocktrain.errors import NotFoundError, UnreachableError
-from blocktrain.protocol.messages import Blob, Event
+from blocktrain.protocol.messages import Blob, Event, Moved
 from blocktrain.storage import statements
 from blocktrain.storage.database import open_engine, shown
 from blocktrain.storage.migrations import upgrade
 from blocktrain.storage.prepared import Found, PreparedStatements
 from blocktrain.storage.schema import (
     blocks,
+    differences,
     events,
     gaps,
     invites,
     leases,
     runs,
     scores,
+    traffic,
     updates,
     versions,
     workers,
@@ -45,6 +47,7 @@ class Version:
     version: int
     weights: Blob
     velocity: Blob | None
+    owed: Blob | None
     merged_batches: int
     created: float
 
@@ -137,7 +140,7 @@ class Transaction:
              "leases_missed", "merging_until"), 0,
         )  # fmt: skip
         self._run(insert(blocks).values(block=index, total_batches=total_batches, **zeros))
-        self._add_version(index, 0, weights, None, 0, now)
+        self._add_version(index, 0, 0, now, weights)
 
     # People
 
@@ -302,8 +305,12 @@ class Transaction:
         velocity: Blob | None,
         merged: Sequence[PendingUpdate],
         now: float,
+        *,
+        difference: Blob | None = None,
+        owed: Blob | None = None,
     ) -> bool:
-        """Version + 1, if the block still stands at `version` and every update still waits."""
+        """Version + 1, if the block still stands at `version` and every update still waits. It
+        comes with the difference that leads to it, and with what that left out."""
         self.lock_blocks()
         leases_of = [item.lease for item in merged]
         waiting = select(func.count()).where(
@@ -325,7 +332,10 @@ class Transaction:
             return False
         row = self.block(block)
         assert row is not None
-        self._add_version(block, version + 1, weights, velocity, row.merged_batches, now)
+        self._add_version(block, version + 1, row.merged_batches, now, weights, velocity, owed)
+        if difference:
+            leads = {"block": block, "version": version + 1}
+            self._run(insert(differences).values(**leads, **difference.model_dump()))
         for item in merged:
             self._change(statements.MERGE_UPDATE, of_lease=item.lease, into=version + 1)
             self._change(statements.CREDIT_WORKER, of_worker=item.worker, steps=item.steps)
@@ -348,9 +358,35 @@ class Transaction:
         chosen = sql.delete(versions)
         self._run(chosen.where(versions.c.block == block, versions.c.version == version))
 
+    def differences(self, block: int) -> dict[int, Blob]:
+        """What is kept of the differences that lead to a block's versions, oldest first."""
+        chosen = select(differences).where(differences.c.block == block)
+        rows = self._run(chosen.order_by(differences.c.version))
+        return {row.version: Blob(name=row.name, size=row.size) for row in rows}
+
+    def forget_difference(self, block: int, version: int) -> None:
+        chosen = sql.delete(differences)
+        self._run(chosen.where(differences.c.block == block, differences.c.version == version))
+
     def live_updates(self) -> Sequence[Found]:
         """Updates whose chunks are still needed."""
         return self._run(select(updates).where(updates.c.state.in_(("offered", "pending")))).all()
+
+    # Bytes
+
+    def count_traffic(self, worker: str, block: int, moved: Moved) -> None:
+        """Add to what was moved between a worker and the run. Needs the blocks' lock."""
+        counts = moved.model_dump()
+        more = {f"more_{name}": count for name, count in counts.items()}
+        if not self._change(statements.COUNT_TRAFFIC, of_worker=worker, of_block=block, **more):
+            self._change(statements.ADD_TRAFFIC, worker=worker, block=block, **counts)
+
+    def traffic(self) -> dict[tuple[str, int], Moved]:
+        """By worker and block."""
+        return {
+            (row.worker, row.block): Moved(**{c.name: row._mapping[c] for c in statements.COUNTS})
+            for row in self._run(select(traffic))
+        }
 
     # Events and scores
 
@@ -386,10 +422,11 @@ class Transaction:
         self,
         block: int,
         version: int,
-        weights: Blob,
-        velocity: Blob | None,
         merged_batches: int,
         now: float,
+        weights: Blob,
+        velocity: Blob | None = None,
+        owed: Blob | None = None,
     ) -> None:
         self._run(
             insert(versions).values(
@@ -399,6 +436,8 @@ class Transaction:
                 weights_size=weights.size,
                 velocity=velocity.name if velocity else None,
                 velocity_size=velocity.size if velocity else None,
+                owed=owed.name if owed else None,
+                owed_size=owed.size if owed else None,
                 merged_batches=merged_batches,
                 created=now,
             )
@@ -462,5 +501,6 @@ def _pending(row: Found) -> PendingUpdate:
 
 def _version(row: Found) -> Version:
     velocity = Blob(name=row.velocity, size=row.velocity_size) if row.velocity else None
+    owed = Blob(name=row.owed, size=row.owed_size) if row.owed else None
     weights = Blob(name=row.weights, size=row.weights_size)
-    return Version(row.block, row.version, weights, velocity, row.merged_batches, row.created)
+    return Version(row.block, row.version, weights, velocity, owed, row.merged_batches, row.created)

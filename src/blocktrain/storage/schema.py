@@ -55,8 +55,20 @@ versions = Table(
     Column("weights_size", BigInteger, nullable=False),
     Column("velocity", String(64)),
     Column("velocity_size", BigInteger),
+    Column("owed", String(64)),  # what its compression left out
+    Column("owed_size", BigInteger),
     Column("merged_batches", BigInteger, nullable=False),
     Column("created", Double, nullable=False),
+)
+
+# What leads to a version from the one before it; may outlive the version.
+differences = Table(
+    "differences",
+    metadata,
+    Column("block", Integer, ForeignKey("blocks.block"), primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("name", String(64), nullable=False),
+    Column("size", BigInteger, nullable=False),
 )
 
 workers = Table(
@@ -131,8 +143,22 @@ updates = Table(
     Column("loss", Double),
     Column("committed", Double),
     Column("merged_into", Integer),
+    Column("downloads", Text),  # JSON: what the worker says it downloaded before
     Index("updates_by_state", "state"),
     Index("updates_by_worker", "worker", "state"),
+)
+
+# Bytes moved between a worker and the run, by block: `protocol.messages.Moved`.
+traffic = Table(
+    "traffic",
+    metadata,
+    Column("worker", String(64), ForeignKey("workers.id"), primary_key=True),
+    Column("block", Integer, ForeignKey("blocks.block"), primary_key=True),
+    Column("up", BigInteger, nullable=False),
+    Column("up_raw", BigInteger, nullable=False),
+    Column("down_whole", BigInteger, nullable=False),
+    Column("down_differences", BigInteger, nullable=False),
+    Column("down_raw", BigInteger, nullable=False),
 )
 
 events = Table(

@@ -8,12 +8,14 @@ from blocktrain.storage.schema import (
     events,
     gaps,
     leases,
+    traffic,
     updates,
     versions,
     workers,
 )
 
 HELD = ("open", "sending")  # states in which a lease is somebody's
+COUNTS = [column for column in traffic.c if not column.primary_key]
 
 # SQLAlchemy keeps a column's own name for its new value; the row that is meant has a longer one.
 _the_block: BindParameter[int] = bindparam("of_block")
@@ -98,6 +100,13 @@ NEWEST_VERSION = (
     .where(versions.c.block == _the_block)
     .order_by(versions.c.version.desc())
     .limit(1)
+)
+
+ADD_TRAFFIC = insert(traffic)
+COUNT_TRAFFIC = (
+    update(traffic)
+    .where(traffic.c.worker == _the_worker, traffic.c.block == _the_block)
+    .values({column: column + bindparam(f"more_{column.name}") for column in COUNTS})
 )
 
 ADD_EVENT = insert(events)

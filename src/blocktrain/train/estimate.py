@@ -66,16 +66,19 @@ def estimate(config: Config) -> Estimate:
         ),
         feature_cache_bytes=cache_bytes(config),
         flops_per_step=max(_flops_per_step(config, units, unit) for unit in range(len(units))),
-        wire_bytes_per_round=4 * largest + _update_bytes(config, largest),
+        wire_bytes_per_round=_wire_bytes(config, largest),
         steps=config.train.steps,
         bytes_per_block=config.train.steps * config.train.batch * config.model.window,
     )
 
 
-def _update_bytes(config: Config, numbers: int) -> int:
-    """Of what goes up; a version comes down whole."""
-    codec = codec_named(config.swarm.codec, config.swarm.kept)
-    return largest_encoded_size(codec, numbers) if codec else 4 * numbers
+def _wire_bytes(config: Config, numbers: int) -> int:
+    """Of an update up and a version down that a quorum made, for a worker that has the version
+    before."""
+    swarm = config.swarm
+    down = swarm.kept_down or min(swarm.kept * swarm.quorum, 4096)
+    codecs = (codec_named(swarm.codec, kept) for kept in (swarm.kept, down))
+    return sum(largest_encoded_size(codec, numbers) if codec else 4 * numbers for codec in codecs)
 
 
 def memory_of(config: Config, unit: int) -> int:

@@ -271,7 +271,11 @@ class Agent:
             recipe=update.recipe,
             loss=update.loss,
         )
-        offer = UpdateOffer(claim=claim, signature=self.client.key.sign_update(claim))
+        offer = UpdateOffer(
+            claim=claim,
+            signature=self.client.key.sign_update(claim),
+            downloads=self._block.versions.take_downloads(),
+        )
         self._tell("trained", f"sending {update.blob.size:,} bytes", lease, loss=update.loss)
         self._uploader.start(update.blob, offer, keeper)
 
@@ -290,7 +294,7 @@ class Agent:
         self._tell("refused", f"update not sent: {error}", lease)
 
     def _give_back(self, keeper: Keeper, reason: str) -> None:
-        keeper.give_back(reason)
+        keeper.give_back(reason, self._block.versions.take_downloads())
         self._tell("returned", f"lease given back: {reason}", keeper.lease)
 
     def _count_failure(self, error: BlocktrainError) -> None:
@@ -303,6 +307,8 @@ class Agent:
     def _forget_all_but(self, lease: Lease) -> None:
         needed = [lease.base, self._block.stands_at, self._uploader.blob]
         needed += [predecessor.weights for predecessor in lease.predecessors]
+        blocks = {lease.block, *(predecessor.block for predecessor in lease.predecessors)}
+        needed += self._block.versions.held(blocks)
         self._transfer.keep_only(blob for blob in needed if blob)
 
     def _stopping(self) -> bool:

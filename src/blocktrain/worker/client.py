@@ -18,6 +18,7 @@ from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import (
     PROTOCOL,
     BlobAnswer,
+    Differences,
     Finished,
     Hello,
     Join,
@@ -133,6 +134,12 @@ class Client:
 
     def blob(self, name: str, patience: Patience | None = None) -> BlobAnswer:
         return self._get(BlobAnswer, f"/v1/blobs/{name}", patience)
+
+    def differences(
+        self, block: int, after: int, to: int, patience: Patience | None = None
+    ) -> Differences:
+        path = f"/v1/differences?block={block}&after={after}&to={to}"
+        return self._get(Differences, path, patience)
 
     def authorized(
         self,

@@ -27,6 +27,7 @@ from blocktrain.worker.settings import WorkerSettings
 from blocktrain.worker.throttle import Throttle
 from blocktrain.worker.traffic import Traffic
 from blocktrain.worker.transfer import Transfer
+from blocktrain.worker.versions import Versions
 
 SCORED_WINDOWS = 256
 LOOK_SECONDS = 2.0  # between two looks for new versions
@@ -59,6 +60,8 @@ class Evaluator:
             )
         config = from_toml(joined.description.config)
         compute = resolve(self.settings.device, config.train.precision)
+        folder = self.settings.folder / joined.description.run
+        self._versions = Versions(self._transfer, folder, config.swarm.codec)
         corpus = CorpusCache(self._transfer).open(joined.description, config.data, patience)
         window = config.model.window
         windows = evaluation_windows(corpus.split("valid", window), window, self.windows)
@@ -98,7 +101,9 @@ class Evaluator:
         blocks = []
         for block in status.blocks:
             module = new_block(config, block.index)
-            weights = tensors.decode(self._transfer.read(block.weights, patience))
+            weights = tensors.decode(
+                self._versions.read(block.index, block.version, block.weights, patience)
+            )
             load_block(module, weights, f"version {block.version} of block {block.index}")
             module.compute_dtype = compute.dtype
             blocks.append(module.to(compute.device))
@@ -109,7 +114,14 @@ class Evaluator:
         self, block: int | None, versions: tuple[int, ...], evaluation: Evaluation, ce: float
     ) -> None:
         self.client.score(
-            Score(block=block, versions=versions, split="valid", windows=evaluation.digest, ce=ce)
+            Score(
+                block=block,
+                versions=versions,
+                split="valid",
+                windows=evaluation.digest,
+                ce=ce,
+                downloads=self._versions.take_downloads(),
+            )
         )
 
     def _tell(self, kind: Kind, text: str) -> None:

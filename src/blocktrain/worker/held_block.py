@@ -23,6 +23,7 @@ from blocktrain.worker.kept_residual import KeptResidual
 from blocktrain.worker.lease_trainer import LeaseReport, LeaseTrainer, Trained
 from blocktrain.worker.retry import Patience
 from blocktrain.worker.transfer import Transfer
+from blocktrain.worker.versions import Versions
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class HeldBlock:
     ) -> None:
         self._config, self._corpus, self._compute = config, corpus, compute
         self._transfer, self._scratch = transfer, scratch
+        self.versions = Versions(transfer, scratch, config.swarm.codec)
         self._trainer: LeaseTrainer | None = None
         self.stands_at: Blob | None = None
         self.fetch_seconds = 0.0  # what the last download of a base took
@@ -59,8 +61,8 @@ class HeldBlock:
         """Train a lease. None: stopped before the end."""
         if lease.block != self.index:
             self.put_away()  # before another takes its memory
-        for predecessor in lease.predecessors:
-            self._transfer.fetch(predecessor.weights, patience)
+        for before in lease.predecessors:
+            self.versions.fetch(before.block, before.version, before.weights, patience)
 
         def weights_of(predecessor: Predecessor) -> Tensors:
             return tensors.decode(self._transfer.read(predecessor.weights, patience))
@@ -116,7 +118,9 @@ class HeldBlock:
         if lease.base != self.stands_at:
             clock = self._transfer.client.clock
             began = clock.monotonic()
-            base = tensors.decode(self._transfer.read(lease.base, patience))
+            base = tensors.decode(
+                self.versions.read(lease.block, lease.base_version, lease.base, patience)
+            )
             if self._config.swarm.codec != "none":
                 base = self._with_owed(lease.block, base)
             self.fetch_seconds = clock.monotonic() - began

@@ -8,7 +8,7 @@ import threading
 
 from blocktrain.core.pace import report_interval
 from blocktrain.errors import BlocktrainError, RefusedError, UnreachableError
-from blocktrain.protocol.messages import Lease, LeaseProgress, LeaseReturn
+from blocktrain.protocol.messages import Downloads, Lease, LeaseProgress, LeaseReturn
 from blocktrain.worker.client import Client
 
 RETURN_SECONDS = 5.0
@@ -33,10 +33,12 @@ class Keeper:
         """There is nothing left to keep."""
         self._released.set()
 
-    def give_back(self, reason: str) -> None:
+    def give_back(self, reason: str, downloads: Downloads = ()) -> None:
         """Hand the lease back, so that somebody else can have it at once."""
         self.release()
-        message = LeaseReturn(fence=self.lease.fence, reason=reason[:LONGEST_REASON])
+        message = LeaseReturn(
+            fence=self.lease.fence, reason=reason[:LONGEST_REASON], downloads=downloads
+        )
         try:
             self._client.give_back(self.lease.lease, message, self._client.patience(RETURN_SECONDS))
         except (RefusedError, UnreachableError):

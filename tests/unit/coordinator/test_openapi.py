@@ -14,7 +14,7 @@ from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 from blocktrain.coordinator.action import IN_PATH, Action
 from blocktrain.coordinator.api import ACTIONS
 from blocktrain.coordinator.openapi import SCHEMES, describe
-from blocktrain.protocol.messages import Count, Identifier, Message
+from blocktrain.protocol.messages import BlockIndex, Count, Identifier, Message
 
 DOCUMENT = describe(ACTIONS)
 each_action = pytest.mark.parametrize(
@@ -116,6 +116,9 @@ def test_what_follows_the_question_mark_is_described():
     }
     assert told == {
         ("/v1/chunks/{name}", "lease"): (True, TypeAdapter(Identifier).json_schema()),
+        ("/v1/differences", "block"): (True, TypeAdapter(BlockIndex).json_schema()),
+        ("/v1/differences", "after"): (True, TypeAdapter(Count).json_schema()),
+        ("/v1/differences", "to"): (True, TypeAdapter(Count).json_schema()),
         ("/v1/events", "after"): (False, TypeAdapter(Count).json_schema()),
     }
 

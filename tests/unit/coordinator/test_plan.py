@@ -18,9 +18,11 @@ from blocktrain.coordinator.plan import (
     due_at,
     due_updates,
     is_patient,
+    kept_down,
     lease_seconds,
     lease_steps,
     refusal,
+    useful_differences,
     wait_seconds,
     weight,
     without_stale,
@@ -375,3 +377,27 @@ def test_a_slow_line_gets_a_later_deadline():
     assert lease_seconds(swarm, 10, 1.0, 30.0) == 160.0
     assert lease_seconds(swarm, 10, 1.0) == 40.0
     assert lease_seconds(swarm, 10, 1.0, 1e5) == 500.0
+
+
+# Differences
+
+
+@pytest.mark.parametrize(
+    ("kept", "down", "updates", "expected"),
+    [(64, 0, 1, 64), (64, 0, 5, 320), (64, 0, 99, 4096), (64, 128, 5, 128)],
+)
+def test_a_version_has_room_for_all_its_updates_unless_the_run_says_otherwise(
+    kept: int, down: int, updates: int, expected: int
+):
+    assert kept_down(SwarmConfig(kept=kept, kept_down=down), updates) == expected
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 300))
+def test_differences_are_useful_as_long_as_all_from_there_are_shorter(sizes: list[int], whole: int):
+    named = dict(enumerate(sizes, start=3))
+    useful = useful_differences(named, whole)
+    assert useful == {
+        version
+        for version in named
+        if sum(size for later, size in named.items() if later >= version) < whole
+    }

@@ -9,7 +9,7 @@ from tests.support.coordinator import SetClock, join, running
 from blocktrain.coordinator.reports import LOST_AFTER, NO_SCORE
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import NotFoundError, RefusedError
-from blocktrain.protocol.messages import BlockStatus, Score, Status, WorkerStatus
+from blocktrain.protocol.messages import BlockStatus, Moved, Score, Status, WorkerStatus
 
 
 @pytest.fixture
@@ -61,6 +61,7 @@ def test_a_new_run(service: Service, clock: SetClock):
                 replicas=0,
                 participation=None,
                 pending_updates=0,
+                moved=Moved(),
             )
             for index in range(2)
         ),
@@ -94,7 +95,7 @@ def test_what_workers_do(service: Service, clock: SetClock):
     assert states == {"a": "training", "b": "waiting", "c": "banned", "d": "lost"}
     assert worker_status(service, trains.id) == WorkerStatus(
         worker=trains.id, name="a", role="train", device="cpu", block=1, state="training",
-        bytes_trained=0, updates=0, seconds_since_seen=2.0,
+        bytes_trained=0, updates=0, seconds_since_seen=2.0, moved=Moved(),
     )  # fmt: skip
     found = worker_status(service, waits.id)
     assert (found.block, found.bytes_trained, found.updates) == (None, 160, 1)

@@ -31,13 +31,15 @@ CLAIM = m.UpdateClaim(
     run=RUN, worker=WORKER, lease=LEASE, fence=1, block=0, base_version=2, codec="none",
     recipe=RECIPE, loss=1.5,
 )  # fmt: skip
+MOVED = m.Moved(up=1, up_raw=2, down_whole=3, down_differences=4, down_raw=5)
+DOWNLOADED = m.Downloaded(block=0, whole=1, differences=2, raw=3)
 BLOCK = m.BlockStatus(
     index=0, version=2, weights=BLOB, ce=1.5, ce_note="n", bytes_trained=3, progress=0.5,
-    replicas=1, participation=0.5, pending_updates=1,
+    replicas=1, participation=0.5, pending_updates=1, moved=MOVED,
 )  # fmt: skip
 WORKING = m.WorkerStatus(
     worker=WORKER, name="n", role="train", device="cpu", block=0, state="training",
-    bytes_trained=3, updates=1, seconds_since_seen=0.5,
+    bytes_trained=3, updates=1, seconds_since_seen=0.5, moved=MOVED,
 )  # fmt: skip
 
 EXAMPLES: list[m.Message] = [
@@ -58,14 +60,17 @@ EXAMPLES: list[m.Message] = [
     WAIT,
     m.Finished(),
     m.LeaseAnswer(answer=LEASED),
-    m.LeaseReturn(fence=1, reason="stopped"),
+    m.LeaseReturn(fence=1, reason="stopped", downloads=()),
     m.LeaseProgress(fence=1, steps_done=3, loss=1.5),
     m.LeaseState(open=True, seconds_left=9.5, reason="r"),
     CLAIM,
-    m.UpdateOffer(claim=CLAIM, signature="sig"),
+    DOWNLOADED,
+    m.UpdateOffer(claim=CLAIM, signature="sig", downloads=(DOWNLOADED,)),
     m.UploadState(missing=(HASH,), urls={HASH: "https://store/chunk"}),
     m.Receipt(state="merged", reason="r", weight=0.5),
-    m.Score(block=0, versions=(1, 2), split="valid", windows="windows1", ce=1.5),
+    m.Score(block=0, versions=(1, 2), split="valid", windows="windows1", ce=1.5, downloads=()),
+    m.Differences(differences=(BLOB,)),
+    MOVED,
     BLOCK,
     WORKING,
     m.Status(

@@ -20,7 +20,7 @@ from tests.support.postgres import fresh_database
 
 from blocktrain.core.swarm import PendingUpdate
 from blocktrain.errors import ConfigError, UnreachableError
-from blocktrain.protocol.messages import Blob
+from blocktrain.protocol.messages import Blob, Moved
 from blocktrain.storage.ledger import Ledger, Transaction
 from blocktrain.storage.schema import metadata
 from blocktrain.storage.statements import HELD
@@ -262,6 +262,28 @@ def test_leases_are_overdue_after_their_deadline(ledger: Ledger):
 
 
 # Versions and updates
+
+
+def test_a_difference_and_a_debt_come_with_their_version_or_not_at_all(ledger: Ledger):
+    with ledger.write() as tx:
+        update = submit(tx, claim(tx, 10))
+        assert tx.publish(0, 0, OTHERS, None, [update], NOW, difference=WEIGHTS, owed=OTHERS)
+        assert not tx.publish(0, 0, OTHERS, None, [update], NOW, difference=OTHERS, owed=WEIGHTS)
+    with ledger.read() as tx:
+        assert tx.differences(0) == {1: WEIGHTS} and tx.differences(1) == {}
+        assert (tx.version(0).owed, tx.version(0, 0).owed) == (OTHERS, None)
+    with ledger.write() as tx:
+        tx.forget_difference(0, 1)
+        assert tx.differences(0) == {}
+
+
+def test_what_was_moved_adds_up_by_worker_and_block(ledger: Ledger):
+    with ledger.write() as tx:
+        for worker, block in (("w0", 0), ("w0", 0), ("w0", 1), ("w1", 0)):
+            tx.count_traffic(worker, block, Moved(up=2, down_raw=2**40))
+    with ledger.read() as tx:
+        once, twice = Moved(up=2, down_raw=2**40), Moved(up=4, down_raw=2**41)
+        assert tx.traffic() == {("w0", 0): twice, ("w0", 1): once, ("w1", 0): once}
 
 
 def test_a_version_is_published_on_top_of_the_one_it_was_made_from(ledger: Ledger):
@@ -609,7 +631,7 @@ def test_a_password_stays_out_of_messages():
 MANY_TRANSACTIONS = """
 import sys
 from tests.unit.storage.test_ledger import NOW, claim, submit
-from blocktrain.protocol.messages import Blob
+from blocktrain.protocol.messages import Blob, Moved
 from blocktrain.storage.ledger import Ledger
 
 ledger = Ledger(sys.argv[1])

@@ -22,10 +22,9 @@ from blocktrain.storage.merging import (
     Update,
     check_encoded,
     check_update,
-    finite,
     merge_blobs,
-    weights_form,
 )
+from blocktrain.storage.weights_file import finite, weights_form
 
 Floats = npt.NDArray[np.float32]
 

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Executable
 from sqlalchemy.exc import IntegrityError, OperationalError
 from tests.support.postgres import fresh_database
 
-from blocktrain.protocol.messages import Blob
+from blocktrain.protocol.messages import Blob, Moved
 from blocktrain.storage import statements
 from blocktrain.storage.ledger import Ledger
 from blocktrain.storage.prepared import PreparedStatements
@@ -28,9 +28,11 @@ LEASE = {
 }  # fmt: skip
 UPDATE = {
     "worker": "w0", "block": 0, "base_version": 0, "steps": 10, "offer": "{}", "signature": "s",
-    "loss": None,
+    "loss": None, "downloads": '[{"block":0}]',
 }  # fmt: skip
 EVENT = {"time": NOW, "kind": "leased", "worker": None, "block": 1, "detail": "it's 100% :fine ?"}
+
+MOVED = {"up": 1, "up_raw": 2**40, "down_whole": 3, "down_differences": 4, "down_raw": 2**33}
 
 STATEMENTS: dict[str, Executable] = {
     name: value for name, value in vars(statements).items() if isinstance(value, Executable)
@@ -65,6 +67,10 @@ VALUES: dict[str, dict[str, Any]] = {
     "MERGE_UPDATE": {"of_lease": "pending", "into": 1},
     "VERSION": {"of_block": 0, "of_version": 0},
     "NEWEST_VERSION": {"of_block": 0},
+    "ADD_TRAFFIC": {"worker": "w1", "block": 1, **MOVED},
+    "COUNT_TRAFFIC": {
+        "of_worker": "w0", "of_block": 0, **{f"more_{name}": size for name, size in MOVED.items()},
+    },
     "ADD_EVENT": EVENT,
 }  # fmt: skip
 NOBODY = {"of_worker": "?", "of_lease": "?", "of_block": 7}
@@ -96,6 +102,7 @@ def ledger(
             tx.add_update(lease=name, **UPDATE)
             tx.move_lease(name, "sending")
         tx.accept_update("pending", 0.7, NOW + 3)
+        tx.count_traffic("w0", 0, Moved(up=5))
     yield ledger
     ledger.close()
 

@@ -128,9 +128,9 @@ def test_layers_before_cost_a_forward_pass_and_tails_a_whole_step(cascade: Confi
     assert flops([4, 4], 0) - flops([1, 4], 0) == pytest.approx(layer)  # three thirds
 
 
-def test_a_codec_makes_updates_smaller_and_leaves_versions_whole():
+def test_a_codec_makes_updates_and_versions_smaller():
     whole = estimate(load_config(CONFIGS / "tiny.toml"))
     sparse = estimate(load_config(CONFIGS / "tiny.toml", ["swarm.codec=sparse"]))
     version = 4 * whole.parameters_per_block
     assert whole.wire_bytes_per_round == 2 * version
-    assert version < sparse.wire_bytes_per_round < 1.02 * version
+    assert sparse.wire_bytes_per_round < 0.05 * version

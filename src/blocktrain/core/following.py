@@ -1,0 +1,44 @@
+"""From a version to the next one by a difference in few bytes.
+
+A version is the one before it plus a decoded difference, added in float32: whoever has the one
+and is given the other arrives at the same bits. What the encoding leaves out of where the version
+should be is owed, and belongs into the target of the version after. Works on a frame of numbers;
+knows neither files nor where targets come from.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from blocktrain.core.codec import Codec, encode_frame
+from blocktrain.core.codec_numbers import Floats
+from blocktrain.core.merge import Doubles, finite_floats
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame of the next version, and what leads there."""
+
+    difference: bytes
+    following: Floats
+    owed: Floats
+
+
+def compress(current: Floats, target: Doubles, codec: Codec) -> Frame:
+    """The frame nearest to the target that the codec can lead to from `current`."""
+    difference = encode_frame(codec, _that_counts(current, finite_floats(target - current)))
+    following = follow(current, codec.decode(difference, current.size))
+    # Of the rounding too: a step too small for its weight adds up until it is not.
+    return Frame(difference, following, finite_floats(target - following))
+
+
+def _that_counts(current: Floats, wanted: Floats) -> Floats:
+    """Without what is too small to move its weight: what rounding left of earlier steps would take
+    the place of numbers that matter."""
+    with np.errstate(over="ignore"):
+        return np.where(current + wanted == current, np.float32(0), wanted)
+
+
+def follow(current: Floats, difference: Floats) -> Floats:
+    with np.errstate(over="ignore"):  # the result is checked instead
+        return finite_floats(np.add(current, difference, dtype=np.float32))

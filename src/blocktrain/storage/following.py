@@ -1,0 +1,57 @@
+"""A version's file from an older one and the differences between them, chunk by chunk.
+
+What is added to what is the business of `core.following`; whoever asks knows the name that the
+result must have. Memory holds a chunk of the version and one of each difference that is added in
+the same pass.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from blocktrain.core.codec import Decoder
+from blocktrain.core.following import follow
+from blocktrain.core.merge import Floats
+from blocktrain.protocol.messages import Blob
+from blocktrain.protocol.tensors import canonical
+from blocktrain.storage.blobs import Blobs
+from blocktrain.storage.weights_file import (
+    chunk_numbers,
+    cuts,
+    first_number,
+    number_count,
+    weights_form,
+)
+
+AT_ONCE = 4  # differences in one pass: more passes write more, fewer hold more
+
+
+def follow_blobs(blobs: Blobs, base: Blob, differences: Sequence[Blob]) -> Blob:
+    """The version that the differences lead to, in their order, from `base`."""
+    for start in range(0, len(differences), AT_ONCE):
+        base = blobs.write(_followed(blobs, base, differences[start : start + AT_ONCE]))
+    return base
+
+
+def _followed(
+    blobs: Blobs, base: Blob, differences: Sequence[Blob]
+) -> Iterator[bytes | memoryview]:
+    reader = blobs.reader(base)
+    form = weights_form(reader)
+    header = canonical(form)
+    decoders = [_decoder(blobs, blob, number_count(form)) for blob in differences]
+    yield header
+    for index in range(reader.chunk_count):
+        numbers = chunk_numbers(reader, index, len(header))
+        first = first_number(index, len(header))
+        for cut in cuts(numbers.size):
+            yield _piece(numbers[cut], first + cut.start, decoders).data
+
+
+def _piece(numbers: Floats, first: int, decoders: Sequence[Decoder]) -> Floats:
+    for decoder in decoders:
+        numbers = follow(numbers, decoder.numbers(first, numbers.size))
+    return numbers
+
+
+def _decoder(blobs: Blobs, blob: Blob, count: int) -> Decoder:
+    reader = blobs.reader(blob)
+    return Decoder(reader.read, reader.size, count)

@@ -1,0 +1,103 @@
+"""The versions of blocks that this machine has on disk, and the cheapest way to newer ones.
+
+Where versions of the run follow each other by differences, a version that is here leads to a newer
+one in few bytes; what comes of it is taken only under the newer one's own name. Else, and where
+that is no smaller, the newer one is fetched whole. Counts the bytes until somebody reports them.
+Knows nothing of what a version is for.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from blocktrain.errors import CorruptFileError, DivergedError, ProtocolError, RefusedError
+from blocktrain.protocol.messages import Blob, Downloaded
+from blocktrain.storage.following import follow_blobs
+from blocktrain.storage.run_dir import write_atomically
+from blocktrain.worker.retry import Patience
+from blocktrain.worker.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Held:
+    version: int
+    weights: Blob
+
+
+_FILE = TypeAdapter(dict[int, Held])
+
+
+class Versions:
+    def __init__(self, transfer: Transfer, folder: Path, codec: str) -> None:
+        """`folder`: where to note what is held. `codec`: the run's."""
+        self._transfer, self._path = transfer, folder / "versions.json"
+        self._differ = codec != "none"
+        self._held = self._noted() if self._differ else {}
+        self._moved: dict[int, Counter[str]] = defaultdict(Counter)
+
+    def fetch(self, block: int, version: int, weights: Blob, patience: Patience) -> None:
+        """Have a version in the chunk cache."""
+        if not self._transfer.has(weights):
+            moved = self._moved[block]
+            moved["raw"] += weights.size
+            before = self._transfer.traffic.down
+            followed = self._differ and self._follow(block, version, weights, patience)
+            moved["differences"] += self._transfer.traffic.down - before
+            if not followed:
+                before = self._transfer.traffic.down
+                self._transfer.fetch(weights, patience)
+                moved["whole"] += self._transfer.traffic.down - before
+        self._note(block, Held(version, weights))
+
+    def read(self, block: int, version: int, weights: Blob, patience: Patience) -> bytearray:
+        self.fetch(block, version, weights, patience)
+        return self._transfer.read(weights, patience)
+
+    def held(self, blocks: set[int]) -> list[Blob]:
+        """What newer versions of these blocks may be reached from."""
+        return [held.weights for block, held in self._held.items() if block in blocks]
+
+    def take_downloads(self) -> tuple[Downloaded, ...]:
+        """What was downloaded since this was last asked."""
+        moved, self._moved = self._moved, defaultdict(Counter)
+        return tuple(
+            Downloaded(
+                block=block,
+                whole=counts["whole"],
+                differences=counts["differences"],
+                raw=counts["raw"],
+            )
+            for block, counts in sorted(moved.items())
+        )
+
+    def _follow(self, block: int, version: int, weights: Blob, patience: Patience) -> bool:
+        """Go from the version that is here to the one that is wanted; False: there is no way, or
+        a longer one."""
+        held = self._held.get(block)
+        if held is None or held.version >= version or not self._transfer.has(held.weights):
+            return False
+        try:
+            client = self._transfer.client
+            steps = client.differences(block, held.version, version, patience).differences
+            if not steps or sum(step.size for step in steps) >= weights.size:
+                return False
+            for step in steps:
+                self._transfer.fetch(step, patience)
+            return follow_blobs(self._transfer.cache, held.weights, steps) == weights
+        except (CorruptFileError, DivergedError, ProtocolError, RefusedError):
+            return False  # the whole version helps against all of these
+
+    def _note(self, block: int, held: Held) -> None:
+        if self._differ and self._held.get(block) != held:
+            self._held[block] = held
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, _FILE.dump_json(self._held))
+
+    def _noted(self) -> dict[int, Held]:
+        """A cache: what cannot be read is as good as nothing held."""
+        try:
+            return _FILE.validate_json(self._path.read_bytes())
+        except (OSError, ValidationError):
+            return {}

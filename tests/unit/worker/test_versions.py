@@ -1,0 +1,158 @@
+"""A worker follows differences, from a real coordinator, to the very bits of a version."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.coordinator import INVITE_SECONDS, Member, SetClock, join, served, tensors_of
+from tests.support.frugal import frugal, make_version
+from tests.support.worker_side import KEY, Eager, impatient
+
+from blocktrain.coordinator.service import Service
+from blocktrain.protocol import tensors
+from blocktrain.protocol.invite import Invite
+from blocktrain.protocol.messages import Blob, Differences, Downloaded
+from blocktrain.storage.blobs import Blobs
+from blocktrain.storage.chunks import LocalChunks
+from blocktrain.worker.client import Client
+from blocktrain.worker.throttle import Throttle
+from blocktrain.worker.traffic import Traffic
+from blocktrain.worker.transfer import Transfer
+from blocktrain.worker.versions import Versions
+
+
+@pytest.fixture
+def clock() -> SetClock:
+    return SetClock()
+
+
+@pytest.fixture
+def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
+    (tmp_path / "run").mkdir()
+    with frugal(tmp_path / "run", clock, swarm__keep_versions=1) as service:
+        yield service
+
+
+@pytest.fixture
+def member(service: Service) -> Member:
+    return join(service)
+
+
+@pytest.fixture
+def transfer(service: Service, tmp_path: Path) -> Iterator[Transfer]:
+    secret = service.members.invite("train", 1, INVITE_SECONDS)
+    with served(service) as address:
+        invite = Invite((address,), secret, None, service.run.id)
+        client = Client(invite, KEY, http=impatient, random=Eager())
+        cache = Blobs(LocalChunks(tmp_path / "chunks", sync=False))
+        yield Transfer(client, cache, Throttle(None, client.clock), Traffic())
+        client.close()
+
+
+@pytest.fixture
+def versions(transfer: Transfer, tmp_path: Path) -> Versions:
+    return Versions(transfer, tmp_path / "worker", "sparse")
+
+
+def newest(service: Service) -> tuple[int, Blob]:
+    with service.run.ledger.read() as tx:
+        current = tx.version(0)
+    return current.version, current.weights
+
+
+def had(service: Service, versions: Versions, transfer: Transfer) -> Downloaded:
+    """Have the newest version; what was moved for it."""
+    version, weights = newest(service)
+    data = versions.read(0, version, weights, transfer.client.patience())
+    assert tensors.decode(data)["w"].tobytes() == tensors_of(service.run, weights)["w"].tobytes()
+    (moved,) = versions.take_downloads()
+    assert versions.take_downloads() == ()
+    return moved
+
+
+def test_the_first_is_fetched_whole_and_those_after_it_are_followed(
+    service: Service, member: Member, versions: Versions, transfer: Transfer
+):
+    size = newest(service)[1].size
+    assert had(service, versions, transfer) == Downloaded(
+        block=0, whole=size, differences=0, raw=size
+    )
+    for made in (1, 3, 9):
+        for _ in range(made):
+            make_version(service, member)
+        moved = had(service, versions, transfer)
+        assert (moved.whole, moved.raw) == (0, size)
+        assert 0 < moved.differences < made * size / 100
+
+
+def test_what_is_here_already_costs_nothing(
+    service: Service, versions: Versions, transfer: Transfer
+):
+    had(service, versions, transfer)
+    versions.fetch(0, *newest(service), transfer.client.patience())
+    assert versions.take_downloads() == ()
+
+
+def test_a_worker_that_was_restarted_goes_on_following(
+    service: Service, member: Member, versions: Versions, transfer: Transfer, tmp_path: Path
+):
+    had(service, versions, transfer)
+    make_version(service, member)
+    again = Versions(transfer, tmp_path / "worker", "sparse")
+    assert again.held({0, 1}) == versions.held({0}) and not again.held({1})
+    assert had(service, again, transfer).whole == 0
+
+
+@pytest.mark.parametrize("trouble", ["dropped", "damaged", "unread", "forgotten"])
+def test_the_whole_is_fetched_where_there_is_no_way(
+    service: Service,
+    member: Member,
+    versions: Versions,
+    transfer: Transfer,
+    tmp_path: Path,
+    trouble: str,
+):
+    had(service, versions, transfer)
+    (base,) = versions.held({0})
+    make_version(service, member)
+    if trouble == "dropped":
+        transfer.keep_only([])
+    if trouble == "damaged":
+        for name in transfer.cache.chunks_of(base.name) - {base.name}:
+            (path,) = (tmp_path / "chunks").rglob(f"*{name[2:]}")
+            path.write_bytes(b"\0" * path.stat().st_size)
+    if trouble == "unread":
+        (tmp_path / "worker" / "versions.json").write_text("{")
+        versions = Versions(transfer, tmp_path / "worker", "sparse")
+    if trouble == "forgotten":
+        with service.run.ledger.write() as tx:
+            tx.forget_difference(0, 1)
+    moved = had(service, versions, transfer)
+    assert moved.whole == moved.raw == newest(service)[1].size
+
+
+@pytest.mark.parametrize("kind", ["twice", "short", "long", "other"])
+def test_a_way_that_leads_elsewhere_or_is_longer_than_the_whole_is_not_taken(
+    service: Service,
+    member: Member,
+    versions: Versions,
+    transfer: Transfer,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+):
+    had(service, versions, transfer)
+    for _ in range(2):
+        make_version(service, member)
+    right = service.reports.differences(0, 0, 2).differences
+    whole = newest(service)[1]
+    wrong = {
+        "twice": (right[0], right[0]),
+        "short": right[:1],
+        "long": (*right, whole),
+        "other": (transfer.cache.write([b"no difference"]),),
+    }[kind]
+    told = Differences(differences=wrong)
+    monkeypatch.setattr(service.reports, "differences", lambda *_: told)
+    moved = had(service, versions, transfer)
+    assert moved.whole == whole.size
+    assert (moved.differences == 0) == (kind in ("long", "other"))
