@@ -53,24 +53,19 @@ T_975 = {
 
 
 def variants(args: argparse.Namespace) -> list[Variant]:
-    """Every kind of model at every point of the grid; a cascade at every staleness asked for."""
+    """Every kind of model at every point of the grid that matters to it; a cascade at every
+    staleness asked for."""
     grid = {key: values.split(",") for key, _, values in (g.partition("=") for g in args.grid)}
-    result = []
+    result: dict[Variant, None] = {}
     for values in itertools.product(*grid.values()):
         chosen = [f"{key}={value}" for key, value in zip(grid, values, strict=True)]
-        point = "".join(f", {setting}" for setting in chosen)
-        settings = [*args.set, *chosen]
         for kind in args.kinds:
-            if kind == "cascade":
-                result += [
-                    new_variant(kind, args.config, settings, point, stale, args.shares)
-                    for stale in args.stale
-                ]
-            elif kind == "workers":
-                result.append(new_variant(kind, args.config, settings, point, workers=args.workers))
-            else:
-                result.append(new_variant(kind, args.config, settings, point))
-    return result
+            for stale in args.stale if kind == "cascade" else [0]:
+                shares = args.shares if kind == "cascade" else ()
+                workers = args.workers if kind == "workers" else 0
+                found = new_variant(kind, args.config, args.set, chosen, stale, shares, workers)
+                result[found] = None
+    return list(result)
 
 
 def score(stack: Stack, data: str, splits: list[str], most: int | None) -> dict[str, Any]:
@@ -125,9 +120,10 @@ def table(results: list[dict[str, Any]], split: str, against: str) -> list[str]:
     """One row per variant and readout; gaps are paired by seed with the reference."""
     rows: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
-    references = {
-        (result["point"], result["seed"]): result for result in results if result["kind"] == against
-    }
+    references: dict[tuple[str, int], dict[str, Any]] = {}
+    for result in results:
+        if result["kind"] == against:  # of several at one point, the first
+            references.setdefault((result["point"], result["seed"]), result)
     for result in results:
         reference = references.get((result["point"], result["seed"]))
         for name, ce in (result[split]["scores"] | result["local"]).items():
@@ -228,7 +224,7 @@ class Bench:
                 return dict(held)
         slug = re.sub(r"[^a-z0-9.=]+", "-", f"{variant.kind}-{variant.name}-seed-{seed}".lower())
         folder = args.out / slug
-        load = train(variant, args.config, seed, folder)
+        trained = train(variant, args.config, seed, folder)
         result = {
             "variant": variant.name,
             "kind": variant.kind,
@@ -236,7 +232,8 @@ class Bench:
             "seed": seed,
             "identity": identity,
             **self.here,
-            **score(load(), args.data, args.splits, args.windows),
+            **trained.facts,
+            **score(trained.load(), args.data, args.splits, args.windows),
             "local": local_losses(folder) if variant.kind not in ("swarm", "workers") else {},
         }
         self.report["results"].append(result)

@@ -2,8 +2,9 @@
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive \
-#     cascade stale uneven cascade-counts workers
+#     cascade stale uneven cascade-counts workers codecs
 #
+# SEEDS and CODECS choose among the runs of workers and codecs.
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. Needs only
 # torch, numpy, safetensors and filelock. A part that was stopped goes on when called again.
 set -euo pipefail
@@ -11,8 +12,10 @@ cd "$(dirname "$0")/.."
 data=$(realpath "$1") out=$2
 shift 2
 mkdir -p "$out"
-export PYTHONPATH=src PYTHONUNBUFFERED=1 BLOCKTRAIN_CACHE=${BLOCKTRAIN_CACHE:-$out/cache}
+export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 BLOCKTRAIN_CACHE=${BLOCKTRAIN_CACHE:-$out/cache}
 runs=${RUNS:-$out/runs}
+crew="swarm.quorum=6"  # a version waits for everyone who trains the block
+often="swarm.most_steps=25 swarm.kept=154"  # sparse needs many small updates, 100 times smaller each
 
 quality() { # NAME CONFIG SOURCE OPTIONS...
   local name=$1 config=$2 source=$3
@@ -27,8 +30,11 @@ for part in "$@"; do
     small) quality small wikitext2-small 'wikitext-2/*.txt' --seeds 0 1 2 ;;
     38m) quality 38m wikitext2-38m 'wikitext-2/*.txt' --kinds end-to-end denoise --seeds 0 1 2 \
       --grid model.dropout=0.0,0.1,0.2 --choose ;;
-    workers) quality 38m wikitext2-38m 'wikitext-2/*.txt' --kinds denoise workers --workers 6 \
-      --seeds 0 1 2 --grid model.dropout=0.0 --against denoise ;;
+    workers) quality 38m wikitext2-38m 'wikitext-2/*.txt' $crew --kinds denoise workers \
+      --seeds ${SEEDS:-0 1 2} --grid model.dropout=0.0 swarm.codec=none --against denoise ;;
+    codecs) quality 38m wikitext2-38m 'wikitext-2/*.txt' $crew $often --kinds workers \
+      --seeds ${SEEDS:-0 1 2} --grid model.dropout=0.0 swarm.codec=${CODECS:-none,sparse} \
+      --against workers ;;
     wikipedia) quality wikipedia wikipedia-38m 'wikipedia/*' --splits valid ;;
     leak) quality leak wikitext2-small 'wikitext-2/*.txt' --kinds denoise --splits test \
       --grid objective.sigma_min=0.1,0.5,1.0,2.0 ;;

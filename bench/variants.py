@@ -11,11 +11,13 @@
 Not run by itself.
 """
 
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,9 @@ from blocktrain.train.device import resolve
 from blocktrain.train.lockstep import train_in_lockstep
 from blocktrain.train.session import open_session
 from contenders import refuse_eager_fallback
+
+if TYPE_CHECKING:
+    from blocktrain.cli.local_swarm import LocalSwarm
 
 KINDS = ("end-to-end", "shallow", "denoise", "workers", "cascade", "fitting", "swarm")
 DEFAULT_KINDS = KINDS[:3]
@@ -56,15 +61,28 @@ class Variant:
         return [self.kind, *self.settings, *lockstep, *crew, f"train.seed={seed}"]
 
 
+@dataclass(frozen=True)
+class Trained:
+    """How to load what was trained, and what was counted on the way."""
+
+    load: Callable[[], Stack]
+    facts: dict[str, Any]
+
+
 def new_variant(
     kind: str,
     config_path: Path,
-    settings: Sequence[str],
-    point: str,
+    fixed: Sequence[str],
+    chosen: Sequence[str] = (),
     stale: int = 0,
     shares: Sequence[float] = (),
     workers: int = 0,
 ) -> Variant:
+    """`chosen`: the point of the grid. How workers exchange updates matters to workers only, and
+    is no part of the point: their runs are compared with each other and with runs without them."""
+    if kind != "workers":
+        fixed, chosen = _without_swarm(fixed), _without_swarm(chosen)
+    settings = [*fixed, *chosen]
     model = load_config(config_path, settings).model
     cascade = load_config(config_path, [*settings, "objective.kind=cascade"])
     depth = model.layers // model.blocks
@@ -89,7 +107,23 @@ def new_variant(
             [*_alone(fitting), f"members={model.blocks}"],
         ),
     }[kind]
-    return Variant(name + point, kind, (*settings, *own), point, stale, tuple(shares), workers)
+    return Variant(
+        name + _listed(chosen),
+        kind,
+        (*settings, *own),
+        _listed(_without_swarm(chosen)),
+        stale,
+        tuple(shares),
+        workers,
+    )
+
+
+def _listed(settings: Sequence[str]) -> str:
+    return "".join(f", {setting}" for setting in settings)
+
+
+def _without_swarm(settings: Sequence[str]) -> list[str]:
+    return [setting for setting in settings if not setting.startswith("swarm.")]
 
 
 def _alone(layers: int) -> list[str]:
@@ -97,11 +131,12 @@ def _alone(layers: int) -> list[str]:
     return [WHOLE, f"model.layers={layers}", "model.blocks=1", "model.depths=[]"]
 
 
-def train(variant: Variant, config_path: Path, seed: int, folder: Path) -> Callable[[], Stack]:
-    """Train a variant, or find it trained; how to load it."""
+def train(variant: Variant, config_path: Path, seed: int, folder: Path) -> Trained:
+    """Train a variant, or find it trained."""
     started = time.perf_counter()
     refuse_eager_fallback()
     rates: list[float] = []
+    facts: dict[str, Any] = {}
     if variant.kind == "swarm":
         *settings, members = variant.settings
         count = int(members.removeprefix("members="))
@@ -114,12 +149,13 @@ def train(variant: Variant, config_path: Path, seed: int, folder: Path) -> Calla
         config = _config(config_path, variant.settings, seed)
         runs = [_train_in_lockstep(config, folder, variant, rates)]
     elif variant.kind == "workers":
-        runs = [_train_by_workers(_config(config_path, variant.settings, seed), folder, variant)]
+        config = _config(config_path, variant.settings, seed)
+        runs = [_train_by_workers(config, folder, variant.workers, facts)]
     else:
         runs = [_train_in_turn(_config(config_path, variant.settings, seed), folder, rates)]
     rate = f"{statistics.median(rates) / 1e6:.2f} MB/s" if rates else "trained before"
     print(f"{variant.name}, seed {seed}: {time.perf_counter() - started:.0f} s, {rate}", flush=True)
-    return lambda: _stack(runs)
+    return Trained(lambda: _stack(runs), facts)
 
 
 def _config(config_path: Path, settings: Sequence[str], seed: int) -> Config:
@@ -150,17 +186,38 @@ def _train_in_lockstep(
     return run
 
 
-def _train_by_workers(config: Config, folder: Path, variant: Variant) -> RunDir:
+def _train_by_workers(config: Config, folder: Path, workers: int, facts: dict[str, Any]) -> RunDir:
     from blocktrain.cli.local_swarm import LocalSwarm
     from blocktrain.worker.model_fetch import fetch_model
 
-    with LocalSwarm(config, folder, variant.workers) as swarm:
+    with LocalSwarm(config, folder, workers) as swarm:
         while (status := swarm.status()).state != "finished":
             time.sleep(POLL_SECONDS)
-        versions = [block.version for block in status.blocks]
-        late = [block.participation for block in status.blocks]
-        print(f"versions {versions}, leases met in time {late}", flush=True)
+        facts |= {
+            "versions": [block.version for block in status.blocks],
+            "participation": [block.participation for block in status.blocks],
+            "updates": sum(worker.updates for worker in status.workers),
+            "run_seconds": status.seconds,
+            **_bytes_moved(swarm),
+        }
+        print(facts, flush=True)
         return fetch_model(swarm.client, folder / "model").run
+
+
+def _bytes_moved(swarm: "LocalSwarm") -> dict[str, int]:
+    """Counted by the coordinator: updates up; the text and versions down."""
+    client = swarm.client
+    page = client.authorized(
+        lambda http, address, headers: http.get(f"{address}/metrics", headers=headers).text,
+        client.patience(),
+    )
+    counted = dict(
+        re.findall(r'^blocktrain_chunk_bytes_total{direction="(\w+)"} (\S+)', page, re.M)
+    )
+    return {
+        "bytes_up": int(float(counted["received"])),
+        "bytes_down": int(float(counted["sent"])),
+    }
 
 
 def _stack(runs: list[RunDir]) -> Stack:

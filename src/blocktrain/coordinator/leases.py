@@ -40,7 +40,10 @@ class Leases:
             blocks = tx.block_states()
             if all(block.finished for block in blocks):
                 return LeaseAnswer(answer=Finished())
-            chosen = plan.choose_block(blocks, caller.worker, asked.held_block, asked.blocks)
+            patient = plan.is_patient(self.run.config.swarm, asked.transfer_seconds)
+            chosen = plan.choose_block(
+                blocks, caller.worker, asked.held_block, asked.blocks, patient=patient
+            )
             if chosen is None:
                 return LeaseAnswer(answer=_wait(blocks, caller))
             lease = self._hand_out(tx, caller, chosen, asked, now)

@@ -13,6 +13,7 @@ from blocktrain.config import SwarmConfig
 from blocktrain.core.swarm import BlockView, Waiting
 
 STAY = 0.5  # of the run: how far ahead of the slowest block a worker's own may be before it moves
+PATIENCE = 0.25  # of a lease's time that a worker spends on its own transfers without moving
 MERGE_WAIT = 0.3  # seconds; the worker's own update is about to become a version
 IDLE_WAIT = 5.0
 
@@ -30,22 +31,36 @@ def choose_block(
     worker: str,
     held: int | None,
     allowed: Collection[int] | None,
+    *,
+    patient: bool = True,
 ) -> Block | None:
-    """The block to hand out, or None where there is nothing this worker could do now."""
+    """The block to hand out, or None where there is nothing this worker could do now.
+
+    While its own update becomes a version, a `patient` worker waits: another block would have to be
+    fetched, prepared and trained with an optimizer that knows nothing of it.
+    """
     open_to = [
         block
         for block in blocks
-        if block.to_hand_out
-        and (allowed is None or block.index in allowed)
-        and worker not in block.finishing  # better to go on from what it has just made
+        if block.to_hand_out and (allowed is None or block.index in allowed)
     ]
-    if not open_to:
+    # Better to go on from what it has just made than from the version before.
+    free = [block for block in open_to if worker not in block.finishing]
+    if not free:
         return None
-    slowest = min(open_to, key=lambda block: (_share(block), len(block.workers), block.index))
+    slowest = min(free, key=lambda block: (_share(block), len(block.workers), block.index))
     for block in open_to:
         if block.index == held and _share(block) <= _share(slowest) + STAY:
-            return block
+            if worker not in block.finishing:
+                return block
+            if patient:
+                return None
     return slowest
+
+
+def is_patient(swarm: SwarmConfig, transfer_seconds: float) -> bool:
+    """Whether a worker's update is through so soon that waiting for it is better than moving."""
+    return transfer_seconds <= PATIENCE * swarm.lease_seconds
 
 
 def _share(block: BlockView[Any]) -> float:

@@ -49,7 +49,8 @@ class VirtualCoordinator:
         """Work for a worker; None: it has to wait."""
         if already := self._open.get(worker):
             return already
-        block = plan.choose_block(self.blocks, worker, held, None)
+        patient = plan.is_patient(self.swarm, transfer_seconds)
+        block = plan.choose_block(self.blocks, worker, held, None, patient=patient)
         if block is None:
             return None
         wanted = plan.lease_steps(self.swarm, steps_per_second, block.to_hand_out)

@@ -101,13 +101,13 @@ class HeldBlock:
     def _encoded(
         self, lease: Lease, weights: Tensors, codec: Codec, patience: Patience
     ) -> Iterator[bytes]:
-        """What was learned since the base and what earlier updates left out, in few bytes."""
+        """What the weights are ahead of the base, in few bytes: what was learned now, and what
+        earlier updates left out, because training began with it."""
         base = tensors.decode(self._transfer.read(lease.base, patience))
-        kept = KeptResidual(self._scratch, lease.block)
-        residual = kept.load(sum(tensor.size for tensor in weights.values()))
-        learned = (np.subtract(weights[name], base[name]) for name in sorted(weights))
-        yield from ErrorFeedback(codec, residual).encode(learned)
-        kept.propose(lease.lease, residual)
+        owed = np.zeros(sum(tensor.size for tensor in weights.values()), np.float32)
+        ahead = (np.subtract(weights[name], base[name]) for name in sorted(weights))
+        yield from ErrorFeedback(codec, owed).encode(ahead)
+        KeptResidual(self._scratch, lease.block).propose(lease.lease, owed)
 
     def _base(self, lease: Lease, patience: Patience) -> Tensors | None:
         """The weights to start from; None where the block is there already. From here on it is at
@@ -117,10 +117,24 @@ class HeldBlock:
             clock = self._transfer.client.clock
             began = clock.monotonic()
             base = tensors.decode(self._transfer.read(lease.base, patience))
+            if self._config.swarm.codec != "none":
+                base = self._with_owed(lease.block, base)
             self.fetch_seconds = clock.monotonic() - began
             faults.reached("downloaded")
         self.stands_at, self._whole = None, False
         return base
+
+    def _with_owed(self, block: int, base: Tensors) -> Tensors:
+        """A version, and what this worker's updates have not told of what it learned: begun from
+        the version alone, it would learn that a second time, and tell it twice."""
+        owed = KeptResidual(self._scratch, block).load(sum(part.size for part in base.values()))
+        names = sorted(base)
+        ends = np.cumsum([base[name].size for name in names])
+        parts = np.split(owed, ends[:-1])
+        return {
+            name: base[name] + part.reshape(base[name].shape)
+            for name, part in zip(names, parts, strict=True)
+        }
 
     def _trainer_of(self, block: int) -> LeaseTrainer:
         self._trainer = self._trainer or LeaseTrainer(

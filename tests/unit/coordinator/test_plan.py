@@ -17,6 +17,7 @@ from blocktrain.coordinator.plan import (
     choose_block,
     due_at,
     due_updates,
+    is_patient,
     lease_seconds,
     lease_steps,
     refusal,
@@ -161,8 +162,18 @@ def test_a_returned_range_is_work():
 def test_a_worker_waits_for_its_own_update_rather_than_build_on_the_version_before():
     finishing = block(0, workers=frozenset({"ann"}), finishing=frozenset({"ann"}))
     assert chosen([finishing], held=0) is None
-    assert chosen([finishing, merged(1, 50)], held=0) == 1
+    assert chosen([finishing, merged(1, 50)], held=0) is None
     assert choose_block([finishing], "bob", None, None) == finishing
+
+
+def test_a_worker_moves_where_its_own_block_is_far_ahead_or_its_update_takes_long():
+    ahead = replace(merged(0, 60), finishing=frozenset({"ann"}))
+    assert chosen([ahead, merged(1, 0)], held=0) == 1
+    blocks = [replace(merged(0, 20), finishing=frozenset({"ann"})), merged(1, 20)]
+    assert choose_block(blocks, "ann", 0, None, patient=False) == blocks[1]
+    swarm = SwarmConfig(lease_seconds=20.0)
+    assert is_patient(swarm, 5.0)
+    assert not is_patient(swarm, 5.1)
 
 
 @settings(deadline=None)
@@ -177,13 +188,15 @@ def test_whatever_is_chosen_can_be_trained_by_this_worker_now(
         and "ann" not in state.finishing
         and (allowed is None or state.index in allowed)
     ]
-    found = choose_block(blocks, "ann", held, allowed)
+    found = choose_block(blocks, "ann", held, allowed, patient=False)
     assert (found is None) == (not choices)
     if found is not None:
         assert found in choices
         least = min(state.under_way / state.total_batches for state in choices)
         share = found.under_way / found.total_batches
         assert share == least or (found.index == held and share <= least + STAY)
+    if choose_block(blocks, "ann", held, allowed) != found:
+        assert any(state.index == held and "ann" in state.finishing for state in blocks)
 
 
 @settings(deadline=None)
