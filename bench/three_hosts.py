@@ -9,7 +9,8 @@ at a third of it and comes back at half. Bytes are those of all packets on the w
 both directions, headers and repetitions and all. Waiting is the share of a worker's time, from
 joining to its last word, in which it took no step. CE is on test, of the model fetched at the end.
 The run at home is `blocktrain train`: every block trained alone on the same bytes. Writes
-three-hosts.json into DIR after every run, prints a table last.
+three-hosts.json into DIR after every run, prints a table last; called again with the same
+settings, it adds to it and does not train at home again.
 """
 
 import argparse
@@ -202,6 +203,20 @@ def print_table(report: dict[str, Any]) -> None:
         )
 
 
+def opened(path: Path, config: Config, args: argparse.Namespace) -> dict[str, Any]:
+    """What was measured before with the same settings; runs are added to it."""
+    settings = {
+        "cpus": os.cpu_count(), "config": config.to_toml(), "windows": args.windows,
+        "mbit": args.mbit, "loss": args.loss, "congestion": args.congestion,
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        before: dict[str, Any] = json.loads(path.read_text())
+        if settings.items() <= before.items():
+            return before
+    return {**settings, "runs": []}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -220,20 +235,16 @@ def main() -> None:
     config = load_config(args.config, args.set)
     if args.data:
         config = config.with_settings(data__source=args.data)
-    args.out.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {
-        **provenance(), "cpus": os.cpu_count(), "config": config.to_toml(),
-        "mbit": args.mbit, "loss": args.loss, "congestion": args.congestion,
-        "windows": args.windows, "runs": [],
-    }  # fmt: skip
+    kept = args.out / "three-hosts.json"
+    report = opened(kept, config, args)
     with tempfile.TemporaryDirectory() as scratch:
-        report["home"] = at_home(Path(scratch) / "home", config, args.windows)
-        for codec in args.codecs:
-            for trip in args.round_trips:
-                folder = Path(scratch) / f"{codec}-{trip:.0f}"
-                run = measured(folder, config.with_settings(swarm__codec=codec), args, trip)
-                report["runs"].append(run)
-                (args.out / "three-hosts.json").write_text(json.dumps(report, indent=1))
+        if "home" not in report:
+            report["home"] = at_home(Path(scratch) / "home", config, args.windows)
+        for codec, trip in itertools.product(args.codecs, args.round_trips):
+            folder = Path(scratch) / f"{codec}-{trip:.0f}"
+            run = measured(folder, config.with_settings(swarm__codec=codec), args, trip)
+            report["runs"].append({**provenance(), **run})
+            kept.write_text(json.dumps(report, indent=1))
     print_table(report)
 
 
