@@ -1,6 +1,6 @@
 """One averaging round of a block between two workers: ours beside hivemind and Flower.
 
-    PYTHONPATH=src python bench/peers/averaging.py --out DIR [--numbers 12500000] [--rounds 5]
+    PYTHONPATH=src:bench python bench/peers/averaging.py --out DIR [--numbers 12500000] [--rounds 5]
 
 Every system runs on this machine, in a virtual environment of its own that is made under --venvs
 once; one that cannot be installed is left out, and said so. All are started first and keep their
@@ -24,13 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
 from side import Peer
 
 from quality import provenance
 
+HERE = Path(__file__).resolve().parent
 TORCH = "torch==2.13.0"  # the pinned one comes without gigabytes of CUDA packages
 END_SECONDS = 60.0
 IN_NAMESPACE = ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh"]

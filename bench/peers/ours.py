@@ -1,7 +1,7 @@
 """Our own side: two workers send their updates over HTTPS, the coordinator checks and merges them,
 and both have the new version in memory.
 
-    python bench/peers/ours.py NUMBERS CODEC
+    PYTHONPATH=src:bench python bench/peers/ours.py NUMBERS CODEC
 
 The coordinator is `blocktrain coordinator`. A worker is the real one without training: noise is
 added to its block. It asks for its next lease as often as the coordinator tells it to.
@@ -16,9 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from side import Peer, all_peers, answer_rounds, say
 
 from blocktrain.config import from_toml
