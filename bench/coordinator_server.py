@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import uvicorn
@@ -46,13 +46,14 @@ class Running(NamedTuple):
     process: int
 
 
-def found(folder: Path, db: str, numbers: int) -> None:
-    """A run of four blocks of so many numbers."""
+def found(folder: Path, db: str, numbers: int, blocks: int = BLOCKS, **swarm: Any) -> None:
+    """A run of blocks of so many numbers; `swarm`: settings other than the usual ones."""
+    usual = {"quorum": QUORUM, "grace_seconds": 1.0, "first_steps": 1, "most_steps": 1}
     config = from_dict(
         {
-            "model": {"layers": BLOCKS, "blocks": BLOCKS, "width": 8, "heads": 1, "window": 8},
+            "model": {"layers": blocks, "blocks": blocks, "width": 8, "heads": 1, "window": 8},
             "train": {"steps": BATCHES, "batch": 1},
-            "swarm": {"quorum": QUORUM, "grace_seconds": 1.0, "first_steps": 1, "most_steps": 1},
+            "swarm": usual | swarm,
         }
     )
     data = np.zeros(4096, np.uint8)
@@ -63,7 +64,7 @@ def found(folder: Path, db: str, numbers: int) -> None:
         file.writelines(encode({"w": numbers_here}))
     ledger = Ledger(db)
     chunks = LocalChunks(folder / "chunks")
-    found_run(config, corpus, [weights] * BLOCKS, ledger, chunks, time.time())
+    found_run(config, corpus, [weights] * blocks, ledger, chunks, time.time())
     ledger.close()
 
 

@@ -154,6 +154,21 @@ def test_a_worker_waits_for_its_own_update(service: Service, clock: SetClock):
     assert other.lease(blocks=(0,)).base_version == 1
 
 
+def test_a_worker_that_was_late_once_is_not_late_for_ever(service: Service):
+    """Sent on at once, it would train from the version that its own late update replaces."""
+    late, other = join(service), join(service)
+    lease = late.lease(blocks=(0,))
+    other.work(blocks=(0,))
+    service.merger.merge_due()
+    receipt = late.send(late.make(lease))
+    assert (receipt.state, receipt.weight) == ("pending", 0.5)
+    assert isinstance(late.ask(blocks=(0,)).answer, Wait)
+    service.merger.merge_due()
+    following = late.lease(blocks=(0,))
+    assert following.base_version == 2
+    assert late.send(late.make(following)).weight == 1.0
+
+
 def test_a_worker_whose_upload_is_under_way_gets_other_work(service: Service):
     member = join(service)
     lease = member.lease(blocks=(0,))

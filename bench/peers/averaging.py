@@ -1,0 +1,135 @@
+"""One averaging round of a block between two workers: ours beside hivemind and Flower.
+
+    PYTHONPATH=src:bench python bench/peers/averaging.py --out DIR [--numbers 12500000] [--rounds 5]
+
+Every system runs on this machine, in a virtual environment of its own that is made under --venvs
+once; one that cannot be installed is left out, and said so. All are started first and keep their
+connections as they do; then they make rounds in turn, so that what else the machine does hits all
+of them alike. A round is from two blocks in the memory of two workers to their mean in the memory
+of both (Flower: on the server, which had sent both the last one). Bytes are those on the loopback
+device, of a network namespace of the system's own where this runs as root. Writes averaging.json
+into DIR, prints a table last.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from side import Peer
+
+from quality import provenance
+
+HERE = Path(__file__).resolve().parent
+TORCH = "torch==2.13.0"  # the pinned one comes without gigabytes of CUDA packages
+END_SECONDS = 60.0
+IN_NAMESPACE = ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh"]
+
+
+@dataclass(frozen=True)
+class System:
+    name: str
+    script: str
+    arguments: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()  # none: this interpreter has it
+
+
+SYSTEMS = (
+    System("blocktrain, none", "ours.py", ("none",)),
+    System("blocktrain, int8", "ours.py", ("int8",)),
+    System("blocktrain, sparse", "ours.py", ("sparse",)),
+    System("hivemind 1.1.12", "with_hivemind.py", (), (TORCH, "hivemind==1.1.12")),
+    System("Flower 1.41.0", "with_flower.py", (), ("flwr==1.41.0", "numpy")),
+)
+
+
+def interpreter(system: System, venvs: Path) -> str | None:
+    """The Python that has a system; None where it cannot be installed."""
+    if not system.packages:
+        return sys.executable
+    folder = venvs / Path(system.script).stem
+    python = folder / "bin" / "python"
+    if (folder / "installed").exists():
+        return str(python)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    for package in system.packages:
+        command = [str(python), "-m", "pip", "install", "--quiet", package]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+            print(f"left out: {system.name} cannot be installed: {last}", flush=True)
+            return None
+    (folder / "installed").touch()
+    return str(python)
+
+
+def own_namespaces() -> bool:
+    return os.geteuid() == 0 and shutil.which("ip") is not None
+
+
+def start(system: System, python: str, numbers: int, stack: ExitStack) -> Peer:
+    command = [python, str(HERE / system.script), str(numbers), *system.arguments]
+    peer = Peer([*(IN_NAMESPACE if own_namespaces() else []), *command])
+    stack.callback(peer.end, END_SECONDS)
+    peer.heard()
+    return peer
+
+
+def in_turn(sides: dict[str, Peer], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """What every system's rounds took; the first, which opens connections, is not counted."""
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name, side in sides.items():
+            side.tell("round")
+            told = json.loads(side.heard())
+            print(f"{name}: {told['seconds']:.2f} s", flush=True)
+            if number:
+                taken[name].append(told)
+    return taken
+
+
+def print_table(taken: dict[str, list[dict[str, Any]]]) -> None:
+    print(
+        "| system | seconds, median | fastest | slowest | MB on the wire |\n|---|---|---|---|---|"
+    )
+    for name, told in taken.items():
+        seconds = [each["seconds"] for each in told]
+        moved = statistics.median(each["bytes"] for each in told) / 1e6
+        middle = statistics.median(seconds)
+        print(f"| {name} | {middle:.2f} | {min(seconds):.2f} | {max(seconds):.2f} | {moved:.1f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--venvs", type=Path, default=Path(tempfile.gettempdir()) / "peers")
+    parser.add_argument("--numbers", type=int, default=12_500_000, help="float32, of the block")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    with ExitStack() as stack:
+        sides = {
+            system.name: start(system, python, args.numbers, stack)
+            for system in SYSTEMS
+            if (python := interpreter(system, args.venvs))
+        }
+        load = os.getloadavg()[0]
+        taken = in_turn(sides, args.rounds)
+    args.out.mkdir(parents=True, exist_ok=True)
+    report = {
+        **provenance(), "cpus": os.cpu_count(), "load_before": load, "numbers": args.numbers,
+        "own_namespaces": own_namespaces(), "rounds": taken,
+    }  # fmt: skip
+    (args.out / "averaging.json").write_text(json.dumps(report, indent=1))
+    print_table(taken)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Our own side: two workers send their updates over HTTPS, the coordinator checks and merges them,
+and both have the new version in memory.
+
+    PYTHONPATH=src:bench python bench/peers/ours.py NUMBERS CODEC
+
+The coordinator is `blocktrain coordinator`. A worker is the real one without training: noise is
+added to its block. It asks for its next lease as often as the coordinator tells it to.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from side import Peer, all_peers, answer_rounds, say
+
+from blocktrain.config import from_toml
+from blocktrain.protocol.identity import WorkerKey
+from blocktrain.protocol.invite import Invite
+from blocktrain.protocol.messages import (
+    Lease,
+    LeaseRequest,
+    Predecessor,
+    UpdateClaim,
+    UpdateOffer,
+    Wait,
+)
+from blocktrain.storage.blobs import Blobs
+from blocktrain.storage.chunks import LocalChunks
+from blocktrain.storage.run_dir import Tensors
+from blocktrain.train.device import resolve
+from blocktrain.worker.client import Client
+from blocktrain.worker.held_block import HeldBlock
+from blocktrain.worker.lease_trainer import LeaseReport, LeaseTrainer, Trained
+from blocktrain.worker.throttle import Throttle
+from blocktrain.worker.traffic import Traffic
+from blocktrain.worker.transfer import Transfer
+from coordinator_server import found
+
+HOUR = 3600.0
+NOISE = np.float32(1e-3)
+LOOKED_AT = 1000  # numbers whose mean is checked
+COORDINATOR = [sys.executable, "-m", "blocktrain.cli.main", "coordinator", "--json"]
+
+
+class Untrained(LeaseTrainer):
+    """Hands back what it was given."""
+
+    def __init__(self, block: int) -> None:
+        self.block = block
+
+    def run(
+        self,
+        lease: Lease,
+        base: Tensors | None,
+        predecessors: Callable[[Predecessor], Tensors],
+        on_report: Callable[[LeaseReport], None],
+        should_stop: Callable[[], bool],
+    ) -> Trained:
+        assert base is not None, "the other's update is in the new version too"
+        return Trained(base, 1.0)
+
+
+class Holder(HeldBlock):
+    def _trainer_of(self, block: int) -> LeaseTrainer:
+        return Untrained(block)
+
+
+class Worker:
+    def __init__(self, invite: str, number: int, folder: Path) -> None:
+        self.number, self.rounds = number, 0
+        self.key = WorkerKey.create()
+        self.client = Client(Invite.decode(invite), self.key)
+        self.joined = self.client.join(f"worker {number}", "none")
+        self.codec = from_toml(self.joined.description.config).swarm.codec
+        cache = Blobs(LocalChunks(folder / "chunks", sync=False))
+        throttle = Throttle(None, self.client.clock)
+        self.transfer = Transfer(self.client, cache, throttle, Traffic())
+        self.held = self._holder(folder)
+        self.expected = np.zeros(0, np.float32)
+        self._next_version()
+
+    def train(self) -> None:
+        """Another noise for every worker and round, which the other can make as well."""
+        weights = self.trained.weights["w"]
+        before = weights[:LOOKED_AT].copy()
+        both = [_noise(worker, self.rounds, LOOKED_AT) for worker in (0, 1)]
+        self.expected = before + (both[0] + both[1]) / 2
+        weights += _noise(self.number, self.rounds, weights.size)
+        self.rounds += 1
+
+    def average(self) -> None:
+        """Send what was trained, and have what both made of it."""
+        lease, patience = self.lease, self.client.patience(HOUR)
+        update = self.held.write(lease, self.trained, patience)
+        claim = UpdateClaim(
+            run=self.joined.description.run,
+            worker=self.joined.worker,
+            lease=lease.lease,
+            fence=lease.fence,
+            block=lease.block,
+            base_version=lease.base_version,
+            codec=self.codec,  # type: ignore[arg-type]  # one of CODECS
+            recipe=update.recipe,
+            loss=update.loss,
+        )
+        offer = UpdateOffer(claim=claim, signature=self.key.sign_update(claim))
+        receipt = self.transfer.send(offer, patience)
+        self.held.settled(lease, accepted=receipt.state != "refused")
+        self._next_version()
+
+    def check(self) -> None:
+        """Only what travels whole arrives exactly."""
+        if self.codec == "none":
+            there = self.trained.weights["w"][:LOOKED_AT]
+            assert np.allclose(there, self.expected, atol=1e-6), "that is not the mean"
+        self.transfer.keep_only([self.lease.base])
+
+    def _next_version(self) -> None:
+        answer = self.client.lease(LeaseRequest(held_block=0))
+        while isinstance(answer, Wait):
+            time.sleep(answer.seconds)
+            answer = self.client.lease(LeaseRequest(held_block=0))
+        assert isinstance(answer, Lease)
+        trained = self.held.train(answer, self.client.patience(HOUR), lambda _: None, lambda: False)
+        assert trained
+        self.lease, self.trained = answer, trained
+
+    def _holder(self, folder: Path) -> Holder:
+        config = from_toml(self.joined.description.config)
+        nothing = None  # no text is read
+        return Holder(config, nothing, resolve("cpu", "fp32"), self.transfer, folder)  # type: ignore[arg-type]
+
+
+def _noise(worker: int, number: int, size: int) -> np.ndarray:
+    return NOISE * np.random.default_rng([worker, number]).standard_normal(size, np.float32)
+
+
+def work(invite: str, number: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    worker = Worker(invite, number, folder)
+    say("ready")
+    for line in sys.stdin:
+        {"train": worker.train, "average": worker.average, "check": worker.check}[line.strip()]()
+        say("done")
+
+
+def main(numbers: int, codec: str) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        home = folder / "coordinator"
+        home.mkdir()
+        found(
+            home, f"sqlite:///{home / 'ledger.db'}", numbers,
+            blocks=1, quorum=2, codec=codec, shortest_deadline=HOUR,
+        )  # fmt: skip
+        place = ["--data-dir", str(home), "--listen", "127.0.0.1:0"]
+        coordinator = Peer([*COORDINATOR, *place])
+        invite = json.loads(coordinator.heard())["invite"]
+        command = [sys.executable, __file__, invite]
+        workers = [Peer([*command, str(n), str(folder / f"worker-{n}")]) for n in (0, 1)]
+        for worker in workers:
+            worker.heard()
+        answer_rounds(lambda step: all_peers(workers, step))
+        for process in (*workers, coordinator):
+            process.end()
+
+
+if __name__ == "__main__":
+    if sys.argv[1].isdigit():
+        main(int(sys.argv[1]), sys.argv[2])
+    else:
+        work(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

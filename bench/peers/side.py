@@ -1,0 +1,81 @@
+"""One system in a comparison: a process that makes a round whenever it is told to.
+
+Standard library only: it is imported in every system's own virtual environment. A side starts its
+peers, each a process that speaks lines over its pipes, and answers every line it reads with the
+time the round took and the bytes that went over loopback meanwhile; in a network namespace of its
+own these are the system's own bytes.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Peer:
+    """A process of the system, which says when it is ready and when its part of a round is done."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def heard(self) -> str:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"a peer ended with {self._process.wait()}")
+        return line.strip()
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def end(self, patience: float = 2.0) -> None:
+        """Its input ends; after so many seconds, so does whatever it has started."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        try:
+            self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def all_peers(peers: Sequence[Peer], line: str) -> list[str]:
+    """Tell all of them at once; what they say when they are done."""
+    for peer in peers:
+        peer.tell(line)
+    return [peer.heard() for peer in peers]
+
+
+def answer_rounds(do: Callable[[str], object]) -> None:
+    """Until there are no more lines to read. Only the averaging is timed: what is averaged is made
+    before it, and looked at after it."""
+    say({"ready": True})
+    for _ in sys.stdin:
+        do("train")
+        before, began = loopback_bytes(), time.perf_counter()
+        do("average")
+        told = {"seconds": time.perf_counter() - began, "bytes": loopback_bytes() - before}
+        do("check")
+        say(told)
+
+
+def say(message: Any) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def loopback_bytes() -> int:
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.strip().startswith("lo:"))

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# The three commands of a run across hosts; three-hosts.sh and six-workers.sh say which run it is.
+#
+#   ... coordinator HOST[:PORT]   on a host that others can reach by that name; prints the invite
+#   ... worker INVITE             on every host that trains; only outgoing connections
+#   ... score INVITE OUT          anywhere, at any moment: fetches the model and scores it on test
+#
+# CONFIG and SETTINGS name the run. DATA, where it is set, is a glob of text files on the
+# coordinator's host instead of a download. DEVICE is a worker's, its own choice by default.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ -x .venv/bin/blocktrain ] || make .venv/installed
+blocktrain=.venv/bin/blocktrain
+
+case ${1:-} in
+  coordinator)
+    name=${2:?the name or address that others reach this host at}
+    port=${name##*:}
+    [ "$port" != "$name" ] || port=7070
+    settings=()
+    for setting in $SETTINGS ${DATA:+data.source=text:$DATA}; do settings+=(--set "$setting"); done
+    exec $blocktrain coordinator --config "$CONFIG" "${settings[@]}" \
+      --data-dir "runs/$(basename "$0" .sh)" --listen "0.0.0.0:$port" --advertise "$name"
+    ;;
+  worker)
+    exec $blocktrain worker "${2:?the invite}" --device "${DEVICE:-auto}"
+    ;;
+  score)
+    $blocktrain fetch "${2:?the invite}" --out "${3:?a new folder}"
+    exec $blocktrain eval "$3" --split test --device "${DEVICE:-auto}"
+    ;;
+  *)
+    sed -n '2,9s/^# \{0,1\}//p' scripts/across-hosts.sh >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Three hosts train one small model, little bandwidth: see docs/HOSTS.md.
+set -euo pipefail
+export CONFIG=${CONFIG:-wikitext2-small} SETTINGS='swarm.codec=sparse'
+source "$(dirname "$0")/across-hosts.sh"

@@ -1,0 +1,46 @@
+"""What the three-host bench makes of a worker's own words."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return importlib.import_module("three_hosts")
+
+
+def told(kind: str, seconds: float, training: float = 0.0, given: int = 0) -> dict[str, Any]:
+    times = {"seconds": seconds, "training_seconds": training}
+    return {"kind": kind, "contribution": given, **times}
+
+
+FIRST = [
+    told("joined", 1.0),
+    told("leased", 2.0),
+    told("training", 14.0, 10.0),
+    told("trained", 14.5, 10.0),
+    told("accepted", 14.8, 10.0, 5),
+    told("leased", 15.0, 10.0, 5),
+    told("training", 17.0, 11.0, 5),
+]
+SECOND = [told("joined", 3.0), told("finished", 7.0, 3.0, 2)]
+
+
+def test_a_log_is_cut_where_the_worker_came_back(bench):
+    lines = [json.dumps(event) for event in (*FIRST, *SECOND)]
+    assert bench.lives(lines) == [FIRST, SECOND]
+    assert bench.contributed([FIRST, SECOND]) == 7
+
+
+def test_waiting_is_all_time_without_a_step_by_what_came_before_it(bench):
+    waits = bench.waits(FIRST)
+    assert waits == pytest.approx({"joined": 1.0, "leased": 3.0, "training": 0.5, "trained": 0.5})
+    assert sum(waits.values()) == pytest.approx(16.0 - 11.0)
+    assert bench.waiting_share([FIRST, SECOND]) == pytest.approx(1 - 14.0 / 20.0)
