@@ -1,0 +1,55 @@
+"""What a client asks for and what it gets, as values. Knows nothing of HTTP, stages or tensors."""
+
+from dataclasses import dataclass, field
+
+MODES = ("ar", "sweep", "speculative")
+DRAFTS = ("head", "ngram")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a byte is picked from a distribution; randomness is fixed by (seed, position)."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: bytes
+    most_bytes: int
+    mode: str = "speculative"
+    passes: int = 1  # traversals of a sweep; 0: as many as it takes to converge
+    drafts: str = "head"  # where a speculative request gets its drafts from
+    sampling: Sampling = Sampling()
+    stop: tuple[bytes, ...] = ()
+    top_log_probs: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes that are final, in order, each with the log-probability it was picked with."""
+
+    data: bytes
+    log_probs: tuple[float, ...] = ()
+    top: tuple[dict[int, float], ...] = ()  # per byte, the likeliest bytes, where asked for
+
+
+@dataclass
+class Account:
+    """What an answer cost. `reason` is set when it is complete: "stop" or "length"."""
+
+    prompt_bytes: int = 0
+    output_bytes: int = 0
+    traversals: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    replays: int = 0
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def bytes_per_traversal(self) -> float:
+        return self.output_bytes / self.traversals if self.traversals else 0.0
