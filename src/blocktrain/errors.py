@@ -12,7 +12,7 @@
     ├── RefusedError           8   the other side refused; `code` is its word for programs
     ├── ProtocolError          9   the other side sent what the protocol does not allow
     │   ├── UntrustedError     9   the other side is not who it should be: another key, another role
-    │   └── FrameError         9   bytes on a serving connection that are no frame, or too large a one
+    │   └── FrameError         9   bytes that are no frame, or a frame that is too large
     └── NotFoundError         10   a blob or a chunk that the store does not hold
 
 A message is one line, says what is wrong and, where there is one, what to do about it.

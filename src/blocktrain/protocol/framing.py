@@ -80,6 +80,11 @@ class Message:
     size: int = 0
 
 
+def largest_frame(limit: int) -> int:
+    """Bytes of a frame whose meta and payload take `limit`."""
+    return HEAD.size + MOST_ARRAYS * ENTRY.size + limit
+
+
 def encode(message: Message) -> list[Buffer]:
     """The frame in parts; contiguous arrays are parts as they lie, without a copy."""
     if len(message.arrays) > MOST_ARRAYS:
@@ -235,9 +240,7 @@ def _entry(array: Array) -> bytes:
     return ENTRY.pack(code, array.ndim, *array.shape, *[0] * (MOST_DIMENSIONS - array.ndim))
 
 
-def _parsed_entry(
-    code: int, dimensions: int, *sizes: int
-) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def _parsed_entry(code: int, dimensions: int, *sizes: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
     if code not in DTYPES:
         _refuse(f"an array is of the unknown type {code}")
     if dimensions > MOST_DIMENSIONS or any(sizes[dimensions:]):
