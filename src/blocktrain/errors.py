@@ -11,7 +11,8 @@
     ├── UnreachableError       7   no connection; the message names the address and what to try
     ├── RefusedError           8   the other side refused; `code` is its word for programs
     ├── ProtocolError          9   the other side sent what the protocol does not allow
-    │   └── UntrustedError     9   the other side is not the run that the invite names
+    │   ├── UntrustedError     9   the other side is not who it should be: another key, another role
+    │   └── FrameError         9   bytes that are no frame, or a frame that is too large
     └── NotFoundError         10   a blob or a chunk that the store does not hold
 
 A message is one line, says what is wrong and, where there is one, what to do about it.
@@ -78,6 +79,10 @@ class ProtocolError(BlocktrainError):
 
 
 class UntrustedError(ProtocolError):
+    pass
+
+
+class FrameError(ProtocolError):
     pass
 
 

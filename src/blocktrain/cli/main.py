@@ -25,6 +25,7 @@ VERBS = {
     "ban": "Exclude a worker from a run.",
     "backup": "Copy a coordinator's folder into one file, while it runs.",
     "restore": "Unpack a backup into a new folder.",
+    "keys": "Make the certificates with which a router and its stages know each other.",
     "demo": "Train, score and sample a small model, beside its end-to-end twin.",
 }
 
