@@ -46,3 +46,11 @@ blobs = click.option(
     "--blobs", metavar="URL", help="s3://BUCKET/PREFIX or a folder, instead of one in --data-dir."
 )
 invite = click.argument("invite")
+keys = click.option(
+    "--keys",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder that `blocktrain keys` made. Default: keys in RUN.",
+)
+plain_tcp = click.option(
+    "--plain-tcp", is_flag=True, help="No TLS between stages: only inside a network you trust."
+)
