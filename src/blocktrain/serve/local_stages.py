@@ -56,7 +56,8 @@ class LocalStages:
 
     async def _start(self, block: int, listen: str) -> None:
         command = [*COMMAND, str(self._run), "--block", str(block), "--listen", listen, "--json"]
-        command += ["--keys", str(self._keys), "--until-stdin-closes", *self._options]
+        command += ["--keys", str(self._keys), "--name", f"stage-{block}"]
+        command += ["--until-stdin-closes", *self._options]
         threads = max(1, (os.cpu_count() or 1) // (len(self._blocks) + 1))
         process = await asyncio.create_subprocess_exec(
             *command,

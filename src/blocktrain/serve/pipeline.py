@@ -150,7 +150,7 @@ class Pipeline:
         try:
             while True:
                 self._deliver(address, await connection.receive(), listener)
-        except (UnreachableError, ProtocolError) as error:
+        except BlocktrainError as error:
             self._why[dialled] = str(error)
             log.warning("stage %s is gone: %s", address, error)
         finally:

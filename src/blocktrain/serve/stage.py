@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from blocktrain.errors import BlocktrainError, CacheFullError, ProtocolError, UnreachableError
+from blocktrain.errors import BlocktrainError, CacheFullError, ProtocolError
 from blocktrain.protocol.framing import Kind, Message
 from blocktrain.serve.compute import StageCompute
 from blocktrain.serve.connection import Connection
@@ -64,14 +64,15 @@ class Stage:
 
     async def attend(self, connection: Connection) -> None:
         """One connection's life: take what it says until it ends."""
-        router = str(connection.hello.get("name", "")) if connection.role == ROUTER else ""
+        router = connection.hello["name"] if connection.peer.role == ROUTER else ""
         if router:
             self._routers[router] = connection
         try:
             while True:
                 await self._take(await connection.receive(), from_router=bool(router))
-        except UnreachableError:
-            pass
+        except ProtocolError as error:
+            connection.refuse(str(error))
+            raise
         finally:
             if self._routers.get(router) is connection:
                 del self._routers[router]
@@ -204,8 +205,8 @@ class Stage:
     async def _tell(self, router: Connection, message: Message) -> None:
         try:
             await router.send(message)
-        except UnreachableError:
-            log.info("a router left before its answer")
+        except BlocktrainError as error:
+            log.info("a router left before its answer: %s", error)
 
     def _start(self, sending: "asyncio._CoroutineLike[None]") -> None:
         task = asyncio.ensure_future(sending)

@@ -7,15 +7,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from blocktrain.errors import ConfigError
-from blocktrain.protocol.listening import bound_socket, host_and_port
+from blocktrain.protocol.listening import bound_socket
 from blocktrain.serve import fingerprint
 from blocktrain.serve.compute import StageCompute
-from blocktrain.serve.connection import Connection, dial, listen
-from blocktrain.serve.keys import STAGE, Contexts, contexts
+from blocktrain.serve.connection import Connection, Hello
+from blocktrain.serve.keys import AUTHORITY, ROUTER, STAGE, client_context, server_context
+from blocktrain.serve.meeting import Server, dial, parted
 from blocktrain.serve.stage import Stage
+from blocktrain.serve.tenants import Limits
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
 
@@ -38,63 +39,71 @@ class StageSettings:
 def serve_stage(settings: StageSettings, tell: Callable[[str], None]) -> None:
     """Load, listen, and say where; returns when a signal ends it."""
     run = RunDir.open(settings.run)
-    last = run.config.units - 1
-    if settings.blocks[-1] > last or settings.blocks[0] < 1:
-        raise ConfigError(
-            f"a stage of this run can hold blocks 1 to {last}: the router holds block 0"
-            if last
-            else "this run is one block, which the router holds: it needs no stage"
-        )
-    secured = contexts(settings.keys, STAGE, settings.name) if settings.keys else None
+    _check_blocks(settings.blocks, run.config.units - 1)
+    asyncio.run(_serve(settings, run, tell))
+
+
+def _check_blocks(blocks: range, last: int) -> None:
+    if not last:
+        raise ConfigError("this run is one block, which the router holds: it needs no stage")
+    if blocks[0] < 1 or blocks[-1] > last:
+        raise ConfigError(f"a stage can hold blocks 1 to {last}: the router holds block 0")
+
+
+async def _serve(settings: StageSettings, run: RunDir, tell: Callable[[str], None]) -> None:
+    name = settings.name or _only_stage(settings.keys)
+    inward = server_context(settings.keys, name) if settings.keys else None
+    outward = client_context(settings.keys, name) if settings.keys else None
+    limits = Limits(settings.most_requests, settings.cache_bytes)
+    compute = resolve(settings.device, settings.precision)
+    computing = StageCompute.load(run, settings.blocks, compute, limits=limits)
     hello = {
+        "role": STAGE,
+        "name": name,
         "settings": fingerprint.of_settings(run.config),
         "blocks": list(settings.blocks),
         "weights": [fingerprint.of_block(run, block) for block in settings.blocks],
         "address": settings.announce,
     }
-    compute = StageCompute.load(
-        run,
-        settings.blocks,
-        resolve(settings.device, settings.precision),
-        most_requests=settings.most_requests,
-        most_bytes=settings.cache_bytes,
+
+    def check(said: Hello) -> str | None:
+        same = said.get("settings") == hello["settings"] and isinstance(said.get("name"), str)
+        return None if same else "this stage holds blocks of another model"
+
+    async def reach(address: str) -> Connection:
+        return await dial(address, outward, hello, roles=[STAGE], check=check)
+
+    listener = bound_socket(*parted(settings.listen))
+    stage = Stage(_label(settings.blocks), computing, reach)
+    server = Server(
+        listener, inward, lambda: hello, stage.attend, roles=[ROUTER, STAGE], check=check
     )
-    asyncio.run(_serve(settings, compute, secured, hello, tell))
-
-
-async def _serve(
-    settings: StageSettings,
-    compute: StageCompute,
-    secured: Contexts | None,
-    hello: dict[str, Any],
-    tell: Callable[[str], None],
-) -> None:
-    listener = bound_socket(*host_and_port(settings.listen))
-    host, port = listener.getsockname()[:2]
-    address = settings.announce or f"{host}:{port}"
-
-    async def reach(hop: str) -> Connection:
-        return await dial(hop, secured and secured.client, {**hello, "name": address}, check)
-
-    def check(said: dict[str, Any]) -> str | None:
-        """A router says what it wants to run; another stage, what it holds."""
-        if said.get("settings") != hello["settings"]:
-            return "this stage holds blocks of another model"
-        return None
-
-    stage = Stage(address, compute, reach)
-    server = await listen(listener, secured and secured.server, hello, check, stage.attend)
     running = asyncio.ensure_future(stage.run())
     _stop_on_signals(running)
     if settings.until_stdin_closes:
         _stop_with_stdin(running, asyncio.get_running_loop())
-    tell(f"{host}:{port}")
+    tell(f"{listener.getsockname()[0]}:{server.port}")
     try:
         await running
     except asyncio.CancelledError:
         pass
     finally:
         await server.close()
+
+
+def _only_stage(keys: Path | None) -> str:
+    """The name of the one stage a folder has the key of."""
+    if keys is None:
+        return STAGE
+    names = [path.stem for path in sorted(keys.glob("*.key")) if path.stem not in (AUTHORITY, ROUTER)]
+    if len(names) == 1:
+        return names[0]
+    held = f"has the keys of {', '.join(names)}; choose one with --name" if names else "has no key"
+    raise ConfigError(f"{keys} {held}" + ("" if names else "; `blocktrain keys` makes them"))
+
+
+def _label(blocks: range) -> str:
+    return f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}"
 
 
 def _stop_on_signals(running: "asyncio.Future[None]") -> None:
