@@ -27,7 +27,7 @@ VERBS = {
     "ban": "Exclude a worker from a run.",
     "backup": "Copy a coordinator's folder into one file, while it runs.",
     "restore": "Unpack a backup into a new folder.",
-    "keys": "Make the certificates with which a router and its stages know each other.",
+    "keys": "Make certificates for a router and its stages.",
     "demo": "Train, score and sample a small model, beside its end-to-end twin.",
 }
 

@@ -19,10 +19,10 @@ import math
 import struct
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from blocktrain.errors import FrameError
 
 Array = npt.NDArray[Any]
 Buffer = bytes | bytearray | memoryview
+_Shape = tuple[np.dtype[Any], tuple[int, ...]]  # the type, and how many of it
 
 MAGIC = b"BTfr"
 VERSION = 1
@@ -40,6 +41,7 @@ ENTRY = struct.Struct("<BBxx4I")
 LARGEST_META = 256 * 1024
 MOST_ARRAYS = 64
 MOST_DIMENSIONS = 4
+MOST_ELEMENTS = 2**48
 MOST_NUMBER = 2**64  # of a request or a sequence: they are less
 LIMIT = 64 * 1024 * 1024
 STAGING_BYTES = 64 * 1024
@@ -113,6 +115,16 @@ def encode(message: Message) -> list[Buffer]:
     return body
 
 
+class _Head(NamedTuple):
+    kind: Kind
+    arrays: int
+    request: int
+    sequence: int
+    meta: int
+    payload: int
+    checksum: int
+
+
 class Decoder:
     """Takes a stream in pieces of any size. After a `FrameError` it is of no more use.
 
@@ -121,15 +133,19 @@ class Decoder:
     tell `buffer_updated`: then bulk goes where it stays.
     """
 
+    _target: memoryview  # what is being filled
+    _filled: int
+    _complete: Callable[[], None]  # what to do when it is full
+    _head: _Head
+    _table: memoryview
+    _shapes: list[_Shape]
+    _body: Array
+
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
         self._messages: deque[Message] = deque()
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._direct = False  # the buffer given out last is the body itself
-        self._head = _Head()
-        self._shapes: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
-        self._table: Buffer = b""
-        self._body = np.empty(0, np.uint8)
         self._expect_head()
 
     def feed(self, data: Buffer) -> None:
@@ -156,12 +172,7 @@ class Decoder:
         while self._messages:
             yield self._messages.popleft()
 
-    @property
-    def idle(self) -> bool:
-        """Nothing of a further frame has come."""
-        return self._complete == self._take_head and self._filled == 0
-
-    def _expect(self, target: memoryview, complete: Any) -> None:
+    def _expect(self, target: memoryview, complete: Callable[[], None]) -> None:
         self._target, self._filled, self._complete = target, 0, complete
 
     def _advance(self, count: int) -> None:
@@ -203,17 +214,6 @@ class Decoder:
         self._expect_head()
 
 
-@dataclass(frozen=True)
-class _Head:
-    kind: Kind = Kind.HELLO
-    arrays: int = 0
-    request: int = 0
-    sequence: int = 0
-    meta: int = 0
-    payload: int = 0
-    checksum: int = 0
-
-
 def _parsed_head(data: Buffer, limit: int) -> _Head:
     magic, version, kind, arrays, request, sequence, meta, payload, body_sum, own = HEAD.unpack(
         data
@@ -240,17 +240,20 @@ def _entry(array: Array) -> bytes:
     return ENTRY.pack(code, array.ndim, *array.shape, *[0] * (MOST_DIMENSIONS - array.ndim))
 
 
-def _parsed_entry(code: int, dimensions: int, *sizes: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def _parsed_entry(code: int, dimensions: int, *sizes: int) -> _Shape:
     if code not in DTYPES:
         _refuse(f"an array is of the unknown type {code}")
     if dimensions > MOST_DIMENSIONS or any(sizes[dimensions:]):
         _refuse(f"an array has {dimensions} dimensions of {sizes}")
+    # An empty array may have any shape on paper; numpy has bounds even then.
+    if math.prod(size for size in sizes if size) > MOST_ELEMENTS:
+        _refuse(f"an array has the shape {sizes[:dimensions]}")
     return DTYPES[code], sizes[:dimensions]
 
 
 def _encoded_meta(meta: dict[str, Any]) -> bytes:
     try:
-        encoded = json.dumps(meta, separators=(",", ":"), allow_nan=False).encode()
+        encoded = _TO_JSON.encode(meta).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise FrameError(f"a message's meta is no JSON: {error}") from None
     if len(encoded) > LARGEST_META:
@@ -260,7 +263,7 @@ def _encoded_meta(meta: dict[str, Any]) -> bytes:
 
 def _decoded_meta(data: bytes) -> dict[str, Any]:
     try:
-        meta = json.loads(data.decode(), parse_constant=_refuse)
+        meta = _FROM_JSON.decode(data.decode())
     except (ValueError, RecursionError):
         _refuse("its meta is no JSON")
     if not isinstance(meta, dict):
@@ -295,3 +298,7 @@ def _checksum(*parts: Buffer) -> int:
 
 def _refuse(why: str) -> NoReturn:
     raise FrameError(f"not a frame: {why}")
+
+
+_TO_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_FROM_JSON = json.JSONDecoder(parse_constant=_refuse)

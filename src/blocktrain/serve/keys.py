@@ -91,6 +91,8 @@ class Keyring:
         return issuer
 
     def _write(self, name: str, cert_pem: str, key_pem: str) -> None:
+        # Cut off in between, there is no certificate, rather than one with another's key.
+        (self.folder / f"{name}.pem").unlink(missing_ok=True)
         _write(self.folder / f"{name}.key", key_pem, 0o600)
         _write(self.folder / f"{name}.pem", cert_pem, 0o644)
 

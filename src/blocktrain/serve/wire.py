@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from blocktrain.core.codec_numbers import Bits16, Floats, from_bf16, to_bf16
+from blocktrain.core.codec_numbers import Floats, from_bf16, to_bf16
 from blocktrain.errors import ProtocolError
 
 KINDS = ("fp32", "bf16", "int8")

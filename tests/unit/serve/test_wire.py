@@ -2,7 +2,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -21,11 +21,13 @@ def there_and_back(numbers: np.ndarray, kind: str) -> np.ndarray:
     return unpack(sent, kind)
 
 
+@settings(max_examples=60, deadline=None)
 @given(NUMBERS)
 def test_fp32_changes_nothing(numbers: np.ndarray):
     assert there_and_back(numbers, "fp32").tobytes() == numbers.tobytes()
 
 
+@settings(max_examples=60, deadline=None)
 @given(NUMBERS)
 def test_bf16_is_within_a_256th(numbers: np.ndarray):
     error = np.abs(there_and_back(numbers, "bf16").astype(np.float64) - numbers)
@@ -33,6 +35,7 @@ def test_bf16_is_within_a_256th(numbers: np.ndarray):
     assert (error <= np.abs(numbers.astype(np.float64)) / 256 + subnormal).all()
 
 
+@settings(max_examples=60, deadline=None)
 @given(NUMBERS)
 def test_int8_is_within_half_a_step_of_its_own_row(numbers: np.ndarray):
     back = there_and_back(numbers, "int8")
@@ -42,12 +45,14 @@ def test_int8_is_within_half_a_step_of_its_own_row(numbers: np.ndarray):
     assert (np.abs(back.astype(np.float64) - numbers) <= 0.5001 * step).all()
 
 
+@settings(max_examples=60, deadline=None)
 @given(NUMBERS, st.sampled_from(["fp32", "bf16"]))
 def test_what_was_packed_once_does_not_change_again(numbers: np.ndarray, kind: str):
     once = there_and_back(numbers, kind)
     assert there_and_back(once, kind).tobytes() == once.tobytes()
 
 
+@settings(max_examples=60, deadline=None)
 @given(MODEST, st.sampled_from(KINDS))
 def test_a_position_travels_the_same_alone_and_among_others(numbers: np.ndarray, kind: str):
     together = there_and_back(numbers, kind)
