@@ -12,7 +12,10 @@
     ├── RefusedError           8   the other side refused; `code` is its word for programs
     ├── ProtocolError          9   the other side sent what the protocol does not allow
     │   └── UntrustedError     9   the other side is not the run that the invite names
-    └── NotFoundError         10   a blob or a chunk that the store does not hold
+    ├── NotFoundError         10   a blob or a chunk that the store does not hold
+    └── CacheError            11   a stage cannot go on with some requests; `requests` names them
+        ├── CacheFullError    11   no room for more of them now
+        └── MissingPrefixError 11  what comes before is not held (any more): replay from 0
 
 A message is one line, says what is wrong and, where there is one, what to do about it.
 """
@@ -83,3 +86,19 @@ class UntrustedError(ProtocolError):
 
 class NotFoundError(BlocktrainError):
     exit_code = 10
+
+
+class CacheError(BlocktrainError):
+    exit_code = 11
+
+    def __init__(self, message: str, requests: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.requests = requests
+
+
+class CacheFullError(CacheError):
+    pass
+
+
+class MissingPrefixError(CacheError):
+    pass
