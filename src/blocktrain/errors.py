@@ -13,7 +13,10 @@
     ├── ProtocolError          9   the other side sent what the protocol does not allow
     │   ├── UntrustedError     9   the other side is not who it should be: another key, another role
     │   └── FrameError         9   bytes that are no frame, or a frame that is too large
-    └── NotFoundError         10   a blob or a chunk that the store does not hold
+    ├── NotFoundError         10   a blob or a chunk that the store does not hold
+    └── CacheError            13   a stage cannot go on with some requests; `requests` names them
+        ├── CacheFullError    13   no room for more of them now
+        └── MissingPrefixError 13  what comes before is not held (any more): replay from 0
 
 A message is one line, says what is wrong and, where there is one, what to do about it.
 """
@@ -88,3 +91,19 @@ class FrameError(ProtocolError):
 
 class NotFoundError(BlocktrainError):
     exit_code = 10
+
+
+class CacheError(BlocktrainError):
+    exit_code = 13
+
+    def __init__(self, message: str, requests: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.requests = requests
+
+
+class CacheFullError(CacheError):
+    pass
+
+
+class MissingPrefixError(CacheError):
+    pass

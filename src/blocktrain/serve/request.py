@@ -2,18 +2,13 @@
 
 from dataclasses import dataclass, field
 
+from blocktrain.core.choice import Sampling
+
+__all__ = ["DRAFTS", "MODES", "Account", "Piece", "Request", "Sampling"]
+
 MODES = ("ar", "sweep", "speculative")
 DRAFTS = ("head", "ngram")
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a byte is picked from a distribution; randomness is fixed by (seed, position)."""
-
-    temperature: float = 0.0
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    seed: int = 0
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
@@ -23,7 +18,7 @@ class Request:
     mode: str = "speculative"
     passes: int = 1  # traversals of a sweep; 0: as many as it takes to converge
     drafts: str = "head"  # where a speculative request gets its drafts from
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     stop: tuple[bytes, ...] = ()
     top_log_probs: int = 0
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from blocktrain.core.choice import Sampling
 from blocktrain.core.vocabulary import BYTES
-from blocktrain.serve.request import Sampling
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,13 @@ def joined(works: Sequence[Work]) -> Work:
         np.concatenate([work.state for work in works]),
         np.concatenate([work.readout_RV for work in works]),
     )
+
+
+def apart(work: Work, carried: Sequence[int]) -> list[Work]:
+    """Each row's own work; `carried` says how many positions of state each has."""
+    states = np.split(work.state, np.cumsum(carried)[:-1])
+    readouts = np.split(work.readout_RV, np.cumsum([row.read for row in work.rows])[:-1])
+    return [Work((row,), *own) for row, *own in zip(work.rows, states, readouts, strict=True)]
 
 
 def with_ids(row: Row, ids: np.ndarray) -> Row:

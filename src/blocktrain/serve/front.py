@@ -1,0 +1,146 @@
+"""The router's own block: it drafts without any network, and makes work of many requests' steps.
+
+Drafts are picked from the first block's own distribution with the noise of their places, one after
+another for each request and together for all. Knows what a step asks, not why.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Self
+
+import numpy as np
+
+from blocktrain.core.choice import log_softmax, picks
+from blocktrain.serve.compute import StageCompute
+from blocktrain.serve.decode import Step
+from blocktrain.serve.tenants import Limits
+from blocktrain.serve.work import Refinement, Row, Work, apart, joined, started
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.train.device import Compute
+
+
+class Front:
+    def __init__(self, first: StageCompute, rounds: int) -> None:
+        self.first = first
+        self.rounds = rounds
+        self._units = first.config.units
+
+    @classmethod
+    def load(
+        cls,
+        run: RunDir,
+        compute: Compute,
+        readout: str = "product",
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Self:
+        first = StageCompute.load(run, range(1), compute, readout, limits, clock)
+        return cls(first, 4)
+
+    def release(self, request: int) -> None:
+        self.first.release(request)
+
+    def work(self, steps: Mapping[int, Step]) -> Work:
+        """Every request's step, with drafts, through the first block."""
+        steps = self._guessed(steps)
+        rows = [self._row(request, step) for request, step in steps.items()]
+        drafting = Drafting(steps)
+        while rows:
+            drafting.took(self._parts(rows))
+            rows = drafting.next_rows()
+        work = drafting.work()
+        if self.first.readout == "final" and self._units > 1:
+            work = replace(work, readout_RV=np.zeros_like(work.readout_RV))
+        return work
+
+    def answers(self, work: Work) -> list[tuple[Row, np.ndarray]]:
+        """Each row's distributions, once all blocks have seen the work."""
+        if self.first.readout == "product":
+            work = replace(work, readout_RV=log_softmax(work.readout_RV / self._units))
+        carried = [self.first.carried(row) for row in work.rows]
+        return [(part.rows[0], part.readout_RV) for part in apart(work, carried)]
+
+    def _parts(self, rows: Sequence[Row]) -> list[Work]:
+        """Rows through the first block, each by itself again."""
+        work = self.first.step(started(rows), heads=True)
+        return apart(work, [self.first.carried(row) for row in rows])
+
+    def _row(self, request: int, step: Step) -> Row:
+        refines = step.refine and self.first.denoises
+        refinement = Refinement(step.sampling, step.position) if refines else None
+        return Row(request, step.start, step.ids, step.read, refinement)
+
+    def _guessed(self, steps: Mapping[int, Step]) -> Mapping[int, Step]:
+        """Steps whose unknown context the first block has guessed, from nothing and then a few
+        times from its own guesses."""
+        unknown = {request: step for request, step in steps.items() if step.refine}
+        guessed = dict(steps)
+        rows = [Row(request, step.start, step.ids, step.read) for request, step in unknown.items()]
+        for _ in range(self.rounds if unknown else 0):
+            rows = [_with_guess(part, unknown) for part in self._parts(rows)]
+        for row in rows:
+            step = unknown[row.request]
+            ids = np.concatenate([step.ids[: len(step.ids) - step.read], row.ids[-step.read :]])
+            guessed[row.request] = replace(step, ids=ids)
+        return guessed
+
+
+class Drafting:
+    """Steps on their way through the first block, draft by draft."""
+
+    def __init__(self, steps: Mapping[int, Step]) -> None:
+        self._steps = steps
+        self._parts: dict[int, list[Work]] = {request: [] for request in steps}
+
+    def took(self, parts: Sequence[Work]) -> None:
+        for part in parts:
+            self._parts[part.rows[0].request].append(part)
+
+    def next_rows(self) -> list[Row]:
+        """The next draft of every request that may still have one."""
+        going = [
+            (step, self._parts[request])
+            for request, step in self._steps.items()
+            if len(self._parts[request]) <= step.drafts
+        ]
+        if not going:
+            return []
+        found = picks(
+            np.stack([parts[-1].readout_RV[-1] for _, parts in going]),
+            [step.sampling for step, _ in going],
+            [step.position + step.read + len(parts) - 2 for step, parts in going],
+        )
+        return [
+            _following(parts[-1].rows[0], byte)
+            for (_, parts), byte in zip(going, found, strict=True)
+        ]
+
+    def work(self) -> Work:
+        """One row per request, its drafts and their state included."""
+        work = joined([part for parts in self._parts.values() for part in parts])
+        rows = (_joined_row([part.rows[0] for part in parts]) for parts in self._parts.values())
+        return replace(work, rows=tuple(rows))
+
+
+def _following(row: Row, byte: int) -> Row:
+    return Row(row.request, row.start + len(row.ids), np.array([byte], np.uint16), 1)
+
+
+def _joined_row(rows: Sequence[Row]) -> Row:
+    """A row and the drafts that follow it, as one."""
+    return replace(
+        rows[0],
+        ids=np.concatenate([row.ids for row in rows]),
+        read=sum(row.read for row in rows),
+    )
+
+
+def _with_guess(part: Work, steps: Mapping[int, Step]) -> Row:
+    """The positions read, with what was found there as their context."""
+    row = part.rows[0]
+    step, count = steps[row.request], row.read
+    places = range(step.position, step.position + count)
+    found = picks(part.readout_RV, [step.sampling] * count, places)
+    ids = np.concatenate([row.ids[-count:][:1], found[:-1].astype(np.uint16)])
+    return replace(row, start=row.start + len(row.ids) - count, ids=ids)
