@@ -20,11 +20,11 @@ from blocktrain.config import Config, from_dict
 from blocktrain.coordinator.api import create_app
 from blocktrain.coordinator.members import Caller
 from blocktrain.coordinator.run import Run, found_run, open_run
-from blocktrain.coordinator.server import bound_socket
 from blocktrain.coordinator.service import Service
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.identity import WorkerKey
+from blocktrain.protocol.listening import bound_socket
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
     PROTOCOL,
