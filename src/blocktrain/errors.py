@@ -10,6 +10,7 @@
     ├── DivergedError          5   training kept producing non-finite losses or gradients
     ├── DeviceError            6   the requested device or precision is not available here
     ├── UnreachableError       7   no connection; the message names the address and what to try
+    │   └── StalledError       7   the other side is connected but takes nothing
     ├── RefusedError           8   the other side refused; `code` is its word for programs
     ├── ProtocolError          9   the other side sent what the protocol does not allow
     │   └── UntrustedError     9   the other side is not the run that the invite names
@@ -69,6 +70,10 @@ class DeviceError(BlocktrainError):
 
 class UnreachableError(BlocktrainError):
     exit_code = 7
+
+
+class StalledError(UnreachableError):
+    pass
 
 
 class RefusedError(BlocktrainError):
