@@ -1,0 +1,63 @@
+"""A server as a process: a socket, a certificate, the routes."""
+
+import contextlib
+import logging
+import socket
+import ssl
+from pathlib import Path
+
+import uvicorn
+
+from blocktrain.serve.answering import Engine
+from blocktrain.serve.api import Settings, create_app
+
+log = logging.getLogger(__name__)
+
+GOODBYE_SECONDS = 2  # for answers under way when a signal says stop
+SEND_BUFFER = 128 * 1024  # a client that reads nothing must not have megabytes kept for it
+CONNECTIONS = 2048
+
+
+async def serve(
+    engine: Engine,
+    settings: Settings,
+    listener: socket.socket,
+    tls: tuple[Path, Path] | None = None,
+) -> None:
+    """Answer until a signal says stop, on the loop that the engine runs on."""
+    if not settings.keys:
+        log.warning("no API key is set: whoever reaches this port may ask")
+    await web_server(engine, settings, listener, tls).serve(sockets=[listener])
+
+
+def web_server(
+    engine: Engine,
+    settings: Settings,
+    listener: socket.socket,
+    tls: tuple[Path, Path] | None = None,
+) -> uvicorn.Server:
+    bound_what_is_kept(listener, settings.patience)
+    config = uvicorn.Config(
+        create_app(engine, settings),
+        log_level="warning",
+        access_log=False,
+        ssl_certfile=str(tls[0]) if tls else None,
+        ssl_keyfile=str(tls[1]) if tls else None,
+        timeout_graceful_shutdown=GOODBYE_SECONDS,
+        limit_concurrency=CONNECTIONS,
+        server_header=False,
+        proxy_headers=False,  # who asks is known by key, not by address
+    )
+    config.load()
+    if config.ssl:
+        config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2  # clients of an API may be old
+    return uvicorn.Server(config)
+
+
+def bound_what_is_kept(listener: socket.socket, patience: float) -> None:
+    """Connections inherit it: little is buffered for a client, and none of it for ever."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    user_timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if user_timeout is not None:
+        with contextlib.suppress(OSError):  # a system that has the name but not the option
+            listener.setsockopt(socket.IPPROTO_TCP, user_timeout, int(patience * 1000))
