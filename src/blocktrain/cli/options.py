@@ -54,3 +54,10 @@ keys = click.option(
 plain_tcp = click.option(
     "--plain-tcp", is_flag=True, help="No TLS between stages: only inside a network you trust."
 )
+served_readout = click.option(
+    "--readout",
+    type=click.Choice(["product", "final"]),
+    default="product",
+    show_default=True,
+    help="product: of all blocks' predictions; final: the last one's. The same in a whole ring.",
+)

@@ -33,13 +33,7 @@ from blocktrain.cli import options
     show_default=True,
     help="Number type between stages.",
 )
-@click.option(
-    "--readout",
-    type=click.Choice(["product", "final"]),
-    default="product",
-    show_default=True,
-    help="product: all blocks' predictions; final: the last one's.",
-)
+@options.served_readout
 @options.device
 @options.precision
 @click.option(

@@ -38,8 +38,11 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
     help="Address the stage before can reach this at, where it is not the router's for it.",
 )
 @options.keys
-@click.option("--name", default="", help="Which of the keys is this stage's. Default: the only one.")
+@click.option(
+    "--name", default="", help="Which of the keys is this stage's. Default: the only one."
+)
 @options.plain_tcp
+@options.served_readout
 @options.device
 @options.precision
 @click.option("--most-requests", type=click.IntRange(min=1), default=64, show_default=True)
@@ -60,6 +63,7 @@ def command(
     keys: Path | None,
     name: str,
     plain_tcp: bool,
+    readout: str,
     device: str,
     precision: str,
     most_requests: int,
@@ -79,6 +83,7 @@ def command(
         name=name,
         device=device,
         precision=precision,
+        readout=readout,
         most_requests=most_requests,
         cache_bytes=int(cache_gb * 1e9),
         until_stdin_closes=until_stdin_closes,

@@ -37,9 +37,10 @@ class Step:
 
 
 class Decoding(ABC):
-    def __init__(self, request: Request, window: int) -> None:
+    def __init__(self, request: Request, window: int, account: Account) -> None:
         self.request = request
-        self.account = Account(prompt_bytes=len(request.prompt))
+        self.account = account
+        account.prompt_bytes = len(request.prompt)
         self._window = window
         self._text = bytearray(request.prompt)
         self._base = max(0, len(self._text) - (window - 1))
@@ -126,8 +127,8 @@ class Sequential(Decoding):
 class Speculative(Decoding):
     """Drafts by the first block, or from the text itself, checked by one traversal."""
 
-    def __init__(self, request: Request, window: int, pace: Pace) -> None:
-        super().__init__(request, window)
+    def __init__(self, request: Request, window: int, account: Account, pace: Pace) -> None:
+        super().__init__(request, window, account)
         self._pace = pace
         self._seen = Acceptance()
 
@@ -148,8 +149,8 @@ class Sweep(Decoding):
     """All bytes that fit at once, in a number of traversals: the first starts from nothing, every
     other from what the one before guessed. What is exact grows by at least a byte each time."""
 
-    def __init__(self, request: Request, window: int) -> None:
-        super().__init__(request, window)
+    def __init__(self, request: Request, window: int, account: Account) -> None:
+        super().__init__(request, window, account)
         self._guesses: list[int] = []
         self._passes = 0
 
@@ -167,12 +168,12 @@ class Sweep(Decoding):
         return settled
 
 
-def new_decoding(request: Request, window: int, pace: Pace) -> Decoding:
+def new_decoding(request: Request, window: int, pace: Pace, account: Account) -> Decoding:
     if request.mode == "ar":
-        return Sequential(request, window)
+        return Sequential(request, window, account)
     if request.mode == "sweep":
-        return Sweep(request, window)
-    return Speculative(request, window, pace)
+        return Sweep(request, window, account)
+    return Speculative(request, window, account, pace)
 
 
 def _agreeing(drafts: np.ndarray, found: np.ndarray) -> int:

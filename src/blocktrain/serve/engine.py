@@ -12,8 +12,9 @@ import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,7 +23,6 @@ from blocktrain.errors import (
     MissingPrefixError,
     OverloadedError,
     UnavailableError,
-    UnreachableError,
 )
 from blocktrain.serve.active import Active
 from blocktrain.serve.decode import new_decoding
@@ -82,7 +82,7 @@ class Engine:
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def generate(self, request: Request, account: Account) -> AsyncIterator[Piece]:
+    async def generate(self, request: Request, account: Account) -> AsyncGenerator[Piece, None]:
         """The answer, piece by piece; closed early, it leaves nothing behind."""
         if len(self._active) >= self._limits.requests:
             raise OverloadedError(f"{len(self._active)} requests are under way")
@@ -102,6 +102,7 @@ class Engine:
 
     def status(self) -> dict[str, Any]:
         return {
+            "alive": not self._pipeline.missing,
             "stages": [
                 {"address": place.address, "blocks": list(range(place.first, place.stop))}
                 for place in self._pipeline.places
@@ -163,10 +164,8 @@ class Engine:
         over, self._over = self._over, []
         for key, route in over:
             await self._in_thread(self._front.release, key)
-            try:
+            with suppress(BlocktrainError):  # the stage is gone, and the cache with it
                 await self._pipeline.release([key], route)
-            except UnreachableError:
-                pass  # the stage is gone, and the cache with it
 
     def _settle(self, landed: Sequence[Active]) -> None:
         """Bytes out of what came back."""
@@ -227,7 +226,7 @@ class Engine:
         for route, rows in by_route.items():
             try:
                 await self._pipeline.prefill(rows, route)
-            except UnreachableError as error:
+            except BlocktrainError as error:
                 log.info("a context did not reach a stage: %s", error)  # which `lost` follows
 
     async def _dispatch(self, work: Work, rows: dict[int, Active]) -> None:
@@ -248,7 +247,7 @@ class Engine:
             step = Step(joined(parts), self._name, route[1:], self._wire)
             try:
                 await self._pipeline.send(step, route)
-            except UnreachableError as error:
+            except BlocktrainError as error:
                 for part in parts:
                     self._start_over(rows[part.rows[0].request], str(error))
                 self._news.set()

@@ -56,10 +56,14 @@ class Front:
 
     def answers(self, work: Work) -> list[tuple[Row, np.ndarray]]:
         """Each row's distributions, once all blocks have seen the work."""
-        if self.first.readout == "product":
-            work = replace(work, readout_RV=log_softmax(work.readout_RV / self._units))
         carried = [self.first.carried(row) for row in work.rows]
-        return [(part.rows[0], part.readout_RV) for part in apart(work, carried)]
+        return [(part.rows[0], self.distribution(part.readout_RV)) for part in apart(work, carried)]
+
+    def distribution(self, readout_RV: np.ndarray) -> np.ndarray:
+        """Log-probabilities out of what all blocks have written."""
+        if self.first.readout == "product":
+            return log_softmax(readout_RV / self._units)
+        return readout_RV
 
     def _parts(self, rows: Sequence[Row]) -> list[Work]:
         """Rows through the first block, each by itself again."""

@@ -16,7 +16,9 @@ def run_locally(
 ) -> list[tuple[bytes, Account]]:
     """Every request's answer and what it cost."""
     window, pace = front.first.config.model.window, Pace()
-    decodings = {number: new_decoding(each, window, pace) for number, each in enumerate(requests)}
+    decodings = {
+        number: new_decoding(each, window, pace, Account()) for number, each in enumerate(requests)
+    }
     answers = {number: bytearray() for number in decodings}
     while going := {n: each for n, each in decodings.items() if not each.finished}:
         for row, log_probs_RV in front.answers(_traversed(front, stages, going)):

@@ -1,5 +1,6 @@
 """What a client asks for and what it gets, as values. Knows nothing of HTTP, stages or tensors."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from blocktrain.core.choice import Sampling
@@ -44,6 +45,10 @@ class Account:
     replays: int = 0
     stage_seconds: dict[str, float] = field(default_factory=dict)
     reason: str = ""
+
+    def took(self, seconds: Mapping[str, float]) -> None:
+        for stage, more in seconds.items():
+            self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + more
 
     @property
     def bytes_per_traversal(self) -> float:

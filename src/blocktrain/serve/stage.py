@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -148,7 +148,7 @@ class Stage:
         """Steps whose context is here, one per row; the others wait for it, or fail."""
         ready, lost = [], []
         for step in steps:
-            for work in apart(step.work, map(self._compute.carried, step.work.rows)):
+            for work in apart(step.work, [self._compute.carried(row) for row in step.work.rows]):
                 row, single = work.rows[0], step.of(work)
                 if row.start <= self._compute.held(row.request):
                     ready.append(single)
@@ -208,8 +208,8 @@ class Stage:
         except BlocktrainError as error:
             log.info("a router left before its answer: %s", error)
 
-    def _start(self, sending: "asyncio._CoroutineLike[None]") -> None:
-        task = asyncio.ensure_future(sending)
+    def _start(self, sending: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(sending)
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 

@@ -1,10 +1,12 @@
 """A stage as a process: blocks loaded, a port, and a life until a signal."""
 
 import asyncio
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,7 @@ class StageSettings:
     name: str
     device: str
     precision: str
+    readout: str
     most_requests: int
     cache_bytes: int
     until_stdin_closes: bool
@@ -56,19 +59,23 @@ async def _serve(settings: StageSettings, run: RunDir, tell: Callable[[str], Non
     outward = client_context(settings.keys, name) if settings.keys else None
     limits = Limits(settings.most_requests, settings.cache_bytes)
     compute = resolve(settings.device, settings.precision)
-    computing = StageCompute.load(run, settings.blocks, compute, limits=limits)
+    computing = StageCompute.load(run, settings.blocks, compute, settings.readout, limits)
     hello = {
         "role": STAGE,
         "name": name,
         "settings": fingerprint.of_settings(run.config),
         "blocks": list(settings.blocks),
         "weights": [fingerprint.of_block(run, block) for block in settings.blocks],
+        "readout": settings.readout,
         "address": settings.announce,
     }
 
     def check(said: Hello) -> str | None:
-        same = said.get("settings") == hello["settings"] and isinstance(said.get("name"), str)
-        return None if same else "this stage holds blocks of another model"
+        if said.get("settings") != hello["settings"] or not isinstance(said.get("name"), str):
+            return "this stage holds blocks of another model"
+        if said.get("readout") != hello["readout"]:
+            return f"this stage was started with --readout {settings.readout}"
+        return None
 
     async def reach(address: str) -> Connection:
         return await dial(address, outward, hello, roles=[STAGE], check=check)
@@ -95,7 +102,9 @@ def _only_stage(keys: Path | None) -> str:
     """The name of the one stage a folder has the key of."""
     if keys is None:
         return STAGE
-    names = [path.stem for path in sorted(keys.glob("*.key")) if path.stem not in (AUTHORITY, ROUTER)]
+    names = [
+        path.stem for path in sorted(keys.glob("*.key")) if path.stem not in (AUTHORITY, ROUTER)
+    ]
     if len(names) == 1:
         return names[0]
     held = f"has the keys of {', '.join(names)}; choose one with --name" if names else "has no key"
@@ -108,17 +117,16 @@ def _label(blocks: range) -> str:
 
 def _stop_on_signals(running: "asyncio.Future[None]") -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        try:
+        with suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
             asyncio.get_running_loop().add_signal_handler(number, running.cancel)
-        except NotImplementedError:  # Windows: Ctrl-C raises KeyboardInterrupt instead
-            pass
 
 
 def _stop_with_stdin(running: "asyncio.Future[None]", loop: asyncio.AbstractEventLoop) -> None:
     """A local stage ends with the process that started it, however that ended."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(sys.stdin.fileno(), 4096):  # not by its buffer, whose lock outlives the thread
+            pass
         loop.call_soon_threadsafe(running.cancel)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -6,7 +6,7 @@ it. Knows nothing of connections or models.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,6 +28,9 @@ Identifier = Field(ge=0, lt=2**63)
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+AHead = TypeVar("AHead", bound=Strict)
 
 
 class RefinementHead(Strict):
@@ -164,20 +167,23 @@ def read_failure(message: Message) -> FailureHead:
 
 
 def _row_head(row: Row) -> RowHead:
-    refinement = row.refinement
     return RowHead(
         request=row.request,
         start=row.start,
         length=len(row.ids),
         read=row.read,
-        refinement=refinement
-        and RefinementHead(
-            temperature=refinement.sampling.temperature,
-            top_k=refinement.sampling.top_k,
-            top_p=refinement.sampling.top_p,
-            seed=refinement.sampling.seed,
-            position=refinement.position,
-        ),
+        refinement=_refinement_head(row.refinement) if row.refinement else None,
+    )
+
+
+def _refinement_head(refinement: Refinement) -> RefinementHead:
+    sampling = refinement.sampling
+    return RefinementHead(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        position=refinement.position,
     )
 
 
@@ -213,10 +219,12 @@ def _refinement(head: RefinementHead | None) -> Refinement | None:
     return Refinement(sampling, head.position)
 
 
-def _checked(model: Any, meta: dict[str, Any]) -> Any:
+def _checked(model: type[AHead], meta: dict[str, Any]) -> AHead:
     try:
         return model.model_validate(meta)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ProtocolError(f"a message is malformed at {where or 'its head'}: {first['msg']}") from None
+        raise ProtocolError(
+            f"a message is malformed at {where or 'its head'}: {first['msg']}"
+        ) from None
