@@ -104,7 +104,11 @@ class Engine:
         return {
             "alive": not self._pipeline.missing,
             "stages": [
-                {"address": place.address, "blocks": list(range(place.first, place.stop))}
+                {
+                    "address": place.address,
+                    "blocks": list(range(place.first, place.stop)),
+                    "requests": place.load,
+                }
                 for place in self._pipeline.places
             ],
             "missing": self._pipeline.missing,

@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from blocktrain.errors import BlocktrainError, ProtocolError, UnreachableError
@@ -72,7 +73,8 @@ class Pipeline:
 
     @property
     def places(self) -> list[Place]:
-        return list(self._places.values())
+        """The stages that are there, with the requests that go through each."""
+        return [replace(place, load=self._load[place.address]) for place in self._places.values()]
 
     @property
     def missing(self) -> str:
@@ -86,11 +88,7 @@ class Pipeline:
     def route(self) -> Route | None:
         now = self._clock()
         self._broken = {edge: until for edge, until in self._broken.items() if until > now}
-        loaded = [
-            Place(place.address, place.first, place.stop, self._load[place.address])
-            for place in self._places.values()
-        ]
-        return choose(loaded, self._blocks, self._broken)
+        return choose(self.places, self._blocks, self._broken)
 
     def enter(self, route: Route) -> None:
         """A request goes this way from now on."""

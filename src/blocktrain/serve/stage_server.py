@@ -125,7 +125,9 @@ def _stop_with_stdin(running: "asyncio.Future[None]", loop: asyncio.AbstractEven
     """A local stage ends with the process that started it, however that ended."""
 
     def watch() -> None:
-        while os.read(sys.stdin.fileno(), 4096):  # not by its buffer, whose lock outlives the thread
+        while os.read(
+            sys.stdin.fileno(), 4096
+        ):  # not by its buffer, whose lock outlives the thread
             pass
         loop.call_soon_threadsafe(running.cancel)
 
