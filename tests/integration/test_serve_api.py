@@ -359,6 +359,17 @@ def test_whoever_reads_nothing_is_dropped(engine: SmallEngine):
         assert engine.finished == 0
 
 
+@pytest.mark.parametrize("said", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nslow"])
+def test_a_connection_that_never_asks_is_closed(engine: SmallEngine, said: bytes):
+    with served(engine, replace(SETTINGS, patience=0.2)) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            asked = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" if said else b""
+            connection.sendall(asked + said)
+            assert bool(connection.recv(4096)) == bool(said)
+            wait_for(lambda: cut_off(connection), seconds=4)
+
+
 def cut_off(connection: socket.socket) -> bool:
     """After what had been sent comes the end, not the rest."""
     try:

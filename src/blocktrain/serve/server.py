@@ -1,5 +1,6 @@
 """A server as a process: a socket, a certificate, the routes."""
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -7,6 +8,7 @@ import ssl
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from blocktrain.serve.answering import Engine
 from blocktrain.serve.api import Settings, create_app
@@ -16,6 +18,38 @@ log = logging.getLogger(__name__)
 GOODBYE_SECONDS = 2  # for answers under way when a signal says stop
 SEND_BUFFER = 128 * 1024  # a client that reads nothing must not have megabytes kept for it
 CONNECTIONS = 2048
+
+
+class TimedHeaders(HttpToolsProtocol):
+    """A connection that says nothing, or never ends its headers, is closed. Bodies and answers
+    have their own limits."""
+
+    seconds: float
+    _due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_headers()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _expect_headers(self) -> None:
+        self._stop_waiting()
+        self._due = self.loop.call_later(self.seconds, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._due:
+            self._due.cancel()
 
 
 async def serve(
@@ -37,8 +71,14 @@ def web_server(
     tls: tuple[Path, Path] | None = None,
 ) -> uvicorn.Server:
     bound_what_is_kept(listener, settings.patience)
+
+    class Protocol(TimedHeaders):
+        seconds = settings.patience
+
     config = uvicorn.Config(
         create_app(engine, settings),
+        http=Protocol,
+        ws="none",
         log_level="warning",
         access_log=False,
         ssl_certfile=str(tls[0]) if tls else None,
