@@ -277,8 +277,28 @@ def test_a_bug_is_an_error_in_the_same_format(engine: SmallEngine):
     engine.failure = RuntimeError("what only the log may tell")  # type: ignore[assignment]
     with served(engine) as address:
         answer = httpx.post(f"{address}/v1/completions", json={"prompt": ""}, headers=BEARER)
-    assert answer.status_code == 500
+    assert answer.status_code == 500 and answer.headers["x-request-id"].startswith("req_")
     assert answer.json()["error"]["code"] == "internal" and "log may" not in answer.text
+
+
+def test_a_server_that_stops_says_so_to_those_it_answers(engine: SmallEngine):
+    engine.seconds_per_byte = 0.01
+    listener = bound_socket("127.0.0.1", 0)
+    server = web_server(engine, replace(SETTINGS, at_once=1), listener)
+    with (
+        listening(server, listener) as place,
+        OpenAI(base_url=f"http://{place}/v1", api_key=KEY, max_retries=0) as client,
+    ):
+        asked: Any = {"model": "small", "prompt": "", "max_tokens": 8000, "stream": True}
+        stream = client.completions.create(**asked)
+        next(stream)
+        with raw_request(f"http://{place}", asked) as waiting:
+            wait_for(lambda: gauge(f"http://{place}", "blocktrain_serve_waiting") == 1)
+            server.should_exit = True
+            with pytest.raises(openai.APIError, match="the server is stopping"):
+                list(stream)
+            assert waiting.recv(1000).startswith(b"HTTP/1.1 503")
+        assert engine.under_way == 0
 
 
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -357,6 +377,17 @@ def test_whoever_reads_nothing_is_dropped(engine: SmallEngine):
             assert 0 < written < 4000  # not all of it was kept for a client that never reads
             wait_for(lambda: cut_off(connection), seconds=5)
         assert engine.finished == 0
+
+
+@pytest.mark.parametrize("said", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nslow"])
+def test_a_connection_that_never_asks_is_closed(engine: SmallEngine, said: bytes):
+    with served(engine, replace(SETTINGS, patience=0.2)) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            asked = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" if said else b""
+            connection.sendall(asked + said)
+            assert bool(connection.recv(4096)) == bool(said)
+            wait_for(lambda: cut_off(connection), seconds=4)
 
 
 def cut_off(connection: socket.socket) -> bool:

@@ -61,6 +61,7 @@ class Named:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         name = given if SANE_ID.fullmatch(given) else self._new_id()
+        scope["request_id"] = name
         status, began = CLIENT_GONE, time.monotonic()
 
         async def named_send(message: Message) -> None:

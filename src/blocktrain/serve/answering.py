@@ -78,7 +78,10 @@ class Answer(Response):
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answering = self._stream(send) if self._ask.stream else self._whole(scope, receive, send)
+        if self._ask.stream:
+            answering = self._stream(send, scope["request_id"])
+        else:
+            answering = self._whole(scope, receive, send)
         try:
             await while_connected(receive, answering)
         finally:
@@ -100,13 +103,13 @@ class Answer(Response):
         body = self._reply.whole(choices, self._usage(), cost(accounts))
         await JSONResponse(body)(scope, receive, send)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send, name: str) -> None:
         try:
-            await self._tell(EventStream(send, self._patience))
+            await self._tell(EventStream(send, self._patience), name)
         except StalledError as error:
-            log.warning("%s: %s", self._reply.id, error)
+            log.warning("%s: %s", name, error)
 
-    async def _tell(self, events: EventStream) -> None:
+    async def _tell(self, events: EventStream, name: str) -> None:
         try:
             await self._generate(_Teller(events, self._reply, self._ask).tell)
             if self._ask.include_usage:
@@ -115,19 +118,23 @@ class Answer(Response):
         except Exception as error:
             if not events.started or isinstance(error, StalledError):
                 raise
-            if not isinstance(error, BlocktrainError):
-                log.exception("%s broke off", self._reply.id)
+            log.warning("%s broke off: %s", name, error, exc_info=_unforeseen(error))
             await events.break_off(refusal(error).body)
 
     async def _generate(self, emit: Emit) -> None:
-        """All choices side by side; the first error ends them all."""
-        async with self._gate.enter(len(self._choices)):
-            try:
-                async with asyncio.TaskGroup() as group:
+        """All choices side by side; the first error ends them all, and so does a closing gate."""
+        try:
+            async with asyncio.TaskGroup() as open_hours:
+                closing = open_hours.create_task(self._gate.closing())
+                async with (
+                    self._gate.enter(len(self._choices)),
+                    asyncio.TaskGroup() as answers,  # all gone before their places are free
+                ):
                     for choice in self._choices:
-                        group.create_task(self._generate_one(choice, emit))
-            except BaseExceptionGroup as failed:
-                raise failed.exceptions[0] from None
+                        answers.create_task(self._generate_one(choice, emit))
+                closing.cancel()
+        except BaseExceptionGroup as failed:
+            raise _first_of(failed) from None
 
     async def _generate_one(self, choice: Choice, emit: Emit) -> None:
         async with aclosing(self._engine.generate(choice.request, choice.account)) as pieces:
@@ -167,6 +174,15 @@ class _Teller:
     def _part(self, choice: Json, **more: Json) -> Json:
         unknown: dict[str, Json | None] = {"usage": None} if self.ask.include_usage else {}
         return self.reply.part([choice], **unknown, **more)
+
+
+def _unforeseen(error: Exception) -> Exception | None:
+    """Of a bug the log has the whole story."""
+    return None if isinstance(error, BlocktrainError) else error
+
+
+def _first_of(error: BaseException) -> BaseException:
+    return _first_of(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

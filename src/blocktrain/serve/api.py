@@ -60,13 +60,13 @@ class Server:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
         self._keys = Keys(settings.keys)
-        self._gate = Gate(settings.at_once, settings.queue, settings.queue_seconds)
+        self.gate = Gate(settings.at_once, settings.queue, settings.queue_seconds)
         self._started = int(time.time())
         self._page = {
             name: (files("blocktrain.serve") / "page" / name).read_bytes()
             for name in ("index.html", "chat.js")
         }
-        self.metrics = Metrics(self._gate)
+        self.metrics = Metrics(self.gate)
 
     def routes(self) -> list[Route]:
         return [
@@ -100,7 +100,7 @@ class Server:
         dialect = Chat() if ask.chat else Completions()
         name = dialect.prefix + token_hex(12)
         reply = Reply(dialect, name, int(time.time()), self._engine.model)
-        return Answer(self._engine, ask, reply, self._gate, self.metrics, self._settings.patience)
+        return Answer(self._engine, ask, reply, self.gate, self.metrics, self._settings.patience)
 
     @property
     def _limits(self) -> Limits:
@@ -175,7 +175,7 @@ def create_app(engine: Engine, settings: Settings) -> Starlette:
                 expose_headers=["x-request-id"],
             )
         )
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=middleware,
         exception_handlers={
@@ -185,6 +185,8 @@ def create_app(engine: Engine, settings: Settings) -> Starlette:
             Exception: unforeseen,
         },
     )
+    app.state.gate = server.gate
+    return app
 
 
 def _new_seed() -> int:
@@ -197,7 +199,7 @@ def _new_seed() -> int:
 async def refused(request: Request, error: Exception) -> Response:
     said = refusal(error)
     if said.status >= 500:
-        log.warning("%s: %s", request.url.path, error)
+        log.warning("%s %s: %s", request.scope["request_id"], request.url.path, error)
     return JSONResponse(said.body, said.status, said.headers)
 
 
@@ -213,5 +215,7 @@ async def gone(request: Request, error: Exception) -> Response:
 
 
 async def unforeseen(request: Request, error: Exception) -> Response:
-    log.error("%s %s", request.method, request.url.path, exc_info=error)
-    return await refused(request, error)
+    """Said outside of everything, so that the id has to be put on by hand."""
+    log.error("%s failed", request.scope["request_id"], exc_info=error)
+    said = refusal(error)
+    return JSONResponse(said.body, said.status, {"x-request-id": request.scope["request_id"]})

@@ -1,15 +1,17 @@
 """How many answers are made at once, and who waits for a place: first come, first served.
 
 Places are taken together, so that a request for several answers never holds some and waits for
-the others. The queue is bounded in length and in time.
+the others. The queue is bounded in length and in time. A closed gate lets nobody in, and tells
+those inside.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import NoReturn
 
-from blocktrain.errors import OverloadedError
+from blocktrain.errors import OverloadedError, UnavailableError
 
 
 class Gate:
@@ -19,6 +21,7 @@ class Gate:
         self._queue = queue
         self._patience = patience
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._closed = asyncio.Event()
 
     @property
     def inside(self) -> int:
@@ -27,6 +30,14 @@ class Gate:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    async def closing(self) -> NoReturn:
+        """Waits until the gate is closed."""
+        await self._closed.wait()
+        raise UnavailableError("the server is stopping")
 
     @asynccontextmanager
     async def enter(self, places: int) -> AsyncIterator[None]:

@@ -19,6 +19,7 @@ SPEAKERS = {"system": "System", "developer": "System", "user": "User", "assistan
 END_OF_TURN = b"\nUser:"
 MOST_STOPS = 4
 SEEDS = 2**63
+COLDEST = 1e-4  # below it is greedy: dividing by less leaves nothing finite to compare
 LEAST_TOP_P = 1e-9  # of 0, which OpenAI allows: the likeliest byte is kept in any case
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -214,8 +215,9 @@ def _ask(
 
 
 def _sampling(asked: _Asked, seed: int) -> Sampling:
+    temperature = 1.0 if asked.temperature is None else asked.temperature
     return Sampling(
-        temperature=1.0 if asked.temperature is None else asked.temperature,
+        temperature=temperature if temperature >= COLDEST else 0.0,
         top_k=asked.top_k or 0,
         top_p=1.0 if asked.top_p is None else max(asked.top_p, LEAST_TOP_P),
         seed=seed,

@@ -1,12 +1,12 @@
-"""A server as a process: a socket, a certificate, the routes."""
+"""A server as a process: a socket, the routes. TLS is a proxy's, where clients are far."""
 
+import asyncio
 import contextlib
 import logging
 import socket
-import ssl
-from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from blocktrain.serve.answering import Engine
 from blocktrain.serve.api import Settings, create_app
@@ -18,40 +18,71 @@ SEND_BUFFER = 128 * 1024  # a client that reads nothing must not have megabytes 
 CONNECTIONS = 2048
 
 
-async def serve(
-    engine: Engine,
-    settings: Settings,
-    listener: socket.socket,
-    tls: tuple[Path, Path] | None = None,
-) -> None:
+class TimedHeaders(HttpToolsProtocol):
+    """A connection that says nothing, or never ends its headers, is closed. Bodies and answers
+    have their own limits."""
+
+    seconds: float
+    _due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_headers()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _expect_headers(self) -> None:
+        self._stop_waiting()
+        self._due = self.loop.call_later(self.seconds, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._due:
+            self._due.cancel()
+
+
+class AnnouncedStop(uvicorn.Server):
+    """Tells the clients of answers under way that it stops, instead of cutting them off."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.app.state.gate.close()  # type: ignore[union-attr]
+        await super().shutdown(sockets)
+
+
+async def serve(engine: Engine, settings: Settings, listener: socket.socket) -> None:
     """Answer until a signal says stop, on the loop that the engine runs on."""
     if not settings.keys:
         log.warning("no API key is set: whoever reaches this port may ask")
-    await web_server(engine, settings, listener, tls).serve(sockets=[listener])
+    await web_server(engine, settings, listener).serve(sockets=[listener])
 
 
-def web_server(
-    engine: Engine,
-    settings: Settings,
-    listener: socket.socket,
-    tls: tuple[Path, Path] | None = None,
-) -> uvicorn.Server:
+def web_server(engine: Engine, settings: Settings, listener: socket.socket) -> uvicorn.Server:
     bound_what_is_kept(listener, settings.patience)
+
+    class Protocol(TimedHeaders):
+        seconds = settings.patience
+
     config = uvicorn.Config(
         create_app(engine, settings),
+        http=Protocol,
+        ws="none",
         log_level="warning",
         access_log=False,
-        ssl_certfile=str(tls[0]) if tls else None,
-        ssl_keyfile=str(tls[1]) if tls else None,
         timeout_graceful_shutdown=GOODBYE_SECONDS,
         limit_concurrency=CONNECTIONS,
         server_header=False,
         proxy_headers=False,  # who asks is known by key, not by address
     )
-    config.load()
-    if config.ssl:
-        config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2  # clients of an API may be old
-    return uvicorn.Server(config)
+    return AnnouncedStop(config)
 
 
 def bound_what_is_kept(listener: socket.socket, patience: float) -> None:

@@ -69,6 +69,11 @@ def test_several_choices_have_seeds_one_after_another():
     assert ask.prompt_bytes == 2
 
 
+@pytest.mark.parametrize("temperature", [0, -0.0, 5e-324, 1e-5])
+def test_what_is_too_cold_to_compute_is_greedy(temperature: float):
+    assert completion(temperature=temperature).requests[0].sampling.temperature == 0.0
+
+
 def test_a_chat_is_a_plain_text_with_speakers():
     turns = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Bye")]
     assert conversation(turns) == (

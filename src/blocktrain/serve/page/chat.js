@@ -87,7 +87,10 @@ async function ask(prompt) {
     if (error.name !== "AbortError") shown.wrong(error.message);
   }
   shown.end();
-  if (kind === "chat") turns.push({ role: "assistant", content: shown.said });
+  if (kind === "chat") {
+    if (shown.said) turns.push({ role: "assistant", content: shown.said });
+    else turns.pop(); // what was not answered is not part of the conversation
+  }
   asking = null;
   at("send").textContent = "Send";
 }
