@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -50,8 +51,11 @@ def alone(run: Path) -> dict[float, str]:
 
 @pytest.fixture(scope="module")
 def shared_ring(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
-    with Processes(tmp_path_factory.mktemp("ring")) as processes:
-        yield Ring(processes, run, STAGES, "--patience", str(PATIENCE_SECONDS))
+    with (
+        Processes(tmp_path_factory.mktemp("ring")) as processes,
+        closing(Ring(processes, run, STAGES, "--patience", str(PATIENCE_SECONDS))) as ring,
+    ):
+        yield ring
 
 
 @pytest.fixture

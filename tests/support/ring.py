@@ -10,7 +10,6 @@ from tests.support.processes import Processes, Running, free_port
 
 from blocktrain.serve.keys import ROUTER, STAGE, Keyring
 
-
 SECONDS = 90.0  # a process that loads torch on a busy machine takes its time
 
 
@@ -42,6 +41,9 @@ class Ring:
         where = (self._blocks[name], listen, self._keys)
         self.stages[name] = self._processes.stage(run or self._run, name, *where)
         self._of_this_run[name] = run is None
+
+    def close(self) -> None:
+        self.client.close()
 
     def mend(self) -> None:
         """Every stage there is, of this run, and known to the router."""
