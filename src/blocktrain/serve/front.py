@@ -19,9 +19,12 @@ from blocktrain.serve.work import Refinement, Row, Work, apart, joined, started
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import Compute
 
+# Times the first block guesses a whole output by itself before others see it.
+ROUNDS = 4
+
 
 class Front:
-    def __init__(self, first: StageCompute, rounds: int) -> None:
+    def __init__(self, first: StageCompute, rounds: int = ROUNDS) -> None:
         self.first = first
         self.rounds = rounds
         self._units = first.config.units
@@ -36,7 +39,7 @@ class Front:
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
         first = StageCompute.load(run, range(1), compute, readout, limits, clock)
-        return cls(first, 4)
+        return cls(first)
 
     def release(self, request: int) -> None:
         self.first.release(request)
