@@ -128,6 +128,8 @@ def test_what_a_stage_lost_is_replayed_and_nothing_changes(kind: str):
             if number not in small.requests:
                 step = decoding.replay()
             assert step
+            if prefills := front.prefills({number: step}):
+                small.prefill(prefills)
             [(row, log_probs)] = front.answers(small.step(front.work({number: step})))
             found[number] += decoding.take(row, log_probs).data
     assert list(found.values()) == expected
