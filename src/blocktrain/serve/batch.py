@@ -53,15 +53,17 @@ class Batch:
 
     @classmethod
     def of(cls, shares: Sequence[Share], device: torch.device) -> "Batch":
-        lengths = np.array([share.length for share in shares])
-        ids_BQ = np.zeros((len(shares), lengths.max()), np.int64)
+        lengths = [share.length for share in shares]
+        ids_BQ = np.zeros((len(shares), max(lengths)), np.int64)
         for ids_Q, share in zip(ids_BQ, shares, strict=True):
             ids_Q[: share.length] = share.row.ids
-        offsets_Q, ends_B1 = np.arange(lengths.max()), lengths[:, None]
+        ids = torch.from_numpy(ids_BQ).to(device, non_blocking=True)
+        if all(share.row.read == ids_BQ.shape[1] for share in shares):
+            return cls(shares, ids, None, None)
+        offsets_Q, ends_B1 = np.arange(max(lengths)), np.array(lengths)[:, None]
         reads_B1 = np.array([[share.row.read] for share in shares])
         given_BQ = offsets_Q < ends_B1
         read_BQ = given_BQ & (offsets_Q >= ends_B1 - reads_B1)
-        ids = torch.from_numpy(ids_BQ).to(device, non_blocking=True)
         return cls(shares, ids, _places(given_BQ, device), _places(read_BQ, device))
 
     def spread(self, values_NW: Tensor) -> Tensor:
