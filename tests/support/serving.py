@@ -9,18 +9,17 @@ from blocktrain.serve.compute import StageCompute
 from blocktrain.serve.front import Front
 from blocktrain.serve.local import run_locally
 from blocktrain.serve.request import Request
-from blocktrain.serve.tenants import Limits
+from blocktrain.serve.tenants import DEFAULT_LIMITS, Limits
 from blocktrain.train.device import resolve
 
 CPU = resolve("cpu", "fp32")
-NO_LIMITS = Limits()
 
 
 def stage(
     stack: Stack,
     blocks: range,
     readout: str = "product",
-    limits: Limits = NO_LIMITS,
+    limits: Limits = DEFAULT_LIMITS,
     clock: Callable[[], float] = monotonic,
 ) -> StageCompute:
     modules = stack.blocks[blocks.start : blocks.stop]

@@ -12,15 +12,16 @@ from typing import Self
 import numpy as np
 
 from blocktrain.core.choice import log_softmax, picks
+from blocktrain.core.vocabulary import MASK
 from blocktrain.serve.compute import StageCompute
 from blocktrain.serve.decode import Step
-from blocktrain.serve.tenants import Limits
+from blocktrain.serve.tenants import DEFAULT_LIMITS, Limits
 from blocktrain.serve.work import Refinement, Row, Work, apart, joined, started
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import Compute
 
 # Times the first block guesses a whole output by itself before others see it.
-ROUNDS = 4
+ROUNDS = 1
 
 
 class Front:
@@ -35,7 +36,7 @@ class Front:
         run: RunDir,
         compute: Compute,
         readout: str = "product",
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: Limits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
         first = StageCompute.load(run, range(1), compute, readout, limits, clock)
@@ -94,9 +95,9 @@ class Front:
         return Row(request, step.start, step.ids, step.read, refinement)
 
     def _guessed(self, steps: Mapping[int, Step]) -> Mapping[int, Step]:
-        """Steps whose unknown context the first block has guessed, from nothing and then a few
-        times from its own guesses."""
-        unknown = {request: step for request, step in steps.items() if step.refine}
+        """Steps whose unknown context the first block has guessed, from nothing at first and then
+        from its own guesses."""
+        unknown = {request: step for request, step in steps.items() if step.ids[-1] == MASK}
         guessed = dict(steps)
         rows = [Row(request, step.start, step.ids, step.read) for request, step in unknown.items()]
         for _ in range(self.rounds if unknown else 0):

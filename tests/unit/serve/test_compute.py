@@ -1,8 +1,10 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from tests.support.models import awake_stack
-from tests.support.serving import of_kind, stage
+from tests.support.serving import CPU, of_kind, stage
 
 from blocktrain.config import Config
 from blocktrain.core import readout
@@ -10,9 +12,11 @@ from blocktrain.errors import CacheFullError, MissingPrefixError, ProtocolError
 from blocktrain.model.stack import Stack
 from blocktrain.serve.batch import Share, like_length
 from blocktrain.serve.compute import StageCompute
+from blocktrain.serve.front import Front
 from blocktrain.serve.request import Sampling
 from blocktrain.serve.tenants import Limits, Tenant
 from blocktrain.serve.work import Refinement, Row, Work, apart, joined, started
+from blocktrain.storage.run_dir import RunDir, Snapshot
 
 KINDS = ("denoise", "cascade")
 
@@ -159,6 +163,26 @@ def test_arrays_that_do_not_fit_their_rows_are_refused(stack: Stack):
     for state, read in ((work.state[:, 1:], work.readout_RV), (work.state, work.readout_RV[:0])):
         with pytest.raises(ProtocolError, match="of shape"):
             second.step(Work(work.rows, state, read))
+
+
+def test_a_stage_reads_the_files_of_its_own_blocks_alone(tmp_path: Path, config: Config):
+    stack = awake_stack(of_kind(config, "denoise"))
+    run = RunDir.create(tmp_path / "run", stack.config)
+    for number in (1, 2):
+        run.block(number).save(Snapshot(1, 1, None, weights_of(stack, number), {}, {}))
+    loaded = StageCompute.load(run, range(1, 3), CPU)
+    expected = through(split_up(stack), started(rows(b"abc")))
+    work = stage(stack, range(1)).step(started(rows(b"abc")))
+    assert np.allclose(loaded.step(work).readout_RV, expected.readout_RV, atol=1e-4)
+    exported = RunDir.create(tmp_path / "exported", stack.config)
+    exported.write_exported([weights_of(stack, number) for number in range(3)])
+    front = Front.load(exported, CPU)
+    assert np.allclose(front.first.step(started(rows(b"abc"))).state, work.state, atol=1e-4)
+
+
+def weights_of(stack: Stack, number: int) -> dict[str, np.ndarray]:
+    named = stack.blocks[number].named_parameters()
+    return {name: parameter.detach().numpy() for name, parameter in named}
 
 
 def test_single_bytes_are_not_padded_to_a_prompt():
