@@ -207,6 +207,7 @@ class Engine:
                 active.key = next(self._keys)
             steps[active.key] = step
         rows = {active.key: active for active in going}
+        await self._forget()  # before what takes its place arrives
         try:
             await self._prefill_stages(rows, steps)
             started = self._clock()
