@@ -7,6 +7,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from blocktrain.serve.keys import ROUTER, STAGE, Keyring, client_context, server
 from blocktrain.serve.meeting import MOST_GREETINGS, Server, dial
 
 HELLO = {"role": "router", "name": "r", "model": "m1"}
-QUICK = Terms(beat=0.05, slack=0.1, greeting_seconds=0.5, limit=LARGEST_HELLO)
+QUICK = Terms(beat=0.05, slack=0.1, limit=LARGEST_HELLO)
+HASTY = replace(QUICK, greeting_seconds=0.5)
 WINDOW = window_for(largest_frame(QUICK.limit))
 BOTH = (ROUTER, STAGE)
 
@@ -224,11 +226,11 @@ def test_garbage_on_the_port_is_dropped_and_others_are_served(keys: Path, tls: b
     listening, dialling = contexts if tls else (None, None)
 
     async def scene() -> None:
-        async with serving(echo, listening) as address:
+        async with serving(echo, listening, terms=HASTY) as address:
             for garbage in (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", bytes(100), b"\x16\x03\x01" * 50):
                 async with stranger(address) as port_scan:
                     port_scan.say_bytes(garbage)
-                    await asyncio.wait_for(port_scan._reader.read(), 2)
+                    await asyncio.wait_for(port_scan._reader.read(), 5)
             assert await dialled(address, dialling)
 
     run(scene())
@@ -239,11 +241,11 @@ def test_garbage_on_the_port_is_dropped_and_others_are_served(keys: Path, tls: b
 def test_who_never_greets_is_dropped_in_time(keys: Path, tls: bool, said: bytes):
     async def scene() -> None:
         context = server_context(keys, "stage-1") if tls else None
-        async with serving(echo, context) as address, stranger(address) as silent:
+        async with serving(echo, context, terms=HASTY) as address, stranger(address) as silent:
             silent.say_bytes(said)
             began = time.monotonic()
             assert await silent.heard() == []
-            assert time.monotonic() - began < 2 * QUICK.greeting_seconds
+            assert time.monotonic() - began < 4 * HASTY.greeting_seconds
 
     run(scene())
 
@@ -253,7 +255,7 @@ def test_who_listens_but_never_answers_is_given_up_in_time(keys: Path):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             for context in (None, client_context(keys, "router")):
                 with pytest.raises(UnreachableError, match=r"did not answer within 0\.5 s"):
-                    await dialled(f"127.0.0.1:{listener.getsockname()[1]}", context)
+                    await dialled(f"127.0.0.1:{listener.getsockname()[1]}", context, terms=HASTY)
 
     run(scene())
 
