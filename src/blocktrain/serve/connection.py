@@ -17,7 +17,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from blocktrain.errors import (
     BlocktrainError,
@@ -148,9 +148,8 @@ class Connection(asyncio.BufferedProtocol):
     # What the transport says
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of its class
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         _tune(transport.get_extra_info("socket"))
 
     def get_buffer(self, sizehint: int) -> memoryview:

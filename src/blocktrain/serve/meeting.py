@@ -51,10 +51,11 @@ async def dial(
     """
     host, port = parted(address)
     loop = asyncio.get_running_loop()
+    connection = Connection(terms, address)
     try:
         async with asyncio.timeout(terms.greeting_seconds):
-            _, connection = await loop.create_connection(
-                lambda: Connection(terms, address), host, port, ssl=context, **_bounds(context)
+            await loop.create_connection(
+                lambda: connection, host, port, ssl=context, **_bounds(context)
             )
             connection.greet(hello)
             await _introduced(connection, roles, check)
@@ -125,13 +126,11 @@ class Server:
 
     async def _meet(self, accepted: socket.socket, address: str) -> None:
         loop = asyncio.get_running_loop()
+        connection = Connection(self._terms, address)
         try:
             async with asyncio.timeout(self._terms.greeting_seconds):
-                _, connection = await loop.connect_accepted_socket(
-                    lambda: Connection(self._terms, address),
-                    accepted,
-                    ssl=self._context,
-                    **_bounds(self._context),
+                await loop.connect_accepted_socket(
+                    lambda: connection, accepted, ssl=self._context, **_bounds(self._context)
                 )
                 await _introduced(connection, self._roles, self._check, self._hello)
         except (OSError, BlocktrainError) as error:

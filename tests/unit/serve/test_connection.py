@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 
 from blocktrain.errors import (
     ConfigError,
@@ -32,6 +33,11 @@ QUICK = Terms(beat=0.05, slack=0.1, limit=LARGEST_HELLO)
 HASTY = replace(QUICK, greeting_seconds=0.5)
 WINDOW = window_for(largest_frame(QUICK.limit))
 BOTH = (ROUTER, STAGE)
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+# A router lives in uvicorn's loop, a stage may live in Python's own.
+on_every_loop = pytest.mark.parametrize(
+    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +64,9 @@ def ring(folder: Path) -> Path:
     return folder
 
 
-def run(scene: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scene, 20))
+def run(scene: Coroutine[Any, Any, None], new_loop: NewLoop = asyncio.new_event_loop) -> None:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(asyncio.wait_for(scene, 20))
 
 
 async def echo(connection: Connection) -> None:
@@ -143,7 +150,8 @@ async def stranger(address: str) -> AsyncIterator[Stranger]:
 # Meeting
 
 
-def test_members_know_each_other_by_their_certificates(keys: Path):
+@on_every_loop
+def test_members_know_each_other_by_their_certificates(keys: Path, new_loop: NewLoop):
     async def scene() -> None:
         kept = Kept()
         async with serving(kept, server_context(keys, "stage-1")) as address:
@@ -157,10 +165,11 @@ def test_members_know_each_other_by_their_certificates(keys: Path):
             assert (far.peer.role, far.peer.name) == (ROUTER, "router")
             assert near.hello["name"] == "s" and far.hello == HELLO
 
-    run(scene())
+    run(scene(), new_loop)
 
 
-def test_only_members_of_the_ring_get_in(keys: Path, other_keys: Path):
+@on_every_loop
+def test_only_members_of_the_ring_get_in(keys: Path, other_keys: Path, new_loop: NewLoop):
     without_certificate = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     without_certificate.check_hostname = False
     without_certificate.verify_mode = ssl.CERT_NONE
@@ -174,7 +183,7 @@ def test_only_members_of_the_ring_get_in(keys: Path, other_keys: Path):
                     await dialled(address, context)
             assert await dialled(address, client_context(keys, "router"))
 
-    run(scene())
+    run(scene(), new_loop)
 
 
 def test_a_stage_of_another_ring_is_not_believed(keys: Path, other_keys: Path):
@@ -236,9 +245,10 @@ def test_garbage_on_the_port_is_dropped_and_others_are_served(keys: Path, tls: b
     run(scene())
 
 
+@on_every_loop
 @pytest.mark.parametrize("said", [b"", b"BTfr\x01"])
 @pytest.mark.parametrize("tls", [False, True])
-def test_who_never_greets_is_dropped_in_time(keys: Path, tls: bool, said: bytes):
+def test_who_never_greets_is_dropped_in_time(keys: Path, tls: bool, said: bytes, new_loop: NewLoop):
     async def scene() -> None:
         context = server_context(keys, "stage-1") if tls else None
         async with serving(echo, context, terms=HASTY) as address, stranger(address) as silent:
@@ -247,7 +257,7 @@ def test_who_never_greets_is_dropped_in_time(keys: Path, tls: bool, said: bytes)
             assert await silent.heard() == []
             assert time.monotonic() - began < 4 * HASTY.greeting_seconds
 
-    run(scene())
+    run(scene(), new_loop)
 
 
 def test_who_listens_but_never_answers_is_given_up_in_time(keys: Path):
@@ -304,8 +314,9 @@ def test_nobody_there():
 # Talking
 
 
+@on_every_loop
 @pytest.mark.parametrize("tls", [False, True])
-def test_messages_of_all_sizes_come_back_in_order(keys: Path, tls: bool):
+def test_messages_of_all_sizes_come_back_in_order(keys: Path, tls: bool, new_loop: NewLoop):
     contexts = (server_context(keys, "stage-1"), client_context(keys, "router"))
     listening, dialling = contexts if tls else (None, None)
     draws = np.random.default_rng(0)
@@ -328,7 +339,7 @@ def test_messages_of_all_sizes_come_back_in_order(keys: Path, tls: bool):
             await pushing
             assert connection.round_trip is not None and 0 < connection.round_trip < 5
 
-    run(scene())
+    run(scene(), new_loop)
 
 
 def test_an_error_of_a_request_is_an_ordinary_message():
@@ -342,7 +353,8 @@ def test_an_error_of_a_request_is_an_ordinary_message():
     run(scene())
 
 
-def test_what_was_sent_before_closing_still_arrives():
+@on_every_loop
+def test_what_was_sent_before_closing_still_arrives(new_loop: NewLoop):
     async def scene() -> None:
         kept = Kept()
         async with serving(kept) as address:
@@ -358,7 +370,7 @@ def test_what_was_sent_before_closing_still_arrives():
                 await far.send(Message(Kind.STEP, 1))
             await near.wait_closed()
 
-    run(scene())
+    run(scene(), new_loop)
 
 
 def test_more_than_the_other_side_takes_is_not_sent():
@@ -493,7 +505,8 @@ def test_who_breaks_the_rules_is_cut_off_and_told_why(
 # Signs of life
 
 
-def test_a_peer_that_falls_silent_is_gone_after_two_beats():
+@on_every_loop
+def test_a_peer_that_falls_silent_is_gone_after_two_beats(new_loop: NewLoop):
     async def scene() -> None:
         kept = Kept()
         async with serving(kept) as address, stranger(address) as peer:
@@ -507,7 +520,7 @@ def test_a_peer_that_falls_silent_is_gone_after_two_beats():
             assert isinstance(connection.reason, UnreachableError)
             await connection.wait_closed()
 
-    run(scene())
+    run(scene(), new_loop)
 
 
 def test_a_sender_that_waits_for_a_silent_peer_is_told():
