@@ -17,6 +17,8 @@ test: check
 fuzz: $(VENV)/installed
 	BLOCKTRAIN_FUZZ_CASES=100 $(BIN)/pytest -n 2 -rP --timeout 900 -k no_request_breaks \
 		tests/integration/test_coordinator_api.py
+	BLOCKTRAIN_FUZZ_CASES=2000 $(BIN)/pytest --timeout 900 -k no_body_breaks \
+		tests/integration/test_serve_api.py
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check src tests bench

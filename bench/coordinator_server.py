@@ -26,9 +26,9 @@ from starlette.routing import Route
 from blocktrain.config import from_dict
 from blocktrain.coordinator.api import create_app
 from blocktrain.coordinator.run import found_run, open_run
-from blocktrain.coordinator.server import bound_socket
 from blocktrain.coordinator.service import Service
 from blocktrain.data.corpus import Corpus
+from blocktrain.protocol.listening import bound_socket
 from blocktrain.protocol.tensors import encode
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.ledger import Ledger

@@ -820,9 +820,10 @@ SERVE = """
 import sys, time
 from pathlib import Path
 from blocktrain.coordinator.run import open_run
-from blocktrain.coordinator.server import bound_socket, serve
+from blocktrain.coordinator.server import serve
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.updates import MOMENT
+from blocktrain.protocol.listening import bound_socket
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.ledger import Ledger
 

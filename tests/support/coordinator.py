@@ -4,7 +4,6 @@ Nothing is trained: a "trained" block is its base plus a number, so that what a 
 known beforehand.
 """
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,16 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import uvicorn
+from tests.support.web import listening
 
 from blocktrain.config import Config, from_dict
 from blocktrain.coordinator.api import create_app
 from blocktrain.coordinator.members import Caller
 from blocktrain.coordinator.run import Run, found_run, open_run
-from blocktrain.coordinator.server import bound_socket
 from blocktrain.coordinator.service import Service
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.identity import WorkerKey
+from blocktrain.protocol.listening import bound_socket
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
     PROTOCOL,
@@ -47,7 +47,6 @@ from blocktrain.storage.ledger import Ledger
 Weights = dict[str, npt.NDArray[np.float32]]
 
 INVITE_SECONDS = 1e6
-READY_SECONDS = 10.0
 
 
 @dataclass
@@ -287,20 +286,5 @@ def served(service: Service, tls: tuple[Path, Path] | None = None) -> Iterator[s
         timeout_graceful_shutdown=1,
         timeout_keep_alive=30,
     )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        _wait_until_ready(server)
-        yield f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
-
-
-def _wait_until_ready(server: uvicorn.Server) -> None:
-    deadline = time.monotonic() + READY_SECONDS
-    while not server.started:
-        assert time.monotonic() < deadline, "the server does not start"
-        time.sleep(0.005)
+    with listening(uvicorn.Server(config), listener) as place:
+        yield f"{'https' if tls else 'http'}://{place}"

@@ -38,4 +38,5 @@ def leak(stack: Stack) -> Stack:
 
 
 def _open_context(layer: Layer, *arguments: object) -> Context:
-    return Layer._context(layer, *arguments)._replace(causal=False)  # type: ignore[arg-type]
+    context = Layer._context(layer, *arguments)  # type: ignore[arg-type]
+    return context._replace(held=context.held._replace(causal=False))

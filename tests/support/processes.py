@@ -77,6 +77,21 @@ class Processes:
             "--folder", self.folder / name,
         )  # fmt: skip
 
+    def stage(self, run: Path, name: str, blocks: str, listen: str, keys: Path) -> Running:
+        """Some blocks of a run; started again under its name, it is the same stage."""
+        return self._start(
+            name, "",
+            "stage", run, "--name", name, "--block", blocks, "--listen", listen, "--keys", keys,
+            "--device", "cpu", "--precision", "fp32",
+        )  # fmt: skip
+
+    def serve(self, run: Path, listen: str, *more: str | Path) -> Running:
+        """A run behind an OpenAI-compatible API; whoever needs it waits by asking it."""
+        return self._start(
+            "router", "",
+            "serve", run, "--listen", listen, "--device", "cpu", "--precision", "fp32", *more,
+        )  # fmt: skip
+
     def wait_for(self, what: str, happened: Callable[[], bool], seconds: float = 30.0) -> None:
         ends = time.monotonic() + seconds
         while not happened():

@@ -59,14 +59,10 @@ def command(
     from blocktrain.cli.presets import resolve_config
     from blocktrain.config import load_config
     from blocktrain.coordinator.home import Home
-    from blocktrain.coordinator.server import (
-        bound_socket,
-        own_addresses,
-        serve,
-        write_certificate,
-    )
+    from blocktrain.coordinator.server import own_addresses, serve, write_certificate
     from blocktrain.coordinator.service import Service
     from blocktrain.protocol.invite import Invite
+    from blocktrain.protocol.listening import bound_socket
 
     host, port = _place(listen)
     home = Home(data_dir, database, blobs)

@@ -17,7 +17,9 @@ VERBS = {
     "estimate": "Tell what a run will need, before anything runs.",
     "simulate": "Play a run with virtual workers, before anybody joins.",
     "settings": "List every setting a config may have.",
-    "coordinator": "Serve a run that other machines can join.",
+    "serve": "Answer an OpenAI-compatible API with a run.",
+    "stage": "Hold some blocks of a run for a server on another host.",
+    "coordinator": "Run a training that other machines can join.",
     "worker": "Join a run by its invite and train for it.",
     "status": "Show how a run stands.",
     "fetch": "Assemble a run's current model here.",
@@ -25,6 +27,7 @@ VERBS = {
     "ban": "Exclude a worker from a run.",
     "backup": "Copy a coordinator's folder into one file, while it runs.",
     "restore": "Unpack a backup into a new folder.",
+    "keys": "Make certificates for a router and its stages.",
     "demo": "Train, score and sample a small model, beside its end-to-end twin.",
 }
 

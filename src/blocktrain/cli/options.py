@@ -46,3 +46,18 @@ blobs = click.option(
     "--blobs", metavar="URL", help="s3://BUCKET/PREFIX or a folder, instead of one in --data-dir."
 )
 invite = click.argument("invite")
+keys = click.option(
+    "--keys",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder that `blocktrain keys` made. Default: keys in RUN.",
+)
+plain_tcp = click.option(
+    "--plain-tcp", is_flag=True, help="No TLS between stages: only inside a network you trust."
+)
+served_readout = click.option(
+    "--readout",
+    type=click.Choice(["product", "final"]),
+    default="product",
+    show_default=True,
+    help="product: of all blocks' predictions; final: the last one's. The same in a whole ring.",
+)

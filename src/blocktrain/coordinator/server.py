@@ -12,25 +12,9 @@ import uvicorn
 
 from blocktrain.coordinator.api import create_app
 from blocktrain.coordinator.service import Service
-from blocktrain.errors import UnreachableError
 
 GOODBYE_SECONDS = 2  # event streams never end by themselves
-BACKLOG = 512
 HOST_NAME = re.compile(r"[A-Za-z0-9.-]{1,253}")  # others exist, but no certificate can name them
-
-
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Listening, so that the real port is known and nobody else can take it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise UnreachableError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    return listener
 
 
 def own_addresses() -> list[str]:

@@ -45,12 +45,11 @@ class Block(nn.Module):
         out: Tensor = self.embed(ids_BT.long()).to(self.compute_dtype)
         return out
 
-    def rotation(self, start: int, length: int) -> Rotation:
-        end = start + length
+    def rotation(self, at: slice | Tensor) -> Rotation:
         tables = Rotation(cast("Tensor", self.cos_TR), cast("Tensor", self.sin_TR))
-        if end > tables.cos_TR.size(0):
-            raise ValueError(f"position {end} is past the model's window")
-        return Rotation(*(table[start:end].to(self.compute_dtype) for table in tables))
+        if isinstance(at, slice) and at.stop > tables.cos_TR.size(0):
+            raise ValueError(f"position {at.stop} is past the model's window")
+        return Rotation(*(table[at].to(self.compute_dtype) for table in tables))
 
     def apply_layer(self, function: Callable[..., T], *inputs: object) -> T:
         if self.recompute and self.training:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from blocktrain.config import ModelConfig
 from blocktrain.core.vocabulary import BYTES
 from blocktrain.model.block import Block, new_layers, typed
-from blocktrain.model.kv_cache import BlockCache, LayerCache
+from blocktrain.model.kv_cache import BlockCache, BlockMemory, LayerMemory
 from blocktrain.model.layer import Layer, Linear, Rotation, rms_norm
 
 # A zero-initialised head behind a gain learns at the pace of the layers under AdamW.
@@ -25,7 +25,7 @@ CAUSAL_GAIN = 8.0
 class Trunk(Block):
     """The part of a causal block that others build on."""
 
-    def features(self, inputs: Tensor, cache: BlockCache | None = None) -> Tensor:
+    def features(self, inputs: Tensor, cache: BlockMemory | None = None) -> Tensor:
         """The stream after the block's layers; a cache continues what it holds.
 
         Inputs are ids (B x T) where the block reads bytes, else features (B x T x D).
@@ -33,10 +33,12 @@ class Trunk(Block):
         x = self.embedded(inputs) if self.embed is not None else inputs.to(self.compute_dtype)
         return self.run(self.layers, x, cache.layers if cache else None)
 
-    def run(self, layers: nn.ModuleList, x_BTD: Tensor, caches: list[LayerCache] | None) -> Tensor:
-        start = caches[0].length if caches else 0
-        by = self.rotation(start, x_BTD.size(1))
-        memories: Sequence[LayerCache | None] = caches or [None] * len(layers)
+    def run(
+        self, layers: nn.ModuleList, x_BTD: Tensor, caches: Sequence[LayerMemory] | None
+    ) -> Tensor:
+        count = x_BTD.size(1)
+        by = self.rotation(caches[0].positions(count) if caches else slice(0, count))
+        memories: Sequence[LayerMemory | None] = caches or [None] * len(layers)
         for layer, memory in zip(typed(layers), memories, strict=True):
             x_BTD = self.apply_layer(_step, layer, x_BTD, by, memory)
         return x_BTD
@@ -57,11 +59,17 @@ class CausalBlock(Trunk):
         """Logits of the next byte at every position."""
         return self.logits(self.features(inputs))
 
-    def logits(self, features_BTD: Tensor, cache: BlockCache | None = None) -> Tensor:
-        x = self.run(self.tail, features_BTD, cache.tail if cache else None)
-        logits: Tensor = self.head(rms_norm(x))
+    def logits(self, features_BTD: Tensor, cache: BlockMemory | None = None) -> Tensor:
+        return self.predict(self.private(features_BTD, cache))
+
+    def private(self, features_BTD: Tensor, cache: BlockMemory | None = None) -> Tensor:
+        """The stream after the tail: what nobody but the head reads."""
+        return self.run(self.tail, features_BTD, cache.tail if cache else None)
+
+    def predict(self, private: Tensor) -> Tensor:
+        logits: Tensor = self.head(rms_norm(private))
         return CAUSAL_GAIN * logits.float()
 
 
-def _step(layer: Layer, x_BTD: Tensor, by: Rotation, memory: LayerCache | None) -> Tensor:
+def _step(layer: Layer, x_BTD: Tensor, by: Rotation, memory: LayerMemory | None) -> Tensor:
     return layer.clean(x_BTD, by, memory)[0]

@@ -6,6 +6,7 @@ noisy target, which the clean stream never sees. Knows nothing of losses.
 Shapes: B batch, T positions, D width, E target dimensions, V bytes.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from blocktrain.config import ModelConfig, ObjectiveConfig
 from blocktrain.core.noise import Preconditioning
 from blocktrain.core.vocabulary import BYTES
 from blocktrain.model.block import Block, typed
-from blocktrain.model.kv_cache import BlockCache
+from blocktrain.model.kv_cache import BlockMemory, LayerMemory
 from blocktrain.model.layer import MODULATIONS, Context, Layer, Linear, Rotation, rms_norm
 
 Modulation = tuple[Tensor, ...]
@@ -94,21 +95,22 @@ class DenoisingBlock(Block):
 
     def forward(self, ids_BT: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor) -> Tensor:
         """Logits of the next byte at every position, both streams in one pass."""
-        by = self.rotation(0, ids_BT.size(1))
+        by = self.rotation(slice(0, ids_BT.size(1)))
         clean = self.embedded(ids_BT)
         noisy = self._start(clean, z_BTE, level, table_VE)
-        *before, last = zip(typed(self.layers), self._modulations(level), strict=True)
+        *before, last = zip(typed(self.layers), self.modulations(level), strict=True)
         for layer, modulation in before:
             clean, noisy = self.apply_layer(_two_stream_step, layer, clean, noisy, by, modulation)
         noisy = self.apply_layer(_last_step, last[0], clean, noisy, by, last[1])
         return self._logits(noisy, z_BTE, level, table_VE)
 
-    def read_context(self, ids_BT: Tensor, cache: BlockCache | None = None) -> "BlockContext":
+    def read_context(self, ids_BT: Tensor, cache: BlockMemory | None = None) -> "BlockContext":
         """The clean stream alone: everything later noise draws need from the context."""
-        start = cache.length if cache else 0
-        by = self.rotation(start, ids_BT.size(1))
+        count = ids_BT.size(1)
+        by = self.rotation(cache.layers[0].positions(count) if cache else slice(0, count))
         embedded = x = self.embedded(ids_BT)
         contexts: list[Context] = []
+        memories: Sequence[LayerMemory | None]
         memories = cache.layers if cache else [None] * len(self.layers)
         *before, last = zip(typed(self.layers), memories, strict=True)
         for layer, memory in before:
@@ -118,12 +120,20 @@ class DenoisingBlock(Block):
         return BlockContext(embedded, contexts, by)
 
     def denoise(
-        self, context: "BlockContext", z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor
+        self,
+        context: "BlockContext",
+        z_BTE: Tensor,
+        level: NoiseLevel,
+        table_VE: Tensor,
+        modulations: list[Modulation] | None = None,
     ) -> Tensor:
-        """The noisy stream alone, over a context read before."""
+        """The noisy stream alone, over a context read before. The level's modulations may be handed
+        in, where many steps share them."""
         x = self._start(context.clean_BTD, z_BTE, level, table_VE)
+        if modulations is None:
+            modulations = self.modulations(level)
         for layer, modulation, memory in zip(
-            typed(self.layers), self._modulations(level), context.layers, strict=True
+            typed(self.layers), modulations, context.layers, strict=True
         ):
             x = layer.noisy(x, memory, context.by, modulation)
         return self._logits(x, z_BTE, level, table_VE)
@@ -135,7 +145,7 @@ class DenoisingBlock(Block):
         noisy: Tensor = self.target_in(seen_BTV.to(self.compute_dtype))
         return clean_BTD + noisy
 
-    def _modulations(self, level: NoiseLevel) -> list[Modulation]:
+    def modulations(self, level: NoiseLevel) -> list[Modulation]:
         """Per layer: six B x 1 x D tensors that depend on sigma alone."""
         frequencies = torch.arange(1, SIGMA_FEATURES // 2 + 1, device=level.c_noise_B.device)
         angles = level.c_noise_B[:, None] * frequencies * torch.pi

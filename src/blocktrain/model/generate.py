@@ -7,16 +7,14 @@ of the text is read again as a fresh context.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from blocktrain.core import readout
+from blocktrain.core import choice, readout
 from blocktrain.core.seeds import mixed_seed
 from blocktrain.core.vocabulary import BOS
 from blocktrain.model.stack import Stack
 
-NOISE_STREAM, CHOICE_STREAM = 1, 2
+NOISE_STREAM = 1
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,7 @@ def generate(stack: Stack, prompt: bytes, count: int, sampling: Sampling) -> Ite
     text = list(prompt)
     fresh = [BOS, *text[-(window - 1) :]]
     caches = stack.new_caches()
+    rule = choice.Sampling(sampling.temperature, seed=sampling.seed)
     for _ in range(count):
         if caches[0].length + len(fresh) > window:
             caches = stack.new_caches()
@@ -42,16 +41,7 @@ def generate(stack: Stack, prompt: bytes, count: int, sampling: Sampling) -> Ite
         every_head = sampling.readout == "product"
         blocks = stack.advance(ids, caches, sampling.start, seed, every_head=every_head)
         log_probs = readout.read(sampling.readout, [block[:, -1] for block in blocks])[0]
-        byte = pick(log_probs, sampling.temperature, sampling.seed, len(text))
+        byte = choice.pick(log_probs.cpu().numpy(), rule, len(text))
         text.append(byte)
         fresh = [byte]
         yield byte
-
-
-def pick(log_probs: Tensor, temperature: float, seed: int, position: int) -> int:
-    """Sample by the Gumbel trick with noise fixed by (seed, position); temperature 0 is greedy."""
-    if temperature == 0.0:
-        return int(log_probs.argmax())
-    draws = np.random.Generator(np.random.Philox(mixed_seed(seed, position, CHOICE_STREAM)))
-    gumbel = torch.from_numpy(draws.gumbel(size=log_probs.size(-1)))
-    return int((log_probs.cpu().double() / temperature + gumbel).argmax())

@@ -1,11 +1,47 @@
 """Keys and values of the clean stream, kept between steps of generation.
 
 The clean stream never sees sigma, so what is cached here serves every noise draw. A cache grows
-by doubling.
+by doubling. It knows where new positions stand and what they may see; a layer knows neither.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+
+class Held(NamedTuple):
+    """What queries at the newest positions read, and how much of it each may see."""
+
+    k_BHTK: Tensor
+    v_BHTK: Tensor
+    causal: bool  # queries and keys cover the same positions
+    mask: Tensor | None  # one for all sequences, or one each; None: everything that `causal` leaves
+
+
+class LayerMemory(Protocol):
+    """What a layer asks of its cache."""
+
+    def positions(self, count: int) -> slice | Tensor:
+        """Where the next `count` inputs stand: the same for all sequences, or B x T."""
+        ...
+
+    def extend_tail(self, h_BTD: Tensor, count: int) -> Tensor:
+        """The last `count` inputs before these, then these; remembers them."""
+        ...
+
+    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> Held:
+        """Add new positions."""
+        ...
+
+
+class BlockMemory(Protocol):
+    @property
+    def layers(self) -> Sequence[LayerMemory]: ...
+
+    @property
+    def tail(self) -> Sequence[LayerMemory]: ...
 
 
 class LayerCache:
@@ -17,18 +53,23 @@ class LayerCache:
         self._v: Tensor | None = None
         self._tail: Tensor | None = None
 
-    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Add new positions; return all keys and values held."""
-        end = self.length + k_BHTK.size(2)
+    def positions(self, count: int) -> slice:
+        return slice(self.length, self.length + count)
+
+    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> Held:
+        past, new = self.length, k_BHTK.size(2)
+        end = past + new
         self._k = _with_room(self._k, k_BHTK, end)
         self._v = _with_room(self._v, v_BHTK, end)
-        self._k[:, :, self.length : end] = k_BHTK
-        self._v[:, :, self.length : end] = v_BHTK
+        self._k[:, :, past:end] = k_BHTK
+        self._v[:, :, past:end] = v_BHTK
         self.length = end
-        return self._k[:, :, :end], self._v[:, :, :end]
+        mask = None
+        if past and new > 1:
+            mask = torch.ones(new, end, dtype=torch.bool, device=k_BHTK.device).tril(past)
+        return Held(self._k[:, :, :end], self._v[:, :, :end], past == 0, mask)
 
     def extend_tail(self, h_BTD: Tensor, count: int) -> Tensor:
-        """The last `count` inputs before these, then these; remembers the newest `count`."""
         tail = self._tail
         if tail is None:
             tail = h_BTD.new_zeros(h_BTD.size(0), count, h_BTD.size(2))

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocktrain.model.kv_cache import LayerCache
+from blocktrain.model.kv_cache import Held, LayerMemory
 
 MODULATIONS = 6  # shift, scale and gate, for the attention and for the MLP
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the rotary embedding for the positions at hand."""
+    """Cosines and sines of the rotary embedding for the positions at hand: the same for all
+    sequences, or with a dimension for them in front."""
 
     cos_TR: Tensor
     sin_TR: Tensor
@@ -28,11 +29,8 @@ class Rotation(NamedTuple):
 class Context(NamedTuple):
     """What the clean stream offers the noisy one at one layer."""
 
-    k_BHTK: Tensor
-    v_BHTK: Tensor
+    held: Held
     local_BTD: Tensor | float
-    causal: bool  # queries and keys cover the same positions
-    mask_QT: Tensor | None
 
 
 class Linear(nn.Linear):
@@ -64,7 +62,7 @@ def rotation(head_width: int, positions: Tensor) -> Rotation:
 
 
 def rotate(x_BTHK: Tensor, by: Rotation) -> Tensor:
-    cos, sin = by.cos_TR[:, None, :], by.sin_TR[:, None, :]
+    cos, sin = by.cos_TR.unsqueeze(-2), by.sin_TR.unsqueeze(-2)
     first, second = x_BTHK.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -114,7 +112,7 @@ class Layer(nn.Module):
         self.taps = nn.Parameter(torch.zeros(taps, width)) if taps else None
 
     def clean(
-        self, x_BTD: Tensor, by: Rotation, cache: LayerCache | None = None
+        self, x_BTD: Tensor, by: Rotation, cache: LayerMemory | None = None
     ) -> tuple[Tensor, Context]:
         """The clean stream's step, and what it offers; a cache adds the positions before."""
         h = rms_norm(x_BTD)
@@ -124,7 +122,7 @@ class Layer(nn.Module):
         x = x_BTD + self._drop(self._attend(q, context, by))
         return x + self._drop(self.mlp(rms_norm(x))), context
 
-    def offer(self, x_BTD: Tensor, by: Rotation, cache: LayerCache | None = None) -> Context:
+    def offer(self, x_BTD: Tensor, by: Rotation, cache: LayerMemory | None = None) -> Context:
         """The context alone, where nothing will read the clean stream any more."""
         width = x_BTD.size(-1)
         h = rms_norm(x_BTD)
@@ -149,32 +147,26 @@ class Layer(nn.Module):
         v_BTD: Tensor,
         local_BTD: Tensor | float,
         by: Rotation,
-        cache: LayerCache | None,
+        cache: LayerMemory | None,
     ) -> Context:
         k = rotate(rms_norm(self._split(k_BTD)), by).transpose(1, 2)
         v = self._split(v_BTD).transpose(1, 2)
-        if cache is None:
-            return Context(k, v, local_BTD, True, None)
-        past, new = cache.length, k.size(2)
-        k, v = cache.append(k, v)
-        mask = None
-        if past and new > 1:
-            mask = torch.ones(new, past + new, dtype=torch.bool, device=k.device).tril(past)
-        return Context(k, v, local_BTD, past == 0, mask)
+        held = cache.append(k, v) if cache is not None else Held(k, v, True, None)
+        return Context(held, local_BTD)
 
     def _attend(self, q_BTD: Tensor, context: Context, by: Rotation) -> Tensor:
         q = rotate(rms_norm(self._split(q_BTD)), by).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(
             q,
-            context.k_BHTK,
-            context.v_BHTK,
-            attn_mask=context.mask_QT,
-            is_causal=context.causal and q_BTD.size(1) > 1,
+            context.held.k_BHTK,
+            context.held.v_BHTK,
+            attn_mask=context.held.mask,
+            is_causal=context.held.causal and q_BTD.size(1) > 1,
         )
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(q_BTD.shape))
         return out
 
-    def _local_mix(self, h_BTD: Tensor, cache: LayerCache | None) -> Tensor | float:
+    def _local_mix(self, h_BTD: Tensor, cache: LayerMemory | None) -> Tensor | float:
         """A causal depthwise filter over the positions just before each one."""
         if self.taps is None:
             return 0.0

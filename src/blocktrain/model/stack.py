@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.config import Config
-from blocktrain.core.noise import Partition, euler_step, precondition
+from blocktrain.core.noise import euler_step, precondition
 from blocktrain.core.seeds import mixed_seed
 from blocktrain.errors import ConfigError
 from blocktrain.model.causal import CausalBlock
-from blocktrain.model.denoising import BlockContext, DenoisingBlock, NoiseLevel
+from blocktrain.model.denoising import BlockContext, DenoisingBlock, Modulation, NoiseLevel
 from blocktrain.model.kv_cache import BlockCache
 from blocktrain.model.targets import target_table
 
@@ -46,7 +46,7 @@ def assemble(config: Config, blocks: Sequence[nn.Module]) -> "Stack":
     if config.objective.kind == "denoise":
         device = next(blocks[0].parameters()).device
         table = target_table(config.train.seed, config.objective.target_dim).to(device)
-        return DenoisingStack(config, list(blocks), table, config.partition())
+        return DenoisingStack(config, list(blocks), table)
     return CausalStack(config, list(blocks))
 
 
@@ -126,12 +126,41 @@ class CausalStack(Stack):
         return result
 
 
+@dataclass(frozen=True)
+class Descent:
+    """A denoising block's part in a traversal: it reads z at one sigma and moves it to the next."""
+
+    block: DenoisingBlock
+    table_VE: Tensor
+    level: NoiseLevel
+    modulations: list[Modulation]
+    sigma: float
+    sigma_next: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, config: Config, unit: int, block: DenoisingBlock, table_VE: Tensor) -> Self:
+        partition = config.partition()
+        sigma, sigma_next = partition.inference_sigmas()[unit]
+        assert partition.block_of(sigma) == unit
+        level = precondition(sigma, config.objective.sigma_data)
+        constant = NoiseLevel.constant(level, 1, table_VE.device)  # for as many as there are
+        modulations = block.modulations(constant)
+        return cls(block, table_VE, constant, modulations, sigma, sigma_next)
+
+    def __call__(self, context: BlockContext, z_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the next byte, and z as the next block reads it."""
+        logits = self.block.denoise(context, z_BTE, self.level, self.table_VE, self.modulations)
+        log_probs = torch.log_softmax(logits, dim=-1)
+        guess_BTE = log_probs.exp() @ self.table_VE
+        return log_probs, euler_step(z_BTE, guess_BTE, self.sigma, self.sigma_next)
+
+
 @dataclass
 class DenoisingStack(Stack):
     """A guess z is handed from block to block, each moving it down to the next sigma."""
 
     table_VE: Tensor
-    partition: Partition
 
     def starting_point(self, start: str, shape_BT: torch.Size, seed: int = 0) -> Tensor:
         """z before the first block; it never depends on the targets."""
@@ -140,7 +169,7 @@ class DenoisingStack(Stack):
             return torch.zeros(shape, device=self.device)
         draws = torch.Generator(self.device).manual_seed(seed)
         noise = torch.randn(shape, generator=draws, device=self.device)
-        return self.partition.sigma_max * noise
+        return self.config.objective.sigma_max * noise
 
     def read_contexts(self, ids_BT: Tensor) -> list[BlockContext]:
         """Every block's clean stream, to be reused for several starts."""
@@ -155,16 +184,10 @@ class DenoisingStack(Stack):
     def traverse(self, contexts: list[BlockContext], z_BTE: Tensor) -> list[Tensor]:
         """One traversal: each block reads z once, guesses, and moves z down to the next sigma."""
         result = []
-        blocks = self._typed()
-        for sigma, sigma_next in self.partition.inference_sigmas()[: len(blocks)]:
-            owner = self.partition.block_of(sigma)
-            block, context = blocks[owner], contexts[owner]
-            level = precondition(sigma, self.config.objective.sigma_data)
-            noise_level = NoiseLevel.constant(level, z_BTE.size(0), self.device)
-            logits = block.denoise(context, z_BTE, noise_level, self.table_VE)
-            log_probs = torch.log_softmax(logits, dim=-1)
+        for unit, block in enumerate(self._typed()):
+            descent = Descent.of(self.config, unit, block, self.table_VE)
+            log_probs, z_BTE = descent(contexts[unit], z_BTE)
             result.append(log_probs)
-            z_BTE = euler_step(z_BTE, log_probs.exp() @ self.table_VE, sigma, sigma_next)
         return result
 
     @torch.no_grad()

@@ -109,13 +109,15 @@ class RunDir:
         return BlockDir(self.path / f"block-{index}", index, self._config_digest())
 
     def block_weights(self, index: int) -> Tensors:
-        return self.weights()[index] if self.exported else self.block(index).load_weights()
+        return self.weights([index])[0]
 
-    def weights(self) -> list[Tensors]:
-        """The current weights of every block, from the blocks or from an exported file."""
+    def weights(self, blocks: Sequence[int] | None = None) -> list[Tensors]:
+        """The current weights of some blocks, or of every one; also from an exported file."""
+        chosen = range(self.config.units) if blocks is None else blocks
         if self.exported:
-            return self._exported_weights()
-        return [self.block(index).load_weights() for index in range(self.config.units)]
+            exported = self._exported_weights()
+            return [exported[index] for index in chosen]
+        return [self.block(index).load_weights() for index in chosen]
 
     def export(self, out: Path) -> Path:
         """Write all blocks as one safetensors file, with the config and its hash beside it."""

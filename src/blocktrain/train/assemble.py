@@ -1,5 +1,7 @@
 """From a run directory to a model in memory, ready to score or to generate."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -10,15 +12,18 @@ from blocktrain.train.device import Compute
 
 
 def load_stack(run: RunDir, compute: Compute) -> Stack:
-    blocks = [_loaded(run, unit, held, compute) for unit, held in enumerate(run.weights())]
-    return assemble(run.config, blocks)
+    return assemble(run.config, load_units(run, range(run.config.units), compute))
 
 
-def _loaded(run: RunDir, unit: int, weights: Tensors, compute: Compute) -> nn.Module:
-    module = new_block(run.config, unit)
-    load_block(module, weights, str(run.path))
-    module.compute_dtype = compute.dtype
-    return module.to(compute.device)
+def load_units(run: RunDir, units: Sequence[int], compute: Compute) -> list[nn.Module]:
+    """Some of a run's blocks, on the device; the others are not read."""
+    blocks: list[nn.Module] = []
+    for unit, weights in zip(units, run.weights(units), strict=True):
+        module = new_block(run.config, unit)
+        load_block(module, weights, str(run.path))
+        module.compute_dtype = compute.dtype
+        blocks.append(module.to(compute.device))
+    return blocks
 
 
 def load_block(module: nn.Module, weights: Tensors, origin: str) -> None:

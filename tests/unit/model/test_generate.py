@@ -5,7 +5,7 @@ from tests.support.models import awake_stack
 from blocktrain.config import Config
 from blocktrain.core import readout
 from blocktrain.core.vocabulary import BOS
-from blocktrain.model.generate import Sampling, generate, pick
+from blocktrain.model.generate import Sampling, generate
 
 
 def test_generation_is_fixed_by_its_seed(config: Config):
@@ -38,12 +38,3 @@ def test_generation_goes_on_past_the_window_and_with_a_long_prompt(config: Confi
     stack = awake_stack(config)
     assert len(bytes(generate(stack, b"x" * 100, 80, Sampling()))) == 80
     assert len(bytes(generate(stack, b"", 3, Sampling(start="noise", readout="final")))) == 3
-
-
-def test_samples_follow_the_distribution():
-    log_probs = torch.log(torch.tensor([0.7, 0.2, 0.1]))
-    counts = [0, 0, 0]
-    for position in range(3000):
-        counts[pick(log_probs, 1.0, 5, position)] += 1
-    for count, share in zip(counts, (0.7, 0.2, 0.1), strict=True):
-        assert abs(count / 3000 - share) < 0.03

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.coordinator.authority import Authority, ServerCertificate
+from blocktrain.coordinator.authority import Authority
 from blocktrain.errors import ProtocolError, UntrustedError
+from blocktrain.protocol.certificates import Certificate
 from blocktrain.protocol.trust import pinned_context
 
 NOW = time.time()  # TLS itself looks at the clock
@@ -21,7 +22,7 @@ OTHER = Authority.create("run00001", NOW)
 
 @contextmanager
 def server(
-    certificate: ServerCertificate,
+    certificate: Certificate,
     folder: Path,
     newest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3,
 ) -> Iterator[int]:
@@ -60,7 +61,7 @@ def greeting(port: int, context: ssl.SSLContext) -> tuple[bytes, str | None]:
         return secure.recv(5), secure.version()
 
 
-def turned_away(certificate: ServerCertificate, folder: Path, authority: Authority) -> str:
+def turned_away(certificate: Certificate, folder: Path, authority: Authority) -> str:
     """Why a client that trusts this authority does not talk to a server with this certificate."""
     with (
         server(certificate, folder) as port,
@@ -104,7 +105,7 @@ def test_a_coordinator_cannot_vouch_for_another(tmp_path: Path):
     coordinator = AUTHORITY.issue_server(["127.0.0.1"], NOW)
     posing = Authority.load(coordinator.cert_pem, coordinator.key_pem)
     issued = posing.issue_server(["127.0.0.1"], NOW)
-    chain = ServerCertificate(issued.cert_pem + coordinator.cert_pem, issued.key_pem)
+    chain = Certificate(issued.cert_pem + coordinator.cert_pem, issued.key_pem)
     turned_away(chain, tmp_path, AUTHORITY)
 
 

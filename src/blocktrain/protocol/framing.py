@@ -1,0 +1,304 @@
+"""Frames: bytes in, messages out. Knows no sockets, no clock, and not what a message means.
+
+    head     44 bytes, little endian: magic, version, kind, count of arrays, request, sequence,
+             bytes of meta, bytes of payload, CRC-32 of all that follows, CRC-32 of the head
+    table    20 bytes for every array: type, dimensions, shape
+    meta     a JSON object, filled up with zeros to a multiple of 8
+    payload  the arrays, end to end, each filled up likewise, so that none is read unaligned
+
+The head has a checksum of its own, so that a damaged length is found at once, not after waiting
+for bytes that never come; it covers the other checksum, so together they cover the frame. CRC-32
+finds accidents, at memory speed and piece by piece; against intent there is TLS.
+
+What is read may come from anyone: every declared size is checked against the limit and against the
+others before anything is allocated for it, and whatever is wrong is a `FrameError`.
+"""
+
+import json
+import math
+import struct
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from blocktrain.errors import FrameError
+
+Array = npt.NDArray[Any]
+Buffer = bytes | bytearray | memoryview
+_Shape = tuple[np.dtype[Any], tuple[int, ...]]  # the type, and how many of it
+
+MAGIC = b"BTfr"
+VERSION = 1
+HEAD = struct.Struct("<4sBBHQQIQII")
+CHECKSUM_BYTES = 4  # of the head, at its end
+ENTRY = struct.Struct("<BBxx4I")
+LARGEST_META = 256 * 1024
+MOST_ARRAYS = 64
+MOST_DIMENSIONS = 4
+MOST_ELEMENTS = 2**48
+MOST_NUMBER = 2**64  # of a request or a sequence: they are less
+LIMIT = 64 * 1024 * 1024
+STAGING_BYTES = 64 * 1024
+
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<u2"),  # also the bits of bfloat16, which numpy does not have
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f4"),
+}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    STEP = 2
+    RESULT = 3
+    PREFILL = 4
+    RELEASE = 5
+    CREDIT = 6
+    PING = 7
+    PONG = 8
+    ERROR = 9
+    DIAL = 10
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """`size` is that of the frame a received message came in."""
+
+    kind: Kind
+    request: int = 0
+    sequence: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
+    arrays: tuple[Array, ...] = ()
+    size: int = 0
+
+
+def largest_frame(limit: int) -> int:
+    """Bytes of a frame whose meta and payload take `limit`."""
+    return HEAD.size + MOST_ARRAYS * ENTRY.size + limit
+
+
+def encode(message: Message) -> list[Buffer]:
+    """The frame in parts; contiguous arrays are parts as they lie, without a copy."""
+    if len(message.arrays) > MOST_ARRAYS:
+        raise FrameError(f"a message has {len(message.arrays)} arrays; {MOST_ARRAYS} may be sent")
+    arrays = [np.asarray(array, order="C") for array in message.arrays]
+    meta = _encoded_meta(message.meta)
+    body: list[Buffer] = [b"".join(map(_entry, arrays)) + meta + _filling(len(meta))]
+    for array in arrays:
+        if array.nbytes:
+            body.append(array.reshape(-1).view(np.uint8).data)
+        if filling := _filling(array.nbytes):
+            body.append(filling)
+    head = HEAD.pack(
+        MAGIC,
+        VERSION,
+        message.kind,
+        len(arrays),
+        _number(message.request),
+        _number(message.sequence),
+        len(meta),
+        sum(_filled_up(array.nbytes) for array in arrays),
+        _checksum(*body),
+        0,
+    )[:-CHECKSUM_BYTES]
+    body[0] = head + _checksum(head).to_bytes(CHECKSUM_BYTES, "little") + body[0]
+    return body
+
+
+class _Head(NamedTuple):
+    kind: Kind
+    arrays: int
+    request: int
+    sequence: int
+    meta: int
+    payload: int
+    checksum: int
+
+
+class Decoder:
+    """Takes a stream in pieces of any size. After a `FrameError` it is of no more use.
+
+    `limit` bounds what meta and payload of one frame may take; it may be changed at any time and
+    holds for frames that begin afterwards. Either `feed` it, or receive into `get_buffer` and
+    tell `buffer_updated`: then bulk goes where it stays.
+    """
+
+    _target: memoryview  # what is being filled
+    _filled: int
+    _complete: Callable[[], None]  # what to do when it is full
+    _head: _Head
+    _table: memoryview
+    _shapes: list[_Shape]
+    _body: Array
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.limit = limit
+        self._messages: deque[Message] = deque()
+        self._staging = memoryview(bytearray(STAGING_BYTES))
+        self._direct = False  # the buffer given out last is the body itself
+        self._expect_head()
+
+    def feed(self, data: Buffer) -> None:
+        rest = memoryview(data)
+        while rest:
+            taken = min(len(rest), len(self._target) - self._filled)
+            self._target[self._filled : self._filled + taken] = rest[:taken]
+            rest = rest[taken:]
+            self._advance(taken)
+
+    def get_buffer(self, size_hint: int = -1) -> memoryview:
+        missing = self._target[self._filled :]
+        self._direct = len(missing) >= STAGING_BYTES
+        return missing if self._direct else self._staging
+
+    def buffer_updated(self, count: int) -> None:
+        if self._direct:
+            self._advance(count)
+        else:
+            self.feed(self._staging[:count])
+
+    def messages(self) -> Iterator[Message]:
+        """Those that are complete, each once."""
+        while self._messages:
+            yield self._messages.popleft()
+
+    def _expect(self, target: memoryview, complete: Callable[[], None]) -> None:
+        self._target, self._filled, self._complete = target, 0, complete
+
+    def _advance(self, count: int) -> None:
+        self._filled += count
+        while self._filled == len(self._target):
+            self._complete()
+
+    def _expect_head(self) -> None:
+        self._expect(memoryview(bytearray(HEAD.size)), self._take_head)
+
+    def _take_head(self) -> None:
+        self._head = _parsed_head(self._target, self.limit)
+        table = memoryview(bytearray(ENTRY.size * self._head.arrays))
+        self._expect(table, self._take_table)
+
+    def _take_table(self) -> None:
+        self._table = self._target
+        self._shapes = [_parsed_entry(*entry) for entry in ENTRY.iter_unpack(self._table)]
+        declared = sum(_filled_up(_bytes_of(*shape)) for shape in self._shapes)
+        if declared != self._head.payload:
+            _refuse(f"its arrays take {declared} bytes, its payload has {self._head.payload}")
+        self._body = np.empty(_filled_up(self._head.meta) + declared, np.uint8)
+        self._expect(self._body.data, self._take_body)
+
+    def _take_body(self) -> None:
+        head, body = self._head, self._body
+        if _checksum(self._table, body.data) != head.checksum:
+            _refuse("it was damaged on the way")
+        meta = _decoded_meta(body[: head.meta].tobytes())
+        arrays, start = [], _filled_up(head.meta)
+        for dtype, shape in self._shapes:
+            end = start + _bytes_of(dtype, shape)
+            arrays.append(body[start:end].view(dtype).reshape(shape))
+            start = _filled_up(end)
+        size = HEAD.size + len(self._table) + len(body)
+        self._messages.append(
+            Message(head.kind, head.request, head.sequence, meta, tuple(arrays), size)
+        )
+        self._expect_head()
+
+
+def _parsed_head(data: Buffer, limit: int) -> _Head:
+    magic, version, kind, arrays, request, sequence, meta, payload, body_sum, own = HEAD.unpack(
+        data
+    )
+    if magic != MAGIC:
+        _refuse("it does not begin like one")
+    if version != VERSION:
+        _refuse(f"it is of version {version}, not {VERSION}")
+    if _checksum(data[:-CHECKSUM_BYTES]) != own:
+        _refuse("its head was damaged on the way")
+    if kind not in Kind._value2member_map_:
+        _refuse(f"its kind {kind} is unknown")
+    if arrays > MOST_ARRAYS or meta > LARGEST_META:
+        _refuse(f"it has {arrays} arrays and {meta} bytes of meta")
+    if _filled_up(meta) + payload > limit:
+        _refuse(f"it has {meta + payload} bytes; {limit} are taken")
+    return _Head(Kind(kind), arrays, request, sequence, meta, payload, body_sum)
+
+
+def _entry(array: Array) -> bytes:
+    code = DTYPE_CODES.get(array.dtype)
+    if code is None or array.ndim > MOST_DIMENSIONS or max(array.shape, default=0) >= 2**32:
+        raise FrameError(f"an array of {array.dtype} and shape {array.shape} cannot be sent")
+    return ENTRY.pack(code, array.ndim, *array.shape, *[0] * (MOST_DIMENSIONS - array.ndim))
+
+
+def _parsed_entry(code: int, dimensions: int, *sizes: int) -> _Shape:
+    if code not in DTYPES:
+        _refuse(f"an array is of the unknown type {code}")
+    if dimensions > MOST_DIMENSIONS or any(sizes[dimensions:]):
+        _refuse(f"an array has {dimensions} dimensions of {sizes}")
+    # An empty array may have any shape on paper; numpy has bounds even then.
+    if math.prod(size for size in sizes if size) > MOST_ELEMENTS:
+        _refuse(f"an array has the shape {sizes[:dimensions]}")
+    return DTYPES[code], sizes[:dimensions]
+
+
+def _encoded_meta(meta: dict[str, Any]) -> bytes:
+    try:
+        encoded = _TO_JSON.encode(meta).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FrameError(f"a message's meta is no JSON: {error}") from None
+    if len(encoded) > LARGEST_META:
+        raise FrameError(f"a message's meta has {len(encoded)} bytes; {LARGEST_META} may be sent")
+    return encoded
+
+
+def _decoded_meta(data: bytes) -> dict[str, Any]:
+    try:
+        meta = _FROM_JSON.decode(data.decode())
+    except (ValueError, RecursionError):
+        _refuse("its meta is no JSON")
+    if not isinstance(meta, dict):
+        _refuse("its meta is no object")
+    return meta
+
+
+def _bytes_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * math.prod(shape)
+
+
+def _filled_up(count: int) -> int:
+    return -(-count // 8) * 8
+
+
+def _filling(count: int) -> bytes:
+    return bytes(-count % 8)
+
+
+def _number(number: int) -> int:
+    if not 0 <= number < MOST_NUMBER:
+        raise FrameError(f"{number} is no number of a request or a sequence")
+    return number
+
+
+def _checksum(*parts: Buffer) -> int:
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def _refuse(why: str) -> NoReturn:
+    raise FrameError(f"not a frame: {why}")
+
+
+_TO_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_FROM_JSON = json.JSONDecoder(parse_constant=_refuse)

@@ -1,0 +1,21 @@
+"""A port of this machine, taken before anything is announced. Knows nothing of what is spoken."""
+
+import socket
+
+from blocktrain.errors import UnreachableError
+
+BACKLOG = 512
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Listening, so that the real port is known and nobody else can take it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UnreachableError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener

@@ -1,0 +1,173 @@
+"""The stages a router works with: one warm connection to each, and who is there now.
+
+A stage that closes its connection, or falls silent, leaves the routing at once; its address is
+dialled again for as long as the router lives. Knows nothing of decoding.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from blocktrain.errors import BlocktrainError, ProtocolError, UnreachableError
+from blocktrain.protocol.framing import Kind, Message
+from blocktrain.serve.connection import Connection
+from blocktrain.serve.links import Dial
+from blocktrain.serve.routing import Edge, Place, Route, choose, missing
+from blocktrain.serve.steps import (
+    FailureHead,
+    Step,
+    prefill_message,
+    read_failure,
+    read_step,
+    release_message,
+    step_message,
+)
+from blocktrain.serve.work import Row
+
+FIRST_REDIAL_SECONDS, LONGEST_REDIAL_SECONDS = 0.1, 2.0
+BROKEN_SECONDS = 10.0  # how long two stages that did not reach each other are kept apart
+
+log = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Who is told what comes back."""
+
+    def arrived(self, step: Step) -> None: ...
+
+    def failed(self, address: str, failure: FailureHead) -> None: ...
+
+    def lost(self, address: str) -> None: ...
+
+    def joined(self) -> None: ...
+
+
+class Pipeline:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        blocks: int,
+        dial: Dial,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._addresses = addresses
+        self._blocks = blocks
+        self._dial = dial
+        self._clock = clock
+        self._stages: dict[str, Connection] = {}
+        self._places: dict[str, Place] = {}
+        self._load: Counter[str] = Counter()
+        self._broken: dict[Edge, float] = {}
+        self._why: dict[str, str] = {}  # per address that is not there, the last error
+
+    async def run(self, listener: Listener) -> None:
+        """Hold a connection to every stage, for as long as the router lives."""
+        async with asyncio.TaskGroup() as keepers:
+            for address in self._addresses:
+                keepers.create_task(self._keep(address, listener))
+
+    @property
+    def places(self) -> list[Place]:
+        """The stages that are there, with the requests that go through each."""
+        return [replace(place, load=self._load[place.address]) for place in self._places.values()]
+
+    @property
+    def missing(self) -> str:
+        """What stands in the way of a route, in words; empty when nothing does."""
+        blocks = missing(self.places, self._blocks)
+        if blocks:
+            gone = "; ".join(f"{address}: {why}" for address, why in self._why.items())
+            return f"no stage holds block {', '.join(map(str, blocks))}" + (gone and f" ({gone})")
+        return "" if self.route() is not None else "the stages do not reach each other"
+
+    def route(self) -> Route | None:
+        now = self._clock()
+        self._broken = {edge: until for edge, until in self._broken.items() if until > now}
+        return choose(self.places, self._blocks, self._broken)
+
+    def enter(self, route: Route) -> None:
+        """A request goes this way from now on."""
+        self._load.update(route)
+
+    def leave(self, route: Route) -> None:
+        self._load.subtract(route)
+
+    def keep_apart(self, edge: Edge) -> None:
+        self._broken[edge] = self._clock() + BROKEN_SECONDS
+
+    async def prefill(self, rows: Sequence[Row], route: Route) -> None:
+        """To every stage at once: each reads the raw context by itself."""
+        message = prefill_message(rows)
+        await asyncio.gather(*(self._stage(address).send(message) for address in route))
+
+    async def send(self, step: Step, route: Route) -> None:
+        await self._stage(route[0]).send(step_message(step))
+
+    async def release(self, requests: Sequence[int], route: Route) -> None:
+        message = release_message(requests)
+        for address in route:
+            if address in self._stages:
+                await self._stages[address].send(message)
+
+    def _stage(self, address: str) -> Connection:
+        try:
+            return self._stages[address]
+        except KeyError:
+            raise UnreachableError(f"{address} is gone") from None
+
+    async def _keep(self, address: str, listener: Listener) -> None:
+        pause = FIRST_REDIAL_SECONDS
+        while True:
+            try:
+                connection = await self._dial(address)
+            except BlocktrainError as error:
+                if self._why.get(address) != str(error):
+                    log.warning("stage %s: %s", address, error)
+                self._why[address] = str(error)
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, LONGEST_REDIAL_SECONDS)
+                continue
+            pause = FIRST_REDIAL_SECONDS
+            self._why.pop(address, None)
+            await self._attend(connection, address, listener)
+
+    async def _attend(self, connection: Connection, dialled: str, listener: Listener) -> None:
+        """One connection's life, from hello to its end."""
+        held = connection.hello["blocks"]
+        address = connection.hello.get("address") or dialled
+        self._stages[address] = connection
+        self._places[address] = Place(address, held[0], held[-1] + 1)
+        log.info("stage %s is there, blocks %s", address, held)
+        await self._introduce()
+        listener.joined()
+        try:
+            while True:
+                self._deliver(address, await connection.receive(), listener)
+        except BlocktrainError as error:
+            self._why[dialled] = str(error)
+            log.warning("stage %s is gone: %s", address, error)
+        finally:
+            del self._stages[address], self._places[address]
+            connection.close()
+            listener.lost(address)
+
+    async def _introduce(self) -> None:
+        """Stages that follow each other connect before the first step needs them to."""
+        for place in self.places:
+            for following in self.places:
+                if following.first == place.stop:
+                    meta = {"address": following.address}
+                    await self._stages[place.address].send(Message(Kind.DIAL, meta=meta))
+
+    def _deliver(self, address: str, message: Message, listener: Listener) -> None:
+        if message.kind is Kind.RESULT:
+            listener.arrived(read_step(message))
+        elif message.kind is Kind.ERROR:
+            listener.failed(address, read_failure(message))
+        else:
+            raise ProtocolError(f"a stage sent {message.kind.name}")

@@ -1,0 +1,135 @@
+"""A router as a process: the first block, the stages, and an HTTP port."""
+
+import asyncio
+import secrets
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from blocktrain.errors import ConfigError
+from blocktrain.protocol.listening import bound_socket
+from blocktrain.serve import fingerprint
+from blocktrain.serve.api import Settings
+from blocktrain.serve.connection import Connection, Hello
+from blocktrain.serve.engine import Engine, Limits
+from blocktrain.serve.front import Front
+from blocktrain.serve.keys import ROUTER, STAGE, Keyring, client_context
+from blocktrain.serve.local_stages import LocalStages
+from blocktrain.serve.meeting import dial, parted
+from blocktrain.serve.openai import Limits as ApiLimits
+from blocktrain.serve.pipeline import Pipeline
+from blocktrain.serve.server import serve
+from blocktrain.serve.tenants import Limits as CacheLimits
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.train.device import resolve
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    run: Path
+    listen: str
+    api_keys: tuple[str, ...]
+    stages: tuple[str, ...]  # none: processes on this machine
+    keys: Path
+    plain_tcp: bool
+    wire: str
+    readout: str
+    device: str
+    precision: str
+    most_requests: int
+    most_bytes: int
+    patience_seconds: float
+
+
+def serve_router(settings: RouterSettings, tell: Callable[[str], None]) -> None:
+    """Load, start or find the stages, listen, and say where; returns when a signal ends it."""
+    if settings.stages and not settings.plain_tcp and not settings.keys.is_dir():
+        raise ConfigError(
+            f"no keys at {settings.keys}: `blocktrain keys` makes them, --plain-tcp does without"
+        )
+    asyncio.run(_serve(settings, tell))
+
+
+async def _serve(settings: RouterSettings, tell: Callable[[str], None]) -> None:
+    run = RunDir.open(settings.run)
+    listener = bound_socket(*parted(settings.listen))
+    async with AsyncExitStack() as stack:
+        stages, keys = settings.stages, None if settings.plain_tcp else settings.keys
+        if not stages:
+            keys = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blocktrain-")))
+            local = _local_stages(settings, range(1, run.config.units), keys)
+            stack.push_async_callback(local.stop)
+            stages = tuple(await local.start())
+            keeping = asyncio.ensure_future(local.keep())
+            stack.push_async_callback(_cancelled, keeping)
+        engine = _engine(settings, run, stages, keys)
+        running = asyncio.ensure_future(engine.run())
+        stack.push_async_callback(_cancelled, running)
+        host, port = listener.getsockname()[:2]
+        tell(
+            f"serving {engine.model} at http://{host}:{port}/v1, a page to try it at http://{host}:{port}/"
+        )
+        api = Settings(
+            keys=settings.api_keys,
+            limits=ApiLimits(output_bytes=settings.most_bytes),
+            at_once=settings.most_requests,
+            queue=settings.most_requests,
+        )
+        serving = asyncio.ensure_future(serve(engine, api, listener))
+        await asyncio.wait([running, serving], return_when=asyncio.FIRST_COMPLETED)
+        serving.cancel()
+        if running.done():
+            running.result()  # an engine ends by an error alone
+
+
+async def _cancelled(task: "asyncio.Future[None]") -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def _local_stages(settings: RouterSettings, blocks: range, keys: Path) -> LocalStages:
+    keyring = Keyring(keys)
+    keyring.add(ROUTER, ROUTER)
+    for block in blocks:
+        keyring.add(STAGE, f"stage-{block}")
+    options = ["--device", settings.device, "--precision", settings.precision]
+    options += ["--readout", settings.readout, "--most-requests", str(2 * settings.most_requests)]
+    return LocalStages(settings.run, blocks, keys, options)
+
+
+def _engine(
+    settings: RouterSettings, run: RunDir, stages: tuple[str, ...], keys: Path | None
+) -> Engine:
+    name = secrets.token_hex(8)
+    context = client_context(keys, ROUTER) if keys else None
+    hello = {
+        "role": ROUTER,
+        "name": name,
+        "settings": fingerprint.of_settings(run.config),
+        "readout": settings.readout,
+    }
+    weights = [fingerprint.of_block(run, block) for block in range(run.config.units)]
+
+    def check(said: Hello) -> str | None:
+        """A stage must hold, of this very model, what it says it holds."""
+        blocks = said.get("blocks")
+        if not isinstance(blocks, list) or blocks != list(range(blocks[0], blocks[-1] + 1)):
+            return "a stage holds consecutive blocks"
+        if said.get("settings") != hello["settings"] or said.get("weights") != [
+            weights[block] for block in blocks
+        ]:
+            return "this stage holds another version of the model"
+        return None
+
+    async def reach(address: str) -> Connection:
+        return await dial(address, context, hello, roles=[STAGE], check=check)
+
+    compute = resolve(settings.device, settings.precision)
+    front = Front.load(run, compute, settings.readout, CacheLimits(2 * settings.most_requests))
+    limits = Limits(2 * settings.most_requests, settings.patience_seconds)
+    pipeline = Pipeline(stages, run.config.units, reach)
+    model = settings.run.resolve().name
+    return Engine(model, front, pipeline, name, settings.wire, limits)

@@ -1,0 +1,229 @@
+"""A stage: consecutive blocks behind a port.
+
+Takes steps from a router or the stage before, computes all that wait and go the same way as one,
+and pushes them on. Every request's state is a cache that a row from position 0 rebuilds, so that a
+stage may die or forget at any time. Knows nothing of decoding or of clients.
+"""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from blocktrain.errors import BlocktrainError, CacheFullError, ProtocolError
+from blocktrain.protocol.framing import Kind, Message
+from blocktrain.serve.compute import StageCompute
+from blocktrain.serve.connection import Connection
+from blocktrain.serve.keys import ROUTER
+from blocktrain.serve.links import Dial, Links
+from blocktrain.serve.parking import Parking, Recent
+from blocktrain.serve.steps import (
+    Step,
+    failure_message,
+    read_prefill,
+    read_release,
+    read_step,
+    step_message,
+)
+from blocktrain.serve.work import Row, apart, joined
+
+MOST_WAITING = 256  # steps taken in before the connections they come by have to wait
+PATIENCE_SECONDS = 5.0  # for a prefill that comes by another way than the step that needs it
+
+MOST_REMEMBERED = 10_000  # requests whose context is known to have been here
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Stage:
+    def __init__(
+        self,
+        name: str,
+        compute: StageCompute,
+        dial: Dial,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self._compute = compute
+        self._links = Links(dial)
+        self._clock = clock
+        self._routers: dict[str, Connection] = {}
+        self._steps: list[Step] = []
+        self._prefills: list[Row] = []
+        self._released: list[int] = []
+        self._seen = Recent(MOST_REMEMBERED)
+        self._refused = Recent(MOST_REMEMBERED)
+        self._parking = Parking(PATIENCE_SECONDS)
+        self._news = asyncio.Event()
+        self._room = asyncio.Condition()
+        self._sending: set[asyncio.Task[None]] = set()
+        self._thread = ThreadPoolExecutor(1, "compute")
+
+    async def attend(self, connection: Connection) -> None:
+        """One connection's life: take what it says until it ends."""
+        router = connection.hello["name"] if connection.peer.role == ROUTER else ""
+        if router:
+            self._routers[router] = connection
+        try:
+            while True:
+                await self._take(await connection.receive(), from_router=bool(router))
+        except ProtocolError as error:
+            connection.refuse(error)
+            raise
+        finally:
+            if self._routers.get(router) is connection:
+                del self._routers[router]
+
+    async def run(self) -> None:
+        """Compute, for as long as the stage lives."""
+        try:
+            while True:
+                await self._wait_for_news()
+                await self._turn()
+        finally:
+            self._links.close()
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _take(self, message: Message, *, from_router: bool) -> None:
+        if message.kind is Kind.STEP:
+            async with self._room:
+                await self._room.wait_for(lambda: len(self._steps) < MOST_WAITING)
+            self._steps.append(read_step(message))
+        elif not from_router:
+            raise ProtocolError("a stage may send steps and nothing else")
+        elif message.kind is Kind.PREFILL:
+            self._prefills += read_prefill(message)
+        elif message.kind is Kind.RELEASE:
+            self._released += read_release(message)
+        elif message.kind is Kind.DIAL:
+            self._start(self._warm(str(message.meta.get("address", ""))))
+        else:
+            raise ProtocolError(f"a stage does not take {message.kind.name}")
+        self._news.set()
+
+    async def _wait_for_news(self) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS if self._parking else None):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+        self._news.clear()
+
+    async def _turn(self) -> None:
+        """Everything that waits: what is over, then contexts, then the steps that need them."""
+        released, self._released = self._released, []
+        prefills, self._prefills = self._prefills, []
+        steps, self._steps = self._steps, []
+        async with self._room:
+            self._room.notify_all()
+        if released:
+            await self._in_thread(self._release, released)
+        if prefills:
+            await self._prefill(prefills)
+        steps += self._parking.leave({row.request for row in prefills})
+        for late in self._parking.expired(self._clock()):
+            self._fail([late], "missing_prefix", "the context of this step never came")
+        ways = defaultdict(list)
+        for step in steps:
+            ways[step.way].append(step)
+        for together in ways.values():
+            await self._advance(self._with_prefix(together))
+
+    def _release(self, requests: Sequence[int]) -> None:
+        for request in requests:
+            self._compute.release(request)
+            self._parking.forget(request)
+
+    async def _prefill(self, rows: Sequence[Row]) -> None:
+        """Of every request that there is room for; the steps of the others will be refused."""
+        try:
+            await self._in_thread(self._compute.prefill, rows)
+        except CacheFullError as error:
+            self._refused.add(error.requests)
+            if left := [row for row in rows if row.request not in error.requests]:
+                await self._prefill(left)
+        except (BlocktrainError, RuntimeError):
+            log.exception("a context was not read")  # its steps will miss it
+
+    def _with_prefix(self, steps: Sequence[Step]) -> list[Step]:
+        """Steps whose context is here, one per row; the others wait for it, or fail."""
+        ready, lost, full = [], [], []
+        for step in steps:
+            for work in apart(step.work, [self._compute.carried(row) for row in step.work.rows]):
+                row, single = work.rows[0], step.of(work)
+                if row.start <= self._compute.held(row.request):
+                    ready.append(single)
+                elif row.request in self._refused:
+                    full.append(single)
+                elif row.request in self._seen:
+                    lost.append(single)
+                else:
+                    self._parking.enter(single, self._clock())
+        self._fail(lost, "missing_prefix", "the context of this step was dropped")
+        self._fail(
+            full,
+            "cache_full",
+            f"there is room for {self._compute.most_requests} requests, all in use",
+        )
+        return ready
+
+    async def _advance(self, steps: Sequence[Step]) -> None:
+        if not steps:
+            return
+        started = self._clock()
+        try:
+            work = await self._in_thread(self._compute.step, joined([s.work for s in steps]))
+        except CacheFullError as error:
+            self._fail(steps, "cache_full", str(error))
+        except (BlocktrainError, RuntimeError, ValueError) as error:
+            log.exception("a step failed")
+            self._fail(steps, "failed", str(error))
+        else:
+            seconds = self._clock() - started
+            self._seen.add(row.request for row in work.rows)
+            self._start(self._push(steps[0].after(work, self.name, seconds)))
+
+    async def _push(self, step: Step) -> None:
+        """On to the next stage, or back to the router that waits."""
+        if not step.hops:
+            router = self._routers.get(step.router)
+            if router is not None:
+                await self._tell(router, step_message(step, Kind.RESULT))
+            return
+        hop, rest = step.next_hop()
+        try:
+            await (await self._links.to(hop)).send(step_message(rest))
+        except BlocktrainError as error:
+            self._fail([step], "unreachable", f"{self.name} does not reach {hop}: {error}", hop)
+
+    async def _warm(self, address: str) -> None:
+        try:
+            await self._links.to(address)
+        except BlocktrainError as error:
+            log.warning("%s cannot be reached ahead of time: %s", address, error)
+
+    def _fail(self, steps: Sequence[Step], code: str, text: str, hop: str = "") -> None:
+        """Tell the routers that wait; one that is gone waits no more."""
+        for step in steps:
+            router = self._routers.get(step.router)
+            if router is not None:
+                requests = [row.request for row in step.work.rows]
+                self._start(self._tell(router, failure_message(requests, code, text, hop)))
+
+    async def _tell(self, router: Connection, message: Message) -> None:
+        try:
+            await router.send(message)
+        except BlocktrainError as error:
+            log.info("a router left before its answer: %s", error)
+
+    def _start(self, sending: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(sending)
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _in_thread(self, function: Callable[..., T], *inputs: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *inputs)

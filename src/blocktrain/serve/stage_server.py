@@ -1,0 +1,134 @@
+"""A stage as a process: blocks loaded, a port, and a life until a signal."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from blocktrain.errors import ConfigError
+from blocktrain.protocol.listening import bound_socket
+from blocktrain.serve import fingerprint
+from blocktrain.serve.compute import StageCompute
+from blocktrain.serve.connection import Connection, Hello
+from blocktrain.serve.keys import AUTHORITY, ROUTER, STAGE, client_context, server_context
+from blocktrain.serve.meeting import Server, dial, parted
+from blocktrain.serve.stage import Stage
+from blocktrain.serve.tenants import Limits
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.train.device import resolve
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    run: Path
+    blocks: range
+    listen: str
+    announce: str
+    keys: Path | None  # None: plain TCP
+    name: str
+    device: str
+    precision: str
+    readout: str
+    most_requests: int
+    cache_bytes: int
+    until_stdin_closes: bool
+
+
+def serve_stage(settings: StageSettings, tell: Callable[[str], None]) -> None:
+    """Load, listen, and say where; returns when a signal ends it."""
+    run = RunDir.open(settings.run)
+    _check_blocks(settings.blocks, run.config.units - 1)
+    asyncio.run(_serve(settings, run, tell))
+
+
+def _check_blocks(blocks: range, last: int) -> None:
+    if not last:
+        raise ConfigError("this run is one block, which the router holds: it needs no stage")
+    if blocks[0] < 1 or blocks[-1] > last:
+        raise ConfigError(f"a stage can hold blocks 1 to {last}: the router holds block 0")
+
+
+async def _serve(settings: StageSettings, run: RunDir, tell: Callable[[str], None]) -> None:
+    name = settings.name or _only_stage(settings.keys)
+    inward = server_context(settings.keys, name) if settings.keys else None
+    outward = client_context(settings.keys, name) if settings.keys else None
+    limits = Limits(settings.most_requests, settings.cache_bytes)
+    compute = resolve(settings.device, settings.precision)
+    computing = StageCompute.load(run, settings.blocks, compute, settings.readout, limits)
+    hello = {
+        "role": STAGE,
+        "name": name,
+        "settings": fingerprint.of_settings(run.config),
+        "blocks": list(settings.blocks),
+        "weights": [fingerprint.of_block(run, block) for block in settings.blocks],
+        "readout": settings.readout,
+        "address": settings.announce,
+    }
+
+    def check(said: Hello) -> str | None:
+        if said.get("settings") != hello["settings"] or not isinstance(said.get("name"), str):
+            return "this stage holds blocks of another model"
+        if said.get("readout") != hello["readout"]:
+            return f"this stage was started with --readout {settings.readout}"
+        return None
+
+    async def reach(address: str) -> Connection:
+        return await dial(address, outward, hello, roles=[STAGE], check=check)
+
+    listener = bound_socket(*parted(settings.listen))
+    stage = Stage(_label(settings.blocks), computing, reach)
+    server = Server(
+        listener, inward, lambda: hello, stage.attend, roles=[ROUTER, STAGE], check=check
+    )
+    running = asyncio.ensure_future(stage.run())
+    _stop_on_signals(running)
+    if settings.until_stdin_closes:
+        _stop_with_stdin(running, asyncio.get_running_loop())
+    tell(f"{listener.getsockname()[0]}:{server.port}")
+    try:
+        await running
+    except asyncio.CancelledError:
+        pass
+    finally:
+        await server.close()
+
+
+def _only_stage(keys: Path | None) -> str:
+    """The name of the one stage a folder has the key of."""
+    if keys is None:
+        return STAGE
+    names = [
+        path.stem for path in sorted(keys.glob("*.key")) if path.stem not in (AUTHORITY, ROUTER)
+    ]
+    if len(names) == 1:
+        return names[0]
+    held = f"has the keys of {', '.join(names)}; choose one with --name" if names else "has no key"
+    raise ConfigError(f"{keys} {held}" + ("" if names else "; `blocktrain keys` makes them"))
+
+
+def _label(blocks: range) -> str:
+    return f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}"
+
+
+def _stop_on_signals(running: "asyncio.Future[None]") -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
+            asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+
+
+def _stop_with_stdin(running: "asyncio.Future[None]", loop: asyncio.AbstractEventLoop) -> None:
+    """A local stage ends with the process that started it, however that ended."""
+
+    def watch() -> None:
+        while os.read(
+            sys.stdin.fileno(), 4096
+        ):  # not by its buffer, whose lock outlives the thread
+            pass
+        loop.call_soon_threadsafe(running.cancel)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,136 @@
+"""A model across processes: the same bytes as on one machine, whoever dies on the way."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from tests.support.processes import Processes
+from tests.support.ring import Ring
+from tests.support.training import stop_after
+
+from blocktrain.config import load_config
+from blocktrain.model.generate import Sampling, generate
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.train.assemble import load_stack
+from blocktrain.train.device import resolve
+from blocktrain.train.session import open_session
+
+PROMPT = "The module"
+LONG = 150  # bytes: more than two windows
+STAGES = {"one": "1", "two": "2-3", "spare": "2-3"}
+PATIENCE_SECONDS = 2.0
+LONGEST_PAUSE = {"kill": 3.0, "freeze": 6.0}
+
+
+@pytest.fixture(scope="module", params=["tiny", "tiny-cascade"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained a little, so that its bytes are not all the same."""
+    config = load_config(f"configs/{request.param}.toml", ["train.steps=30"])
+    folder = tmp_path_factory.mktemp(request.param) / "run"
+    session = open_session(config, folder)
+    session.train_in_turn(list(range(config.units)), lambda progress: None, lambda: False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(run: Path) -> dict[float, str]:
+    """What the model says on one machine, by temperature."""
+    stack = load_stack(RunDir.open(run), resolve("cpu", "fp32"))
+    return {
+        temperature: bytes(
+            generate(stack, PROMPT.encode(), LONG, Sampling(temperature, seed=7))
+        ).decode(errors="replace")
+        for temperature in (0.0, 1.0)
+    }
+
+
+@pytest.fixture(scope="module")
+def shared_ring(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+    with (
+        Processes(tmp_path_factory.mktemp("ring")) as processes,
+        closing(Ring(processes, run, STAGES, "--patience", str(PATIENCE_SECONDS))) as ring,
+    ):
+        yield ring
+
+
+@pytest.fixture
+def ring(shared_ring: Ring) -> Ring:
+    """Whole again, whatever the test before has done to it."""
+    shared_ring.mend()
+    return shared_ring
+
+
+def asked(temperature: float, **more: object) -> dict[str, object]:
+    fields = {"prompt": PROMPT, "max_tokens": LONG, "temperature": temperature, "seed": 7}
+    return {**fields, **more}
+
+
+def test_a_ring_says_what_one_machine_says(ring: Ring, alone: dict[float, str]) -> None:
+    for temperature, text in alone.items():
+        assert ring.text(**asked(temperature, mode="ar")) == text
+        assert ring.text(**asked(temperature, mode="speculative")) == text
+        assert ring.text(**asked(temperature, mode="speculative", drafts="ngram")) == text
+        assert ring.text(**asked(temperature, mode="sweep", passes=0)) == text
+    one_pass = ring.ask(**asked(0.0, mode="sweep", passes=1)).json()
+    assert one_pass["usage"]["completion_tokens"] == LONG
+    assert one_pass["blocktrain"]["traversals"] <= 4  # one for every window, not for every byte
+
+
+def test_many_at_once_say_what_each_says_alone(ring: Ring, alone: dict[float, str]) -> None:
+    modes = ["ar", "speculative", "sweep"] * 4
+    with ThreadPoolExecutor(len(modes)) as clients:
+        texts = clients.map(lambda mode: ring.text(**asked(1.0, mode=mode, passes=0)), modes)
+    assert list(texts) == [alone[1.0]] * len(modes)
+
+
+@pytest.mark.parametrize("harm", ["kill", "freeze"])
+def test_a_stage_lost_on_the_way_is_replaced_and_the_output_stays(
+    ring: Ring, alone: dict[float, str], harm: str
+) -> None:
+    """Killed it is missed at once, silent after two heartbeats."""
+    text, moments = "", []
+    for piece in ring.stream(**asked(1.0, mode="ar")):
+        text += piece
+        moments.append(time.monotonic())
+        if len(moments) == 20:
+            getattr(ring.busy(), harm)()
+    assert text == alone[1.0]
+    assert ring.known() == len(STAGES) - 1
+    assert max(after - before for before, after in pairwise(moments)) < LONGEST_PAUSE[harm]
+
+
+def test_without_a_stage_there_is_a_clear_error_and_service_comes_back_with_it(
+    ring: Ring, alone: dict[float, str]
+) -> None:
+    ring.stages["two"].kill()
+    ring.stages["spare"].kill()
+    ring.wait(1)
+    started = time.monotonic()
+    answer = ring.ask(**asked(0.0))
+    assert answer.status_code == 503
+    assert "no stage holds block 2, 3" in answer.json()["error"]["message"]
+    assert PATIENCE_SECONDS < time.monotonic() - started < PATIENCE_SECONDS + 2.0
+    ring.start("two")
+    ring.wait(2)
+    assert ring.text(**asked(0.0)) == alone[0.0]
+
+
+def test_a_stage_of_another_version_is_refused(ring: Ring, run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    config = RunDir.open(run).config
+    fresh = RunDir.create(tmp_path / "fresh", config)
+    session = open_session(config.with_settings(train__seed=config.train.seed), fresh.path)
+    session.train_in_turn([1], lambda progress: None, stop_after(1))
+    shutil.rmtree(other / "block-1")
+    shutil.copytree(fresh.path / "block-1", other / "block-1")
+    ring.stages["one"].kill()
+    ring.wait(2)
+    ring.start("one", other)
+    answer = ring.until_it_says("another version", **asked(0.0))
+    assert answer.status_code == 503

@@ -1,0 +1,32 @@
+"""A real web server in a thread of the test."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+READY_SECONDS = 10.0
+
+
+@contextmanager
+def listening(server: uvicorn.Server, listener: socket.socket) -> Iterator[str]:
+    """Where it answers, as host:port."""
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        _wait_until_ready(server)
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def _wait_until_ready(server: uvicorn.Server) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while not server.started:
+        assert time.monotonic() < deadline, "the server does not start"
+        time.sleep(0.005)

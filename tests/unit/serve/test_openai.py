@@ -1,0 +1,214 @@
+"""Bodies in OpenAI's words: what they become, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blocktrain.errors import RequestError
+from blocktrain.serve import openai
+from blocktrain.serve.openai import Ask, Limits, conversation
+from blocktrain.serve.replies import Chat, Completions, Reply, cost, token_text, usage
+from blocktrain.serve.request import Account, Request, Sampling
+from blocktrain.serve.text import Fragment, Token
+
+LIMITS = Limits(prompt_bytes=100, output_bytes=50, usual_bytes=20, choices=4)
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def completion(**fields: Any) -> Ask:
+    return openai.completion(json.dumps({"prompt": "p", **fields}).encode(), LIMITS, lambda: 7)
+
+
+def chat(**fields: Any) -> Ask:
+    return openai.chat(json.dumps({"messages": HELLO, **fields}).encode(), LIMITS, lambda: 7)
+
+
+def test_what_is_left_out_is_openais_default_and_a_new_seed():
+    ask = completion()
+    assert ask == Ask(
+        chat=False, model=None, requests=(Request(b"p", 20, sampling=Sampling(1.0, seed=7)),),
+        prompt_bytes=1, log_probs=False, stream=False, include_usage=False,
+    )  # fmt: skip
+    assert completion(seed=None, stop=None, n=None, temperature=None) == ask
+
+
+def test_everything_a_request_may_say():
+    ask = completion(
+        model="m", prompt="né", max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, seed=5,
+        stop=["a", "é"], stream=True, stream_options={"include_usage": True}, logprobs=2,
+        mode="sweep", passes=0, drafts="ngram", user="somebody", unheard_of=1,
+    )  # fmt: skip
+    request = Request(
+        "né".encode(), 9, "sweep", 0, "ngram", Sampling(0.5, 3, 0.9, 5), (b"a", "é".encode()), 2
+    )
+    assert ask == Ask(False, "m", (request,), 3, True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", [b"ab"]),
+        (["a", "b"], [b"a", b"b"]),
+        ([97, 255], [b"a\xff"]),
+        ([[97], [98, 99]], [b"a", b"bc"]),
+        ("", [b""]),
+    ],
+)
+def test_a_prompt_is_text_or_bytes_one_or_several(prompt: Any, expected: list[bytes]):
+    assert [request.prompt for request in completion(prompt=prompt).requests] == expected
+
+
+def test_several_choices_have_seeds_one_after_another():
+    ask = completion(prompt=["a", "b"], n=2, seed=2**63 - 1)
+    assert [(each.prompt, each.sampling.seed) for each in ask.requests] == [
+        (b"a", 2**63 - 1), (b"a", 0), (b"b", 2**63 - 1), (b"b", 0),
+    ]  # fmt: skip
+    assert ask.prompt_bytes == 2
+
+
+@pytest.mark.parametrize("temperature", [0, -0.0, 5e-324, 1e-5])
+def test_what_is_too_cold_to_compute_is_greedy(temperature: float):
+    assert completion(temperature=temperature).requests[0].sampling.temperature == 0.0
+
+
+def test_a_chat_is_a_plain_text_with_speakers():
+    turns = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Bye")]
+    assert conversation(turns) == (
+        b"System: Be brief.\nUser: Hi\nAssistant: Hello\nUser: Bye\nAssistant: "
+    )
+    ask = chat(stop="x", max_tokens=3, max_completion_tokens=4)
+    assert ask.requests[0].prompt == b"User: Hello\nAssistant: "
+    assert (ask.requests[0].stop, ask.requests[0].most_bytes) == ((b"x", b"\nUser:"), 4)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert (
+        chat(messages=[{"role": "user", "content": parts}]).prompt_bytes == len("User: ab\n") + 11
+    )
+
+
+def test_log_probabilities_in_both_dialects():
+    assert not chat(logprobs=False).log_probs
+    assert chat(logprobs=True).requests[0].top_log_probs == 0
+    assert chat(logprobs=True, top_logprobs=20).requests[0].top_log_probs == 20
+    zero = completion(logprobs=0)
+    assert zero.log_probs and zero.requests[0].top_log_probs == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [256]}, "prompt"),
+        ({"prompt": "x" * 101}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 51}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": 257}, "top_k"),
+        ({"seed": 2**63}, "seed"),
+        ({"n": 5}, "n"),
+        ({"n": 3, "prompt": ["a", "b"]}, "n"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"mode": "fast"}, "mode"),
+        ({"drafts": "oracle"}, "drafts"),
+        ({"passes": -1}, "passes"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"logit_bias": {"50": 1}}, "logit_bias"),
+        ({"presence_penalty": 0.1}, "presence_penalty"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_the_name_of_its_field(fields: dict[str, Any], param: str):
+    with pytest.raises(RequestError) as refused:
+        completion(**fields)
+    assert refused.value.field == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "text": ""}]}]}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_what_a_chat_cannot_be(fields: dict[str, Any], param: str):
+    with pytest.raises(RequestError) as refused:
+        chat(**fields)
+    assert refused.value.field == param
+
+
+def test_what_asks_for_nothing_is_let_through():
+    completion(logit_bias={}, presence_penalty=0, frequency_penalty=0.0, echo=False, best_of=1)
+    chat(tools=[], response_format={"type": "text"}, logit_bias=None)
+
+
+@given(st.binary(max_size=60))
+def test_no_body_breaks_the_parser(body: bytes):
+    with pytest.raises(RequestError):
+        openai.completion(body, LIMITS, lambda: 0)
+
+
+TOKENS = (Token(65, -0.5, {65: -0.5, 200: -1.5}, 0), Token(200, float("-inf"), {}, 1))
+
+
+def test_log_probabilities_as_completions_have_them():
+    assert Completions().choice(1, Fragment("A\ufffd", TOKENS), "stop") == {
+        "index": 1,
+        "text": "A\ufffd",
+        "finish_reason": "stop",
+        "logprobs": {
+            "tokens": ["A", "bytes:\\xc8"],
+            "token_logprobs": [-0.5, -9999.0],
+            "top_logprobs": [{"A": -0.5, "bytes:\\xc8": -1.5}, {}],
+            "text_offset": [0, 1],
+        },
+    }
+
+
+def test_log_probabilities_as_chats_have_them():
+    delta = Chat().delta(0, Fragment("A", TOKENS[:1]))
+    assert delta["delta"] == {"content": "A"}
+    (row,) = delta["logprobs"]["content"]
+    assert (row["token"], row["logprob"], row["bytes"]) == ("A", -0.5, [65])
+    assert row["top_logprobs"][1] == {"token": "bytes:\\xc8", "logprob": -1.5, "bytes": [200]}
+
+
+def test_every_byte_has_a_name_of_its_own():
+    assert len({token_text(byte) for byte in range(256)}) == 256
+
+
+def test_what_several_answers_cost_together():
+    accounts = [
+        Account(output_bytes=6, traversals=2, drafted=5, accepted=4, stage_seconds={"a": 1.0}),
+        Account(output_bytes=3, traversals=1, replays=1, stage_seconds={"a": 0.5, "b": 2.0}),
+    ]
+    assert cost(accounts) == {
+        "traversals": 3, "bytes_per_traversal": 3.0, "drafted": 5, "accepted": 4, "replays": 1,
+        "stage_seconds": {"a": 1.5, "b": 2.0},
+    }  # fmt: skip
+    assert cost([Account()])["bytes_per_traversal"] == 0.0
+
+
+def test_a_whole_answer_and_a_part_of_one():
+    reply = Reply(Chat(), "chatcmpl-1", 12, "m")
+    head = {"id": "chatcmpl-1", "created": 12, "model": "m"}
+    assert reply.whole([], usage(1, 2), {}) == {
+        **head, "object": "chat.completion", "choices": [], "blocktrain": {},
+        "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+    }  # fmt: skip
+    part = {**head, "object": "chat.completion.chunk", "choices": [{}], "usage": None}
+    assert reply.part([{}], usage=None) == part
