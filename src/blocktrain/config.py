@@ -187,7 +187,7 @@ class SwarmConfig:
         choices=CODECS,
     )
     kept: int = setting(
-        64, "of every 4096 numbers, how many the codec sparse sends", low=1, high=4096
+        154, "of every 4096 numbers, how many the codec sparse sends", low=1, high=4096
     )
     kept_down: int = setting(
         0,

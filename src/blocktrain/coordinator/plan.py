@@ -99,7 +99,8 @@ def due_updates(block: BlockView[Update], swarm: SwarmConfig, now: float) -> Seq
 def due_at(block: BlockView[Waiting], swarm: SwarmConfig) -> float:
     """From when on the updates that wait are due, if nothing else happens; infinity: never.
 
-    Enough is min(quorum, workers on the block). Then those still training get the grace window;
+    Enough is min(quorum, workers on the block). Late updates are not counted: they come while the
+    others train, and would make those late in turn. Then those still training get the grace window;
     where nobody is, there is nothing to wait for. One that is far slower than the others must not
     hold up those who wait for what their own updates become.
     """
@@ -108,11 +109,12 @@ def due_at(block: BlockView[Waiting], swarm: SwarmConfig) -> float:
     if block.open_leases == 0:
         return -math.inf
     enough = min(swarm.quorum, len(block.workers))
-    arrivals = sorted(update.committed for update in block.pending)
-    at_last = arrivals[0] + QUORUM_LEASES * swarm.lease_seconds
-    if len(arrivals) < enough:
+    fresh = sorted(u.committed for u in block.pending if u.base_version == block.version)
+    first = min(update.committed for update in block.pending)
+    at_last = first + QUORUM_LEASES * swarm.lease_seconds
+    if len(fresh) < enough:
         return at_last
-    return min(at_last, arrivals[enough - 1] + swarm.grace_seconds)
+    return min(at_last, fresh[enough - 1] + swarm.grace_seconds)
 
 
 def weight(swarm: SwarmConfig, version: int, base_version: int) -> float:
