@@ -266,12 +266,21 @@ class Lives:
 
     def _text_came_back(self, block: VirtualBlock) -> None:
         """There is work again: the first of those who wait and may do it will find it."""
-        name = next((name for name in self._parked if name not in block.finishing), None)
+        name = next((name for name in self._parked if self._may_take(name, block)), None)
         if name is not None and block.to_hand_out:
             waiting = len(self._parked)
             worker, seconds = self._workers[name], self._parked.pop(name)
             asks = self._agenda.now + seconds / (waiting + 1)
             self._agenda.at(asks, self._find_work, worker, worker.turn, block)
+
+    def _may_take(self, name: str, block: VirtualBlock) -> bool:
+        """Whether a worker waits for work, not for its own update to become a version."""
+        worker, blocks = self._workers[name], self._coordinator.blocks
+        transfer_seconds = worker.fetch_seconds + worker.send_seconds
+        patient = plan.is_patient(self._coordinator.swarm, transfer_seconds)
+        waits_for = worker.held_block if patient else None
+        own_is_coming = waits_for is not None and name in blocks[waits_for].finishing
+        return name not in block.finishing and not own_is_coming
 
     def _find_work(self, worker: VirtualWorker, turn: int, block: VirtualBlock) -> None:
         """And then the next, while there is some left."""
