@@ -99,7 +99,7 @@ def test_one_worker_per_block_gives_the_local_run_s_weights(home: Path, options:
 
 @pytest.mark.parametrize(("codec", "smaller"), [("int8", 3.5), ("sparse", 50.0)])
 def test_encoded_updates_train_the_model_in_fewer_bytes(home: Path, codec: str, smaller: float):
-    with coordinator(home, *settings(home, f"swarm.codec={codec}")) as told:
+    with coordinator(home, *settings(home, f"swarm.codec={codec}", "swarm.kept=154")) as told:
         workers = [start_worker(home, told["invite"], "--blocks", str(b)) for b in range(2)]
         finish(*workers)
         call(home, "fetch", told["invite"], "--out", "fetched")

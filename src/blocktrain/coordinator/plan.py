@@ -98,7 +98,8 @@ def due_updates(block: BlockView[Update], swarm: SwarmConfig, now: float) -> Seq
 def due_at(block: BlockView[Waiting], swarm: SwarmConfig) -> float:
     """From when on the updates that wait are due, if nothing else happens; infinity: never.
 
-    Enough is min(quorum, workers on the block). Then those still training get the grace window;
+    Enough is min(quorum, workers on the block). Late updates are not counted: they come while the
+    others train, and would make those late in turn. Then those still training get the grace window;
     where nobody is, there is nothing to wait for.
     """
     if not block.pending:
@@ -106,9 +107,9 @@ def due_at(block: BlockView[Waiting], swarm: SwarmConfig) -> float:
     if block.open_leases == 0:
         return -math.inf
     enough = min(swarm.quorum, len(block.workers))
-    if len(block.pending) < enough:
+    arrivals = sorted(u.committed for u in block.pending if u.base_version == block.version)
+    if len(arrivals) < enough:
         return math.inf
-    arrivals = sorted(update.committed for update in block.pending)
     return arrivals[enough - 1] + swarm.grace_seconds
 
 

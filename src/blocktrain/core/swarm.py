@@ -27,6 +27,8 @@ class BlockView(Protocol[Update_co]):
     @property
     def index(self) -> int: ...
     @property
+    def version(self) -> int: ...
+    @property
     def total_batches(self) -> int: ...
     @property
     def to_hand_out(self) -> int: ...
@@ -64,7 +66,7 @@ class BlockState:
     leased_batches: int
     open_leases: int
     workers: frozenset[str]  # that hold a lease of it, or sent an update that waits
-    finishing: frozenset[str]  # of these, whose update is on its way into a version
+    finishing: frozenset[str]  # of these, whose update of the current version is on its way in
     pending: tuple[PendingUpdate, ...]
 
     @property

@@ -297,6 +297,15 @@ def test_the_quorum_is_never_more_than_there_are_workers():
     assert due_updates(alone, SWARM, NOW + 5) == alone.pending
 
 
+def test_late_updates_do_not_make_a_quorum():
+    """They come while the others train, and would make those late in turn."""
+    late, fresh = update("ann"), replace(update("bob"), base_version=1)
+    training = {"version": 1, "open_leases": 2, "workers": frozenset(WORKERS)}
+    assert due_at(block(**training, pending=(late, fresh)), SWARM) == math.inf
+    two = (late, fresh, replace(update("eve"), base_version=1))
+    assert due_at(block(**training, pending=two), SWARM) == NOW + SWARM.grace_seconds
+
+
 @settings(deadline=None)
 @given(states(), swarms, st.floats(0, 200))
 def test_updates_are_merged_all_or_none_and_stay_due(
@@ -308,7 +317,8 @@ def test_updates_are_merged_all_or_none_and_stay_due(
         assert due_updates(state, swarm, NOW + later) == due
     if state.pending and not state.open_leases:
         assert due == state.pending
-    if len(state.pending) >= swarm.quorum:
+    fresh = [update for update in state.pending if update.base_version == state.version]
+    if len(fresh) >= swarm.quorum:
         assert due_updates(state, swarm, NOW + swarm.grace_seconds) == state.pending
 
 
