@@ -66,7 +66,7 @@ class BlockState:
     leased_batches: int
     open_leases: int
     workers: frozenset[str]  # that hold a lease of it, or sent an update that waits
-    finishing: frozenset[str]  # of these, whose update is on its way into a version
+    finishing: frozenset[str]  # of these, whose update of the current version is on its way in
     pending: tuple[PendingUpdate, ...]
 
     @property

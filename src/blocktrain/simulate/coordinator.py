@@ -73,7 +73,8 @@ class VirtualCoordinator:
         if lease.state == "open":
             lease.state = "sending"
             del self._open[lease.worker]
-            lease.block.finishing[lease.worker] += 1
+            if lease.base_version == lease.block.version:
+                lease.block.finishing[lease.worker] += 1
 
     def settle(self, lease: VirtualLease, now: float) -> plan.Refusal | None:
         """Count an update that has arrived, or say why not."""
@@ -90,7 +91,8 @@ class VirtualCoordinator:
         lease.committed = now
         block.pending.append(lease)
         block.workers[lease.worker] += 1
-        block.finishing[lease.worker] += 1
+        if lease.base_version == block.version:
+            block.finishing[lease.worker] += 1
         return None
 
     def give_back(self, lease: VirtualLease, now: float) -> bool:
@@ -117,7 +119,6 @@ class VirtualCoordinator:
             block.pending = list(fresh)
         for lease in stale:
             count_out(block.workers, lease.worker)
-            count_out(block.finishing, lease.worker)
             self._refuse(lease, FELL_BEHIND, put_back=True)
         block.merging = bool(fresh)
         return fresh
@@ -128,11 +129,11 @@ class VirtualCoordinator:
         block.pending = block.pending[len(merged) :]
         for lease in merged:
             count_out(block.workers, lease.worker)
-            count_out(block.finishing, lease.worker)
             self.staleness[block.version - lease.base_version] += 1
             block.merged_batches += lease.steps
         block.author = merged[0] if self._is_the_update(block, merged) else None
         block.version += 1
+        block.finishing.clear()
         block.merging = False
         self._unfinished -= block.merged_batches == block.total_batches
 
@@ -143,7 +144,7 @@ class VirtualCoordinator:
         block = lease.block
         if lease.state == "open":
             del self._open[lease.worker]
-        else:
+        elif lease.base_version == block.version:
             count_out(block.finishing, lease.worker)
         lease.state = state
         block.open_leases -= 1

@@ -84,6 +84,6 @@ class Rounds:
         finishing = tuple(block.finishing)
         self._coordinator.publish(block, merged, self._agenda.now)
         self._free_mergers += 1
-        self._on_version(block, [name for name in finishing if name not in block.finishing])
+        self._on_version(block, finishing)
         self.look(block)
         self._merge_next()

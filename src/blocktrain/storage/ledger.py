@@ -474,8 +474,12 @@ def _block_state(
 ) -> BlockState:
     coming = {lease.worker for lease in held}
     coming |= {item.worker for item in pending}
-    finishing = {lease.worker for lease in held if lease.state == "sending"}
-    finishing |= {item.worker for item in pending}
+    finishing = {
+        lease.worker
+        for lease in held
+        if lease.state == "sending" and lease.base_version == row.version
+    }
+    finishing |= {item.worker for item in pending if item.base_version == row.version}
     return BlockState(
         index=row.block,
         version=row.version,
