@@ -88,6 +88,8 @@ class Agent:
             self._transfer, LATEST_SEND_SECONDS, self._on_receipt, self._on_send_failure
         )
         self._contribution = 0
+        self._started_at = self._clock.monotonic()
+        self._training_seconds = 0.0
         self._steps_per_second: float | None = None
         self._failures = 0  # since an update last got through
         self._last_failure: BlocktrainError | None = None
@@ -239,10 +241,11 @@ class Agent:
         last = lease.first_batch + lease.steps - 1
         self._tell("leased", f"block {lease.block}, batches {lease.first_batch} to {last}", lease)
         self._forget_all_but(lease)
-        course = Course(lease.steps, self._clock)
+        course, trained_before = Course(lease.steps, self._clock), self._training_seconds
 
         def on_report(report: LeaseReport) -> None:
             course.reached(report.steps_done)
+            self._training_seconds = trained_before + course.seconds
             keeper.report(report.steps_done, report.loss)
             self._tell_training(lease, course, report)
 
@@ -369,6 +372,8 @@ class Agent:
                 bytes_down=self._traffic.down,
                 bytes_up=self._traffic.up,
                 contribution=self._contribution,
+                seconds=self._clock.monotonic() - self._started_at,
+                training_seconds=self._training_seconds,
                 **facts,
             )
             self._on_event(event)

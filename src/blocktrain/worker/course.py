@@ -8,7 +8,7 @@ class Course:
         self.steps, self.steps_done = steps, 0
         self._clock = clock
         self._began: float | None = None
-        self._seconds = 0.0
+        self.seconds = 0.0  # from the beginning to the last step that is done
 
     def begin(self) -> None:
         """Training begins now, unless it has: downloads before it do not count."""
@@ -19,12 +19,12 @@ class Course:
         self.begin()
         assert self._began is not None
         self.steps_done = steps_done
-        self._seconds = self._clock.monotonic() - self._began
+        self.seconds = self._clock.monotonic() - self._began
 
     @property
     def steps_per_second(self) -> float | None:
         """None before the first step."""
-        return self.steps_done / max(self._seconds, 1e-6) if self.steps_done else None
+        return self.steps_done / max(self.seconds, 1e-6) if self.steps_done else None
 
     def ends_within(self, seconds: float) -> bool:
         speed = self.steps_per_second

@@ -33,3 +33,5 @@ class WorkerEvent:
     bytes_down: int = 0  # over the network, since the worker started
     bytes_up: int = 0
     contribution: int = 0  # bytes of text in updates that were accepted
+    seconds: float = 0.0  # since the worker started
+    training_seconds: float = 0.0  # of them spent on steps, whatever became of these

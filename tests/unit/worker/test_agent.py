@@ -229,6 +229,24 @@ def test_a_workers_whole_life(script: Script, watched: Watched, server: FaultSer
     assert training[-1].bytes_per_s > 0
 
 
+def test_only_steps_count_as_training(script: Script, watched: Watched):
+    """Between two leases the worker is told to wait: that is its time, but no training."""
+    script.answers = [
+        lambda: script.lease(script.first_weights(), 0, 5),
+        script.after(1, lambda: Wait(seconds=0.4, reason="nothing to do")),
+        lambda: script.lease(script.result(0), 5, 5, base_version=1),
+        script.after(2, Finished),
+    ]
+    assert watched.run()
+    kinds = [event.kind for event in watched.events]
+    waiting = kinds.index("waiting")
+    leased = kinds.index("leased", waiting)
+    before, after, last = (watched.events[n] for n in (waiting, leased, -1))
+    assert after.seconds - before.seconds >= 0.4
+    assert after.training_seconds == before.training_seconds > 0.0
+    assert before.training_seconds < last.training_seconds < last.seconds - 0.4
+
+
 def test_a_base_that_was_merged_with_others_is_fetched(
     script: Script, watched: Watched, server: FaultServer
 ):

@@ -1,0 +1,241 @@
+"""Three hosts and a coordinator across an emulated WAN, beside one worker at home.
+
+    PYTHONPATH=src:. python bench/three_hosts.py --out DIR --config configs/demo.toml \
+        [--data 'text:wikitext-2/*.txt'] [--round-trips 20 50 100] [--codecs none sparse]
+
+Needs Linux and root: every host is a network namespace (tests/support/wan.py). For every codec and
+round trip a real coordinator and three real workers train the run over HTTPS; one host is killed
+at a third of it and comes back at half. Bytes are those of all packets on the workers' lines,
+both directions, headers and repetitions and all. Waiting is the share of a worker's time, from
+joining to its last word, in which it took no step. CE is on test, of the model fetched at the end.
+The run at home is `blocktrain train`: every block trained alone on the same bytes. Writes
+three-hosts.json into DIR after every run, prints a table last.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.wan import Wan, why_not
+
+from blocktrain.config import Config, load_config
+from quality import provenance
+
+COMMAND = [sys.executable, "-m", "blocktrain.cli.main"]
+COORDINATOR, WORKERS = "coordinator", ("a", "b", "c")
+LEAVER = "c"
+LEAVES_AT, RETURNS_AT = 1 / 3, 1 / 2  # of the run
+PORT = 7070
+POLL_SECONDS = 0.2
+Event = dict[str, Any]
+
+
+class Swarm:
+    """One run: its processes in their hosts, its folder, and what the workers told."""
+
+    def __init__(self, wan: Wan, folder: Path, config: Path) -> None:
+        self._wan, self._folder, self._config = wan, folder, config
+        self._running: dict[str, subprocess.Popen[Any]] = {}
+
+    def start_coordinator(self) -> None:
+        address = self._wan.address(COORDINATOR)
+        command = ["coordinator", "--json", "--config", self._config, "--data-dir"]
+        command += [self._folder / "coordinator", "--listen", f"{address}:{PORT}"]
+        process = self._start(COORDINATOR, [*command, "--advertise", address])
+        self.invite = json.loads(self._first_line(process))["invite"]
+
+    def start_worker(self, host: str) -> None:
+        command = ["worker", self.invite, "--json", "--name", host, "--device", "cpu"]
+        self._running[host] = self._start(host, [*command, "--folder", self._folder / host])
+
+    def kill_worker(self, host: str) -> None:
+        self._running[host].kill()
+        self._running[host].wait()
+
+    def fetch(self, out: Path) -> None:
+        """The model as it is now; fetched where the coordinator is, so that no line carries it."""
+        self._start(COORDINATOR, ["fetch", self.invite, "--out", out], log="fetch").wait()
+
+    def lives(self, host: str) -> list[list[Event]]:
+        """What a worker told, one list for each time it was started."""
+        return lives(self._log(host).read_text().splitlines())
+
+    def finished(self) -> bool:
+        for host, process in self._running.items():
+            if process.poll() not in (None, 0, -signal.SIGKILL):
+                raise RuntimeError(f"worker {host} failed: {self._log(host).read_text()[-2000:]}")
+        return all(process.poll() is not None for process in self._running.values())
+
+    def _start(self, host: str, arguments: list[Any], log: str = "") -> "subprocess.Popen[Any]":
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with self._log(log or host).open("ab") as file:
+            return self._wan.popen(
+                host, [*COMMAND, *map(str, arguments)], stdout=file, stderr=file, env=environment
+            )
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def _first_line(self, process: "subprocess.Popen[Any]") -> str:
+        while not (lines := self._log(COORDINATOR).read_text().splitlines()):
+            if process.poll() is not None:
+                raise RuntimeError("the coordinator did not start")
+            time.sleep(POLL_SECONDS)
+        return lines[0]
+
+
+def lives(lines: Iterable[str]) -> list[list[Event]]:
+    """A worker's log, cut where it joined."""
+    found: list[list[Event]] = []
+    for line in lines:
+        event = json.loads(line)
+        if event["kind"] == "joined":
+            found.append([])
+        found[-1].append(event)
+    return found
+
+
+def contributed(lives: Sequence[Sequence[Event]]) -> int:
+    """Bytes of text in the accepted updates of all lives of a worker."""
+    return sum(max(event["contribution"] for event in life) for life in lives)
+
+
+def waits(life: Sequence[Event]) -> dict[str, float]:
+    """Seconds without a step, by what came before them; news of an update that travels by itself
+    is no such thing."""
+    told = [event for event in life if event["kind"] not in ("accepted", "refused")]
+    spent: defaultdict[str, float] = defaultdict(float)
+    for before, after in itertools.pairwise(told):
+        idle = after["seconds"] - before["seconds"]
+        spent[before["kind"]] += idle - (after["training_seconds"] - before["training_seconds"])
+    return dict(spent)
+
+
+def waiting_share(lives: Sequence[Sequence[Event]]) -> float:
+    """Of the time from joining to the last word, over all lives of a worker."""
+    total = sum(life[-1]["seconds"] - life[0]["seconds"] for life in lives)
+    trained = sum(life[-1]["training_seconds"] for life in lives)
+    return 1 - trained / total
+
+
+def train_across(swarm: Swarm, whole: int) -> None:
+    """To the end of a run of so many bytes of text, one host away for a while."""
+    for host in WORKERS:
+        swarm.start_worker(host)
+    to_do = [(RETURNS_AT, swarm.start_worker), (LEAVES_AT, swarm.kill_worker)]
+    while to_do or not swarm.finished():
+        time.sleep(POLL_SECONDS)
+        done = sum(contributed(swarm.lives(host)) for host in WORKERS) / whole
+        if to_do and done >= to_do[-1][0]:
+            to_do.pop()[1](LEAVER)
+
+
+def score(run: Path, windows: int | None) -> float:
+    command = [*COMMAND, "eval", str(run), "--split", "test", "--json", "--device", "cpu"]
+    command += ["--windows", str(windows), "--draws", "1"] if windows else ["--draws", "1"]
+    told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return float(told["ce"])
+
+
+def measured(folder: Path, config: Config, args: argparse.Namespace, trip: float) -> dict[str, Any]:
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(config.to_toml())
+    whole = config.units * config.train.steps * config.train.batch * config.model.window
+    hosts = [COORDINATOR, *WORKERS]
+    with Wan(hosts, trip, args.mbit, args.loss, congestion=args.congestion) as wan:
+        swarm = Swarm(wan, folder, folder / "config.toml")
+        swarm.start_coordinator()
+        swarm.fetch(folder / "first")
+        began = time.monotonic()
+        train_across(swarm, whole)
+        seconds = time.monotonic() - began
+        swarm.fetch(folder / "model")
+        lines = {host: wan.traffic(host) for host in WORKERS}
+    told = {host: swarm.lives(host) for host in WORKERS}
+    return {
+        "codec": config.swarm.codec,
+        "round_trip_ms": trip,
+        "untrained": score(folder / "first", args.windows),
+        "ce": score(folder / "model", args.windows),
+        "seconds": seconds,
+        "bytes_up": sum(line.up.bytes for line in lines.values()),
+        "bytes_down": sum(line.down.bytes for line in lines.values()),
+        "waiting": {host: waiting_share(told[host]) for host in WORKERS},
+        "waits": {host: [waits(life) for life in told[host]] for host in WORKERS},
+        "leases": {h: sum(e["kind"] == "leased" for life in told[h] for e in life) for h in told},
+    }
+
+
+def at_home(folder: Path, config: Config, windows: int | None) -> float:
+    """CE of the same blocks, each trained alone on this machine."""
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(config.to_toml())
+    command = [*COMMAND, "train", "--config", str(folder / "config.toml")]
+    command += ["--out", str(folder / "model")]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return score(folder / "model", windows)
+
+
+def print_table(report: dict[str, Any]) -> None:
+    home = report["home"]
+    print(
+        "| run | CE untrained | CE | against home | MB up | MB down | waiting (a, b, c) | minutes |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    print(f"| at home, blocks one after another | | {home:.4f} | | | | | |")
+    for run in report["runs"]:
+        shares = ", ".join(f"{100 * share:.1f}%" for share in run["waiting"].values())
+        print(
+            f"| {run['codec']}, {run['round_trip_ms']:.0f} ms | {run['untrained']:.4f}"
+            f" | {run['ce']:.4f} | {run['ce'] - home:+.4f} | {run['bytes_up'] / 1e6:.1f}"
+            f" | {run['bytes_down'] / 1e6:.1f} | {shares} | {run['seconds'] / 60:.1f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--data", help="where text comes from; default: as the config says")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--codecs", nargs="+", default=["none"])
+    parser.add_argument("--round-trips", nargs="+", type=float, default=[20.0, 50.0, 100.0])
+    parser.add_argument("--mbit", type=float, default=100.0)
+    parser.add_argument("--loss", type=float, default=0.001)
+    parser.add_argument("--windows", type=int, help="score at most so many of test")
+    parser.add_argument("--congestion", choices=["bbr", "cubic", "reno"])
+    args = parser.parse_args()
+    if reason := why_not():
+        sys.exit(f"no WAN can be made here: {reason}")
+    config = load_config(args.config, args.set)
+    if args.data:
+        config = config.with_settings(data__source=args.data)
+    args.out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {
+        **provenance(), "cpus": os.cpu_count(), "config": config.to_toml(),
+        "mbit": args.mbit, "loss": args.loss, "congestion": args.congestion,
+        "windows": args.windows, "runs": [],
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        report["home"] = at_home(Path(scratch) / "home", config, args.windows)
+        for codec in args.codecs:
+            for trip in args.round_trips:
+                folder = Path(scratch) / f"{codec}-{trip:.0f}"
+                run = measured(folder, config.with_settings(swarm__codec=codec), args, trip)
+                report["runs"].append(run)
+                (args.out / "three-hosts.json").write_text(json.dumps(report, indent=1))
+    print_table(report)
+
+
+if __name__ == "__main__":
+    main()
