@@ -213,7 +213,7 @@ class Engine:
             for active in going:
                 active.fail(error)
             return
-        self._learn_draft(self._clock() - started, work, steps)
+        self._learn_draft(self._clock() - started, rows, steps)
         await self._dispatch(work, rows)
 
     async def _prefill_stages(self, going: Sequence[Active], steps: dict[int, Any]) -> None:
@@ -312,13 +312,11 @@ class Engine:
 
     # What drafts and traversals take
 
-    def _learn_draft(self, seconds: float, work: Work, steps: dict[int, Any]) -> None:
+    def _learn_draft(self, seconds: float, rows: dict[int, Active], steps: dict[int, Any]) -> None:
         rounds = 1 + max(step.drafts for step in steps.values())
         self._pace.draft = _smoothed(self._pace.draft, seconds / rounds)
-        for row in work.rows:
-            active = self._flights.get(row.request)
-            if active:
-                active.account.took({OWN_TIME: seconds})
+        for active in rows.values():
+            active.account.took({OWN_TIME: seconds})
 
     def _learn_traversal(self, seconds: float) -> None:
         self._pace.traversal = _smoothed(self._pace.traversal, seconds)
