@@ -98,7 +98,7 @@ class DenoisingBlock(Block):
         by = self.rotation(slice(0, ids_BT.size(1)))
         clean = self.embedded(ids_BT)
         noisy = self._start(clean, z_BTE, level, table_VE)
-        *before, last = zip(typed(self.layers), self._modulations(level), strict=True)
+        *before, last = zip(typed(self.layers), self.modulations(level), strict=True)
         for layer, modulation in before:
             clean, noisy = self.apply_layer(_two_stream_step, layer, clean, noisy, by, modulation)
         noisy = self.apply_layer(_last_step, last[0], clean, noisy, by, last[1])
@@ -120,12 +120,20 @@ class DenoisingBlock(Block):
         return BlockContext(embedded, contexts, by)
 
     def denoise(
-        self, context: "BlockContext", z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor
+        self,
+        context: "BlockContext",
+        z_BTE: Tensor,
+        level: NoiseLevel,
+        table_VE: Tensor,
+        modulations: list[Modulation] | None = None,
     ) -> Tensor:
-        """The noisy stream alone, over a context read before."""
+        """The noisy stream alone, over a context read before. The level's modulations may be handed
+        in, where many steps share them."""
         x = self._start(context.clean_BTD, z_BTE, level, table_VE)
+        if modulations is None:
+            modulations = self.modulations(level)
         for layer, modulation, memory in zip(
-            typed(self.layers), self._modulations(level), context.layers, strict=True
+            typed(self.layers), modulations, context.layers, strict=True
         ):
             x = layer.noisy(x, memory, context.by, modulation)
         return self._logits(x, z_BTE, level, table_VE)
@@ -137,7 +145,7 @@ class DenoisingBlock(Block):
         noisy: Tensor = self.target_in(seen_BTV.to(self.compute_dtype))
         return clean_BTD + noisy
 
-    def _modulations(self, level: NoiseLevel) -> list[Modulation]:
+    def modulations(self, level: NoiseLevel) -> list[Modulation]:
         """Per layer: six B x 1 x D tensors that depend on sigma alone."""
         frequencies = torch.arange(1, SIGMA_FEATURES // 2 + 1, device=level.c_noise_B.device)
         angles = level.c_noise_B[:, None] * frequencies * torch.pi

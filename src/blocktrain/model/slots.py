@@ -12,6 +12,7 @@ of all rows, D width, H heads, K = D / H.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 
 import numpy as np
 import torch
@@ -31,8 +32,7 @@ class Places:
     slots: slice | Tensor
     end: int  # positions the longest row has when all is written
     positions_BQ: Tensor
-    padded: bool
-    given_N: Tensor  # which of the B x Q inputs are no padding
+    given_N: Tensor | None  # which of the B x Q inputs are no padding; None: all
     written_N: Tensor  # their places in a pool of keys or of values
     inputs_N: Tensor  # their places in a pool of the local filter's inputs
     before_BC: Tensor  # the places of the inputs just before each row
@@ -46,7 +46,7 @@ class Places:
     def write(self, pool_STD: Tensor, places_N: Tensor, new_BQD: Tensor) -> None:
         width = pool_STD.size(-1)
         flat = new_BQD.reshape(-1, width)
-        if self.padded:
+        if self.given_N is not None:
             flat = flat[self.given_N]
         pool_STD.view(-1, width).index_copy_(0, places_N, flat)
 
@@ -131,11 +131,11 @@ class SlotCache:
         self, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
     ) -> list[SlotBlockView]:
         """Each block's memory for one batch; rows are padded to the longest."""
-        ends = np.add(starts, lengths)
-        if ends.max() > self.model.window:
-            raise ValueError(f"position {ends.max()} is past the model's window")
-        self._make_room(max(slots) + 1, int(ends.max()))
-        at = self._places(np.array(slots), np.array(starts), np.array(lengths), int(ends.max()))
+        end = max(map(add, starts, lengths))
+        if end > self.model.window:
+            raise ValueError(f"position {end} is past the model's window")
+        self._make_room(max(slots) + 1, end)
+        at = self._places(slots, starts, lengths, end)
         return [
             SlotBlockView(
                 [SlotLayerView(layer, at) for layer in layers],
@@ -154,37 +154,41 @@ class SlotCache:
                 layer.grow(self.slots, self.room)
 
     def _places(
-        self, slots_B: np.ndarray, starts_B: np.ndarray, lengths_B: np.ndarray, end: int
+        self, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int], end: int
     ) -> Places:
-        count, taps = int(lengths_B.max()), self.model.taps
+        count, taps = max(lengths), self.model.taps
+        rows_B1, starts_B1 = np.array(slots)[:, None], np.array(starts)[:, None]
         offsets_Q = np.arange(count)
-        positions_BQ = starts_B[:, None] + offsets_Q
-        given_BQ = offsets_Q < lengths_B[:, None]
-        rows_B1 = slots_B[:, None]
-        before_BC = rows_B1 * (taps + self.room) + starts_B[:, None] + np.arange(taps)
+        given = None
+        positions_BQ = starts_B1 + offsets_Q
+        written = rows_B1 * self.room + positions_BQ
+        inputs = written + (rows_B1 + 1) * taps
+        if min(lengths) < count:
+            given_BQ = offsets_Q < np.array(lengths)[:, None]
+            given = self._tensor(np.flatnonzero(given_BQ))
+            written, inputs = written[given_BQ], inputs[given_BQ]
+        before_BC = rows_B1 * (taps + self.room) + starts_B1 + np.arange(taps)
         return Places(
-            self._consecutive(slots_B),
+            self._consecutive(slots),
             end,
             self._tensor(np.minimum(positions_BQ, self.model.window - 1)),
-            not given_BQ.all(),
-            self._tensor(np.flatnonzero(given_BQ)),
-            self._tensor((rows_B1 * self.room + positions_BQ)[given_BQ]),
-            self._tensor((rows_B1 * (taps + self.room) + taps + positions_BQ)[given_BQ]),
+            given,
+            self._tensor(written.reshape(-1)),
+            self._tensor(inputs.reshape(-1)),
             self._tensor(before_BC),
-            not starts_B.any(),
-            self._mask(positions_BQ, end),
+            not any(starts),
+            self._mask(starts, positions_BQ, end),
         )
 
-    def _consecutive(self, slots_B: np.ndarray) -> slice | Tensor:
-        first = int(slots_B[0])
-        if (np.diff(slots_B) == 1).all():
-            return slice(first, first + len(slots_B))
-        return self._tensor(slots_B)
+    def _consecutive(self, slots: Sequence[int]) -> slice | Tensor:
+        first = slots[0]
+        if list(slots) == list(range(first, first + len(slots))):
+            return slice(first, first + len(slots))
+        return self._tensor(np.array(slots))
 
-    def _mask(self, positions_BQ: np.ndarray, end: int) -> Tensor | None:
+    def _mask(self, starts: Sequence[int], positions_BQ: np.ndarray, end: int) -> Tensor | None:
         """A query sees what stands up to its own place; padding sees more, and is not read."""
-        starts_B = positions_BQ[:, 0]
-        if not starts_B.any() or (starts_B == end - 1).all():
+        if not any(starts) or min(starts) == end - 1:
             return None  # plainly causal, or one new position each that sees everything
         seen_BQT = np.arange(end) <= positions_BQ[:, :, None]
         return self._tensor(seen_BQT[:, None])

@@ -19,7 +19,7 @@ from blocktrain.core.noise import euler_step, precondition
 from blocktrain.core.seeds import mixed_seed
 from blocktrain.errors import ConfigError
 from blocktrain.model.causal import CausalBlock
-from blocktrain.model.denoising import BlockContext, DenoisingBlock, NoiseLevel
+from blocktrain.model.denoising import BlockContext, DenoisingBlock, Modulation, NoiseLevel
 from blocktrain.model.kv_cache import BlockCache
 from blocktrain.model.targets import target_table
 
@@ -133,21 +133,24 @@ class Descent:
     block: DenoisingBlock
     table_VE: Tensor
     level: NoiseLevel
+    modulations: list[Modulation]
     sigma: float
     sigma_next: float
 
     @classmethod
+    @torch.no_grad()
     def of(cls, config: Config, unit: int, block: DenoisingBlock, table_VE: Tensor) -> Self:
         partition = config.partition()
         sigma, sigma_next = partition.inference_sigmas()[unit]
         assert partition.block_of(sigma) == unit
         level = precondition(sigma, config.objective.sigma_data)
         constant = NoiseLevel.constant(level, 1, table_VE.device)  # for as many as there are
-        return cls(block, table_VE, constant, sigma, sigma_next)
+        modulations = block.modulations(constant)
+        return cls(block, table_VE, constant, modulations, sigma, sigma_next)
 
     def __call__(self, context: BlockContext, z_BTE: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the next byte, and z as the next block reads it."""
-        logits = self.block.denoise(context, z_BTE, self.level, self.table_VE)
+        logits = self.block.denoise(context, z_BTE, self.level, self.table_VE, self.modulations)
         log_probs = torch.log_softmax(logits, dim=-1)
         guess_BTE = log_probs.exp() @ self.table_VE
         return log_probs, euler_step(z_BTE, guess_BTE, self.sigma, self.sigma_next)

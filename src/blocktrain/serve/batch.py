@@ -44,25 +44,24 @@ def like_length(shares: Sequence[Share]) -> list[list[Share]]:
     return [sorted(group, key=lambda share: share.tenant.slot) for group in groups]
 
 
-@dataclass
 class Batch:
-    shares: Sequence[Share]
-    ids_BQ: Tensor
-    given_N: Tensor | None  # which of the B x Q are no padding; None: all
-    read_R: Tensor | None  # which of the B x Q are read; None: all
+    """`given_N` says which of the B x Q positions are no padding, `read_R` which are read; None
+    stands for all of them."""
 
-    @classmethod
-    def of(cls, shares: Sequence[Share], device: torch.device) -> "Batch":
-        lengths = np.array([share.length for share in shares])
-        ids_BQ = np.zeros((len(shares), lengths.max()), np.int64)
-        for ids_Q, share in zip(ids_BQ, shares, strict=True):
-            ids_Q[: share.length] = share.row.ids
-        offsets_Q, ends_B1 = np.arange(lengths.max()), lengths[:, None]
-        reads_B1 = np.array([[share.row.read] for share in shares])
-        given_BQ = offsets_Q < ends_B1
-        read_BQ = given_BQ & (offsets_Q >= ends_B1 - reads_B1)
-        ids = torch.from_numpy(ids_BQ).to(device, non_blocking=True)
-        return cls(shares, ids, _places(given_BQ, device), _places(read_BQ, device))
+    def __init__(self, shares: Sequence[Share], device: torch.device) -> None:
+        self.shares = shares
+        self._device = device
+        self._ids_BQ = _padded([share.row.ids for share in shares])
+        self.ids_BQ = self._tensor(self._ids_BQ)
+        self.given_N: Tensor | None = None
+        self.read_R: Tensor | None = None
+        if any(share.row.read < self._ids_BQ.shape[1] for share in shares):
+            lengths_B1 = np.array([[share.length] for share in shares])
+            reads_B1 = np.array([[share.row.read] for share in shares])
+            offsets_Q = np.arange(self._ids_BQ.shape[1])
+            given_BQ = offsets_Q < lengths_B1
+            self.given_N = self._places(given_BQ)
+            self.read_R = self._places(given_BQ & (offsets_Q >= lengths_B1 - reads_B1))
 
     def spread(self, values_NW: Tensor) -> Tensor:
         """Flat values, as rows; padding is zero."""
@@ -85,33 +84,34 @@ class Batch:
 
         The first position read keeps its id: it is known. All positions of such a row are read.
         """
-        guesses = log_probs_RV.cpu().numpy()
-        ids_BQ = self.ids_BQ.cpu().numpy().copy()
+        guesses_RV = log_probs_RV.cpu().numpy()
         start = 0
-        for ids_Q, share in zip(ids_BQ, self.shares, strict=True):
+        for ids_Q, share in zip(self._ids_BQ, self.shares, strict=True):
             count = share.row.read
             if refinement := share.row.refinement:
-                positions = range(refinement.position, refinement.position + count)
-                found = picks(
-                    guesses[start : start + count], [refinement.sampling] * count, positions
-                )
-                ids_Q[1:count] = found[:-1]
+                own_RV = guesses_RV[start : start + count]
+                places = range(refinement.position, refinement.position + count)
+                ids_Q[1:count] = picks(own_RV, [refinement.sampling] * count, places)[:-1]
             start += count
-        self.ids_BQ = torch.from_numpy(ids_BQ).to(self.ids_BQ.device, non_blocking=True)
+        self.ids_BQ = self._tensor(self._ids_BQ)
 
     def refined_ids(self) -> dict[int, np.ndarray]:
         """The ids of rows whose context was guessed, by request."""
-        if not self.refines:
-            return {}
-        ids_BQ = self.ids_BQ.cpu().numpy().astype(np.uint16)
         return {
-            share.row.request: ids_Q[: share.length]
-            for ids_Q, share in zip(ids_BQ, self.shares, strict=True)
+            share.row.request: ids_Q[: share.length].astype(np.uint16)
+            for ids_Q, share in zip(self._ids_BQ, self.shares, strict=True)
             if share.row.refinement
         }
 
+    def _places(self, chosen_BQ: np.ndarray) -> Tensor | None:
+        return None if chosen_BQ.all() else self._tensor(np.flatnonzero(chosen_BQ))
 
-def _places(chosen_BQ: np.ndarray, device: torch.device) -> Tensor | None:
-    if chosen_BQ.all():
-        return None
-    return torch.from_numpy(np.flatnonzero(chosen_BQ)).to(device, non_blocking=True)
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
+    padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for padded_Q, ids in zip(padded, rows, strict=True):
+        padded_Q[: len(ids)] = ids
+    return padded

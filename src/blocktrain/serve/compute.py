@@ -22,7 +22,7 @@ from blocktrain.core.vocabulary import BYTES, IDS
 from blocktrain.errors import CacheFullError, ProtocolError
 from blocktrain.model.slots import SlotBlockView, SlotCache
 from blocktrain.serve.batch import Batch, Share, like_length
-from blocktrain.serve.tenants import Limits, Tenants
+from blocktrain.serve.tenants import DEFAULT_LIMITS, Limits, Tenants
 from blocktrain.serve.unit import new_unit, shape, state_width
 from blocktrain.serve.work import Row, Work, with_ids
 from blocktrain.storage.run_dir import RunDir
@@ -38,7 +38,7 @@ class StageCompute:
         modules: Sequence[nn.Module],
         compute: Compute,
         readout: str = "product",
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: Limits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.blocks, self.compute, self.readout = config, blocks, compute, readout
@@ -64,7 +64,7 @@ class StageCompute:
         blocks: range,
         compute: Compute,
         readout: str = "product",
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: Limits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
         """From a run's files; the other blocks' are not read."""
@@ -118,7 +118,7 @@ class StageCompute:
         for group in like_length(shares):
             carried = np.concatenate([np.asarray(share.carried) for share in group])
             read = np.concatenate([np.asarray(share.read) for share in group])
-            batch = Batch.of(group, self.compute.device)
+            batch = Batch(group, self.compute.device)
             state_NW[carried], readout_RV[read] = self._through(
                 batch, state_in[carried], work.readout_RV[read], heads
             )
@@ -144,7 +144,7 @@ class StageCompute:
 
     def _take_in(self, shares: Sequence[Share]) -> None:
         for group in like_length(shares):
-            batch = Batch.of(group, self.compute.device)
+            batch = Batch(group, self.compute.device)
             with self._writing(group) as views:
                 for unit, view in zip(self._units, views, strict=True):
                     unit.read(batch.ids_BQ, view)

@@ -8,7 +8,7 @@ TLS only as an asyncio transport, and nothing of what the messages mean, except:
     HELLO     the first message each way; the caller's first, the other's says that it is welcome
     ERROR     of request 0: the other side ends the connection, and `reason` in meta says why
     CREDIT    `sequence` is how many more bytes may be sent
-    PING/PONG `sequence` is given back
+    PING      `sequence` is the sender's time, which the PONG gives back
     PAD       with an array: padding, to be answered by one without, and forgotten
 """
 
@@ -18,7 +18,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -59,12 +59,14 @@ class Peer:
 
 @dataclass(frozen=True)
 class Terms:
-    """What one side holds to. `limit` is what the meta and arrays of a message may take."""
+    """What one side holds to. `limit` is what the meta and arrays of a message may take, `padding`
+    how much of it at most is sent at once to learn the line's speed."""
 
     beat: float = 1.0
     slack: float = 0.5  # seconds that a sign of life may be late
     greeting_seconds: float = 5.0
     limit: int = LIMIT
+    padding: int = 4 << 20
 
 
 USUAL = Terms()
@@ -93,11 +95,12 @@ class Connection(asyncio.BufferedProtocol):
         self._wake: asyncio.Future[None] | None = None  # a sender that waits for credit or room
         self._window, self._credit, self._largest = 0, 0, 0  # what the other side takes
         self._owed_pong: int | None = None
-        self._ticks, self._ping_sent = 0, 0.0
+        self._ticks = 0
         self._silence, self._patience = 0.0, 2 * terms.beat + terms.slack
         self._timer: asyncio.TimerHandle | None = None
         self._warming: asyncio.Task[None] | None = None
         self._padded: asyncio.Future[None] | None = None
+        self._most_padding = 0
 
     async def send(self, message: Message) -> None:
         """Returns when the message is on its way, or raises why the connection ended."""
@@ -127,11 +130,10 @@ class Connection(asyncio.BufferedProtocol):
         """What was sent still goes out, if the other side takes it soon."""
         self._end(UnreachableError(f"the connection to {self.peer} is closed"), farewell=True)
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: BlocktrainError) -> None:
         """Close, and tell the other side why."""
-        if not self.reason:
-            self._tell(Kind.ERROR, meta={"reason": reason[:LONGEST_REASON]})
-        self._end(RefusedError("refused", reason), farewell=True)
+        self._tell(Kind.ERROR, meta={"reason": str(reason)[:LONGEST_REASON]})
+        self._end(reason, farewell=True)
 
     # The greeting, for `meeting`
 
@@ -147,7 +149,8 @@ class Connection(asyncio.BufferedProtocol):
         """From here on both sides show that they live."""
         self.peer, self.hello = peer, hello
         self._tick()
-        self._warming = self._loop.create_task(warm_up(self._pad, self._loop.time))
+        warming = warm_up(self._pad, self._most_padding, self._loop.time)
+        self._warming = self._loop.create_task(warming)
 
     def certificate(self) -> dict[str, Any] | None:
         found: dict[str, Any] | None = self._transport.get_extra_info("peercert")
@@ -156,9 +159,8 @@ class Connection(asyncio.BufferedProtocol):
     # What the transport says
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of its class
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         _tune(transport.get_extra_info("socket"))
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -173,15 +175,13 @@ class Connection(asyncio.BufferedProtocol):
             for message in self._decoder.messages():
                 self._take(message)
         except ProtocolError as error:
-            self.refuse(str(error))
+            self.refuse(error)
 
     def pause_writing(self) -> None:
         self._paused = True
 
     def resume_writing(self) -> None:
         self._paused = False
-        if self.reason:
-            return
         if self._owed_pong is not None:
             self._tell(Kind.PONG, self._owed_pong)
             self._owed_pong = None
@@ -189,13 +189,18 @@ class Connection(asyncio.BufferedProtocol):
         self._woken()
 
     def eof_received(self) -> None:
-        self._end(UnreachableError(f"{self.peer} closed the connection"), farewell=True)
+        early = "" if self._window else " without a greeting: it is full, or not of this ring"
+        self._end(UnreachableError(f"{self.peer} closed the connection{early}"), farewell=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if isinstance(exc, ssl.SSLError):
             self._end(UntrustedError(f"{self.peer} does not accept this certificate: {exc}"))
         else:
-            self._end(UnreachableError(f"the connection to {self.peer} was lost: {exc}"))
+            self._end(
+                UnreachableError(f"the connection to {self.peer} was lost: {exc or 'cut off'}")
+            )
+        if self._timer:
+            self._timer.cancel()
         self.closed.set()
 
     # What messages do
@@ -228,6 +233,7 @@ class Connection(asyncio.BufferedProtocol):
             raise ProtocolError(f"a limit of {limit} and a beat of {beat} are not possible")
         self._largest = largest_frame(limit)
         self._window = self._credit = window_for(self._largest)
+        self._most_padding = min(self._terms.padding, limit // 2)
         self._patience = 2 * max(beat, self._terms.beat) + self._terms.slack
         self._decoder.limit = self._terms.limit
         if not self._greeting.done():
@@ -240,9 +246,9 @@ class Connection(asyncio.BufferedProtocol):
             self._tell(Kind.PONG, ping)
 
     def _take_pong(self, ping: int) -> None:
-        if ping != self._ticks // TICKS_PER_BEAT:
-            return  # too late to tell anything
-        took = self._loop.time() - self._ping_sent
+        took = (self._microseconds() - ping) / 1e6
+        if took < 0:
+            raise ProtocolError("a PONG without a PING")
         before = self.round_trip
         self.round_trip = took if before is None else before + SMOOTHING * (took - before)
 
@@ -274,16 +280,19 @@ class Connection(asyncio.BufferedProtocol):
         if self.reason:
             return
         if self._ticks % TICKS_PER_BEAT == 0 and not self._paused:
-            self._ping_sent = self._loop.time()
-            self._tell(Kind.PING, self._ticks // TICKS_PER_BEAT)
+            self._tell(Kind.PING, self._microseconds())
         self._silence += seconds
         self._ticks += 1
         self._timer = self._loop.call_later(seconds, self._tick)
 
+    def _microseconds(self) -> int:
+        return int(self._loop.time() * 1e6)
+
     # Writing and ending
 
     def _tell(self, kind: Kind, sequence: int = 0, meta: dict[str, Any] | None = None) -> None:
-        self._transport.write(b"".join(encode(Message(kind, 0, sequence, meta or {}))))
+        if not self.reason:
+            self._transport.write(b"".join(encode(Message(kind, 0, sequence, meta or {}))))
 
     def _write(self, parts: list[Buffer], size: int) -> None:
         if size <= JOINED_BYTES:
@@ -293,7 +302,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(part)
 
     def _top_up(self) -> None:
-        if not self._paused and not self.reason and (more := self._grant.top_up()):
+        if not self._paused and (more := self._grant.top_up()):
             self._tell(Kind.CREDIT, more)
 
     async def _pad(self, size: int) -> None:
@@ -332,8 +341,10 @@ class Connection(asyncio.BufferedProtocol):
         self._inbox.put_nowait(None)
         self._woken()
         if farewell:
-            self._transport.close()
-            self._loop.call_later(FAREWELL_SECONDS, self._transport.abort)
+            # To close with something unread would cut off what was sent: first say that it is all.
+            leave = self._transport
+            (leave.write_eof if leave.can_write_eof() else leave.close)()
+            self._timer = self._loop.call_later(FAREWELL_SECONDS, self._transport.abort)
         else:
             self._transport.abort()
 

@@ -33,7 +33,7 @@ class Step:
     position: int
     sampling: Sampling
     drafts: int = 0
-    refine: bool = False  # all read but the first are unknown: let the blocks guess them
+    refine: bool = False  # all read but the first are guesses: let each block better them
 
 
 class Decoding(ABC):
@@ -147,7 +147,11 @@ class Speculative(Decoding):
 
 class Sweep(Decoding):
     """All bytes that fit at once, in a number of traversals: the first starts from nothing, every
-    other from what the one before guessed. What is exact grows by at least a byte each time."""
+    other from what the one before guessed. What is exact grows by at least a byte each time.
+
+    Where the traversals are counted, blocks refine in each of them: that gives the better text.
+    Where they are not, only a traversal without it tells how much of the text is exact.
+    """
 
     def __init__(self, request: Request, window: int, account: Account) -> None:
         super().__init__(request, window, account)
@@ -155,9 +159,9 @@ class Sweep(Decoding):
         self._passes = 0
 
     def _plan(self, most: int) -> tuple[list[int], int, bool]:
-        if self._passes:
-            return self._guesses[:most], 0, False
-        return [MASK] * most, 0, most > 0
+        if not self._passes:
+            return [MASK] * most, 0, True
+        return self._guesses[:most], 0, self.request.passes > 0
 
     def _settle(self, found: np.ndarray, right: int) -> int:
         self._passes += 1

@@ -15,16 +15,18 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from blocktrain.errors import (
     BlocktrainError,
+    CacheFullError,
     MissingPrefixError,
     OverloadedError,
     UnavailableError,
 )
 from blocktrain.serve.active import Active
+from blocktrain.serve.decode import Step as Asked
 from blocktrain.serve.decode import new_decoding
 from blocktrain.serve.drafts import Pace
 from blocktrain.serve.front import Front
@@ -166,10 +168,15 @@ class Engine:
     async def _forget(self) -> None:
         """Free what is over, here and at the stages."""
         over, self._over = self._over, []
+        if over:
+            await self._in_thread(self._release, [key for key, _ in over])
         for key, route in over:
-            await self._in_thread(self._front.release, key)
             with suppress(BlocktrainError):  # the stage is gone, and the cache with it
                 await self._pipeline.release([key], route)
+
+    def _release(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._front.release(key)
 
     def _settle(self, landed: Sequence[Active]) -> None:
         """Bytes out of what came back."""
@@ -200,8 +207,9 @@ class Engine:
                 active.key = next(self._keys)
             steps[active.key] = step
         rows = {active.key: active for active in going}
+        await self._forget()  # before what takes its place arrives
         try:
-            await self._prefill_stages(going, steps)
+            await self._prefill_stages(rows, steps)
             started = self._clock()
             work = await self._in_thread(self._front.work, steps)
         except MissingPrefixError as error:
@@ -209,27 +217,29 @@ class Engine:
                 self._start_over(rows[key], "the router's own cache made room")
             self._news.set()
             return
-        except BlocktrainError as error:
-            for active in going:
-                active.fail(error)
+        except CacheFullError as error:
+            for key in error.requests or rows:
+                rows[key].fail(OverloadedError(str(error)))
+            self._news.set()
             return
-        self._learn_draft(self._clock() - started, rows, steps)
+        except (BlocktrainError, RuntimeError) as error:
+            log.exception("a batch failed")
+            for active in going:
+                active.fail(UnavailableError(f"computing failed: {error}"))
+            return
+        self._learn_draft(self._clock() - started, steps, rows)
         await self._dispatch(work, rows)
 
-    async def _prefill_stages(self, going: Sequence[Active], steps: dict[int, Any]) -> None:
-        """Denoising stages read the text by themselves, while the router does."""
-        if not self._front.first.denoises:
-            return
-        by_route = defaultdict(list)
-        for active in going:
-            step = steps[active.key]
-            before = len(step.ids) - step.read
-            if before and step.start == 0 and active.route:
-                row = Row(active.key, step.start, step.ids[:before], 0)
-                by_route[active.route].append(row)
-        for route, rows in by_route.items():
+    async def _prefill_stages(self, rows: dict[int, Active], steps: dict[int, Asked]) -> None:
+        """Stages that can read a text by themselves do so while the router does. Such a step is
+        the first of its context, so no stage can take an older one for it."""
+        by_route: dict[Route, list[Row]] = defaultdict(list)
+        for row in self._front.prefills(steps):
+            if route := rows[row.request].route:
+                by_route[route].append(row)
+        for route, together in by_route.items():
             try:
-                await self._pipeline.prefill(rows, route)
+                await self._pipeline.prefill(together, route)
             except BlocktrainError as error:
                 log.info("a context did not reach a stage: %s", error)  # which `lost` follows
 
@@ -243,7 +253,7 @@ class Engine:
             active.fly(part.rows[0], self._clock(), self._limits.flight_seconds)
             if active.route:
                 self._flights[active.key] = active
-                by_route[active.route].append(self._without_prefix(part))
+                by_route[active.route].append(part)
             else:
                 active.land(part.readout_RV)
                 self._news.set()
@@ -255,15 +265,6 @@ class Engine:
                 for part in parts:
                     self._start_over(rows[part.rows[0].request], str(error))
                 self._news.set()
-
-    def _without_prefix(self, part: Work) -> Work:
-        """What stages have read by themselves need not be sent again."""
-        row = part.rows[0]
-        before = len(row.ids) - row.read
-        if not before or row.start or not self._front.first.denoises:
-            return part
-        trimmed = replace(row, start=row.start + before, ids=row.ids[before:])
-        return replace(part, rows=(trimmed,))
 
     # Losses
 
@@ -312,7 +313,9 @@ class Engine:
 
     # What drafts and traversals take
 
-    def _learn_draft(self, seconds: float, rows: dict[int, Active], steps: dict[int, Any]) -> None:
+    def _learn_draft(
+        self, seconds: float, steps: dict[int, Asked], rows: dict[int, Active]
+    ) -> None:
         rounds = 1 + max(step.drafts for step in steps.values())
         self._pace.draft = _smoothed(self._pace.draft, seconds / rounds)
         for active in rows.values():

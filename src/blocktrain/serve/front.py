@@ -12,16 +12,20 @@ from typing import Self
 import numpy as np
 
 from blocktrain.core.choice import log_softmax, picks
+from blocktrain.core.vocabulary import MASK
 from blocktrain.serve.compute import StageCompute
 from blocktrain.serve.decode import Step
-from blocktrain.serve.tenants import Limits
+from blocktrain.serve.tenants import DEFAULT_LIMITS, Limits
 from blocktrain.serve.work import Refinement, Row, Work, apart, joined, started
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import Compute
 
+# Times the first block guesses a whole output by itself before others see it.
+ROUNDS = 1
+
 
 class Front:
-    def __init__(self, first: StageCompute, rounds: int) -> None:
+    def __init__(self, first: StageCompute, rounds: int = ROUNDS) -> None:
         self.first = first
         self.rounds = rounds
         self._units = first.config.units
@@ -32,17 +36,32 @@ class Front:
         run: RunDir,
         compute: Compute,
         readout: str = "product",
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: Limits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
         first = StageCompute.load(run, range(1), compute, readout, limits, clock)
-        return cls(first, 4)
+        return cls(first)
 
     def release(self, request: int) -> None:
         self.first.release(request)
 
+    def prefills(self, steps: Mapping[int, Step]) -> list[Row]:
+        """Context that nothing is read from and that every stage can take in by itself, all at
+        once and before there is any work. In a cascade it travels with the work instead."""
+        if not self.first.denoises:
+            return []
+        return [
+            Row(request, step.start, step.ids[: len(step.ids) - step.read], 0)
+            for request, step in steps.items()
+            if step.read < len(step.ids)
+        ]
+
     def work(self, steps: Mapping[int, Step]) -> Work:
-        """Every request's step, with drafts, through the first block."""
+        """Every request's step, with drafts, through the first block; without what `prefills`
+        gives, which the other stages are to have."""
+        if prefills := self.prefills(steps):
+            self.first.prefill(prefills)
+            steps = {request: _read_alone(step) for request, step in steps.items()}
         steps = self._guessed(steps)
         rows = [self._row(request, step) for request, step in steps.items()]
         drafting = Drafting(steps)
@@ -76,9 +95,9 @@ class Front:
         return Row(request, step.start, step.ids, step.read, refinement)
 
     def _guessed(self, steps: Mapping[int, Step]) -> Mapping[int, Step]:
-        """Steps whose unknown context the first block has guessed, from nothing and then a few
-        times from its own guesses."""
-        unknown = {request: step for request, step in steps.items() if step.refine}
+        """Steps whose unknown context the first block has guessed, from nothing at first and then
+        from its own guesses."""
+        unknown = {request: step for request, step in steps.items() if step.ids[-1] == MASK}
         guessed = dict(steps)
         rows = [Row(request, step.start, step.ids, step.read) for request, step in unknown.items()]
         for _ in range(self.rounds if unknown else 0):
@@ -125,6 +144,11 @@ class Drafting:
         work = joined([part for parts in self._parts.values() for part in parts])
         rows = (_joined_row([part.rows[0] for part in parts]) for parts in self._parts.values())
         return replace(work, rows=tuple(rows))
+
+
+def _read_alone(step: Step) -> Step:
+    skipped = len(step.ids) - step.read
+    return replace(step, start=step.start + skipped, ids=step.ids[skipped:])
 
 
 def _following(row: Row, byte: int) -> Row:

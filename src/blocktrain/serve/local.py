@@ -44,6 +44,8 @@ def _traversed(
         try:
             work = front.work(steps)
             for stage in stages:
+                if prefills := front.prefills(steps):
+                    stage.prefill(prefills)
                 work = stage.step(work)
         except MissingPrefixError as missing:
             for number in missing.requests:

@@ -51,10 +51,11 @@ async def dial(
     """
     host, port = parted(address)
     loop = asyncio.get_running_loop()
+    connection = Connection(terms, address)
     try:
         async with asyncio.timeout(terms.greeting_seconds):
-            _, connection = await loop.create_connection(
-                lambda: Connection(terms, address), host, port, ssl=context, **_bounds(context)
+            await loop.create_connection(
+                lambda: connection, host, port, ssl=context, **_bounds(context)
             )
             connection.greet(hello)
             await _introduced(connection, roles, check)
@@ -121,17 +122,15 @@ class Server:
                 next(iter(self._greetings)).cancel()
             greeting = asyncio.create_task(self._meet(accepted, f"{address[0]}:{address[1]}"))
             self._greetings[greeting] = None
-            greeting.add_done_callback(self._greetings.pop)
+            greeting.add_done_callback(self._over)
 
     async def _meet(self, accepted: socket.socket, address: str) -> None:
         loop = asyncio.get_running_loop()
+        connection = Connection(self._terms, address)
         try:
             async with asyncio.timeout(self._terms.greeting_seconds):
-                _, connection = await loop.connect_accepted_socket(
-                    lambda: Connection(self._terms, address),
-                    accepted,
-                    ssl=self._context,
-                    **_bounds(self._context),
+                await loop.connect_accepted_socket(
+                    lambda: connection, accepted, ssl=self._context, **_bounds(self._context)
                 )
                 await _introduced(connection, self._roles, self._check, self._hello)
         except (OSError, BlocktrainError) as error:
@@ -139,17 +138,22 @@ class Server:
             return
         life = asyncio.create_task(self._live(connection))
         self._lives.add(life)
-        life.add_done_callback(self._lives.discard)
+        life.add_done_callback(self._over)
 
     async def _live(self, connection: Connection) -> None:
         try:
             await self._accept(connection)
         except BlocktrainError as error:
             log.info("%s", error)
-        except Exception:
-            log.exception("a connection to %s failed", connection.peer)
         finally:
             connection.close()
+            await connection.wait_closed()
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._greetings.pop(task, None)
+        self._lives.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("a connection failed", exc_info=error)
 
 
 async def _introduced(
@@ -164,11 +168,13 @@ async def _introduced(
         peer = _peer(connection, hello)
         wrong = check(hello) if peer.role in roles else f"a {peer.role} is not expected here"
         if wrong:
-            connection.refuse(wrong)
-            raise RefusedError("refused", f"{peer}: {wrong}")
+            raise RefusedError("refused", wrong)
         if answer:
             connection.greet(answer())
         connection.begin(peer, hello)
+    except BlocktrainError as error:
+        connection.refuse(error)
+        raise
     except BaseException:
         connection.close()
         raise

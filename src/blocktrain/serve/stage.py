@@ -56,6 +56,7 @@ class Stage:
         self._prefills: list[Row] = []
         self._released: list[int] = []
         self._seen = Recent(MOST_REMEMBERED)
+        self._refused = Recent(MOST_REMEMBERED)
         self._parking = Parking(PATIENCE_SECONDS)
         self._news = asyncio.Event()
         self._room = asyncio.Condition()
@@ -138,25 +139,36 @@ class Stage:
             self._parking.forget(request)
 
     async def _prefill(self, rows: Sequence[Row]) -> None:
+        """Of every request that there is room for; the steps of the others will be refused."""
         try:
             await self._in_thread(self._compute.prefill, rows)
-        except BlocktrainError as error:
-            # The steps that need it will say so to the router that waits for them.
-            log.warning("a context was not read: %s", error)
+        except CacheFullError as error:
+            self._refused.add(error.requests)
+            if left := [row for row in rows if row.request not in error.requests]:
+                await self._prefill(left)
+        except (BlocktrainError, RuntimeError):
+            log.exception("a context was not read")  # its steps will miss it
 
     def _with_prefix(self, steps: Sequence[Step]) -> list[Step]:
         """Steps whose context is here, one per row; the others wait for it, or fail."""
-        ready, lost = [], []
+        ready, lost, full = [], [], []
         for step in steps:
             for work in apart(step.work, [self._compute.carried(row) for row in step.work.rows]):
                 row, single = work.rows[0], step.of(work)
                 if row.start <= self._compute.held(row.request):
                     ready.append(single)
+                elif row.request in self._refused:
+                    full.append(single)
                 elif row.request in self._seen:
                     lost.append(single)
                 else:
                     self._parking.enter(single, self._clock())
         self._fail(lost, "missing_prefix", "the context of this step was dropped")
+        self._fail(
+            full,
+            "cache_full",
+            f"there is room for {self._compute.most_requests} requests, all in use",
+        )
         return ready
 
     async def _advance(self, steps: Sequence[Step]) -> None:

@@ -21,6 +21,9 @@ class Limits:
     idle_seconds: float = 30.0  # a request without a step for so long may have to make room
 
 
+DEFAULT_LIMITS = Limits()
+
+
 @dataclass
 class Tenant:
     slot: int

@@ -12,15 +12,16 @@ from contextlib import suppress
 from blocktrain.errors import BlocktrainError
 
 FIRST_BYTES = 1 << 15  # less than a HELLO may take: more is not welcome right after it
-MOST_BYTES = 1 << 22
 LONG = 2  # shortest times seen: the line was full for half of it
 
 
-async def warm_up(pad: Callable[[int], Awaitable[None]], clock: Callable[[], float]) -> None:
+async def warm_up(
+    pad: Callable[[int], Awaitable[None]], most: int, clock: Callable[[], float]
+) -> None:
     """Twice as much padding each time, until it is under way for long because it is much."""
     size, shortest = FIRST_BYTES, math.inf
     with suppress(BlocktrainError):  # a connection that ends says so to those who use it
-        while size <= MOST_BYTES:
+        while size <= most:
             began = clock()
             await pad(size)
             took = clock() - began

@@ -109,7 +109,7 @@ class RunDir:
         return BlockDir(self.path / f"block-{index}", index, self._config_digest())
 
     def block_weights(self, index: int) -> Tensors:
-        return self.weights()[index] if self.exported else self.block(index).load_weights()
+        return self.weights([index])[0]
 
     def weights(self, blocks: Sequence[int] | None = None) -> list[Tensors]:
         """The current weights of some blocks, or of every one; also from an exported file."""

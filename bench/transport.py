@@ -1,0 +1,127 @@
+"""What a serving connection carries on one machine: round trips and bytes, with TLS and without.
+
+    PYTHONPATH=src python bench/transport.py --out DIR [--seconds 2]
+
+A process of its own answers. A round trip is a message there and back, one at a time; the
+throughput is of messages pushed one way, as fast as credit allows, ended by one answer. Writes
+transport.json into DIR, prints a table last.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import socket
+import ssl
+import tempfile
+import time
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from blocktrain.protocol.framing import Kind, Message
+from blocktrain.serve.connection import Connection
+from blocktrain.serve.keys import ROUTER, STAGE, Keyring, client_context, server_context
+from blocktrain.serve.meeting import Server, dial
+from quality import provenance
+
+SIZES = {"64 B": 64, "4 kB": 4096, "1 MB": 1 << 20}
+STAGE_NAME = "stage-1"
+
+
+async def answer(connection: Connection) -> None:
+    """A STEP comes back as it is; of PREFILLs only one that asks is answered."""
+    while True:
+        said = await connection.receive()
+        if said.kind is Kind.STEP:
+            await connection.send(Message(Kind.RESULT, arrays=said.arrays))
+        elif said.sequence:
+            await connection.send(Message(Kind.RESULT))
+
+
+def serve(keys: Path, tls: bool, port: Pipe) -> None:
+    async def live() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        context = server_context(keys, STAGE_NAME) if tls else None
+        hello = {"role": STAGE, "name": STAGE_NAME}
+        server = Server(listener, context, lambda: hello, answer, roles=[ROUTER])
+        port.send(server.port)
+        await asyncio.Event().wait()
+
+    asyncio.run(live())
+
+
+async def round_trips(connection: Connection, size: int, seconds: float) -> float:
+    """A second's."""
+    message = Message(Kind.STEP, arrays=(np.zeros(size, np.uint8),))
+    began, done = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        await connection.send(message)
+        await connection.receive()
+        done += 1
+    return done / (time.perf_counter() - began)
+
+
+async def pushed(connection: Connection, size: int, seconds: float) -> float:
+    """Bytes a second."""
+    message = Message(Kind.PREFILL, arrays=(np.zeros(size, np.uint8),))
+    began, done = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        await connection.send(message)
+        done += 1
+    await connection.send(Message(Kind.PREFILL, sequence=1))
+    await connection.receive()
+    return done * size / (time.perf_counter() - began)
+
+
+async def measured(
+    port: int, context: ssl.SSLContext | None, seconds: float
+) -> list[dict[str, Any]]:
+    hello = {"role": ROUTER, "name": "router"}
+    connection = await dial(f"127.0.0.1:{port}", context, hello, roles=[STAGE])
+    rows = []
+    for label, size in SIZES.items():
+        trips = await round_trips(connection, size, seconds)
+        rate = await pushed(connection, size, seconds)
+        rows.append({"message": label, "round_trips_per_s": trips, "bytes_per_s": rate})
+    connection.close()
+    await connection.wait_closed()
+    return rows
+
+
+def measure(keys: Path, tls: bool, seconds: float) -> list[dict[str, Any]]:
+    near, far = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(keys, tls, far))
+    process.start()
+    try:
+        context = client_context(keys, "router") if tls else None
+        rows = asyncio.run(measured(near.recv(), context, seconds))
+    finally:
+        process.kill()
+        process.join()
+    return [{"tls": tls, **row} for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        keyring = Keyring(Path(folder))
+        keyring.add(ROUTER, "router")
+        keyring.add(STAGE, STAGE_NAME)
+        rows = [row for tls in (False, True) for row in measure(Path(folder), tls, asked.seconds)]
+    asked.out.mkdir(parents=True, exist_ok=True)
+    result = {**provenance(), "rows": rows}
+    (asked.out / "transport.json").write_text(json.dumps(result, indent=1))
+    print(f"{'TLS':5s} {'message':8s} {'round trips/s':>14s} {'MB/s one way':>14s}")
+    for row in rows:
+        trips, rate = row["round_trips_per_s"], row["bytes_per_s"] / 1e6
+        print(f"{'yes' if row['tls'] else 'no':5s} {row['message']:8s} {trips:14.0f} {rate:14.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.support.models import awake_stack
+from tests.support.serving import CPU, of_kind, stage
+
+from blocktrain.config import Config
+from blocktrain.core import readout
+from blocktrain.errors import CacheFullError, MissingPrefixError, ProtocolError
+from blocktrain.model.stack import Stack
+from blocktrain.serve.batch import Share, like_length
+from blocktrain.serve.compute import StageCompute
+from blocktrain.serve.front import Front
+from blocktrain.serve.request import Sampling
+from blocktrain.serve.tenants import Limits, Tenant
+from blocktrain.serve.work import Refinement, Row, Work, apart, joined, started
+from blocktrain.storage.run_dir import RunDir, Snapshot
+
+KINDS = ("denoise", "cascade")
+
+
+def ids(text: bytes) -> np.ndarray:
+    return np.frombuffer(text, np.uint8).astype(np.uint16)
+
+
+def rows(*texts: bytes, read: int = 1) -> list[Row]:
+    return [Row(number, 0, ids(text), read) for number, text in enumerate(texts)]
+
+
+@pytest.fixture(params=KINDS)
+def stack(request: pytest.FixtureRequest, config: Config) -> Stack:
+    return awake_stack(of_kind(config, request.param))
+
+
+def split_up(stack: Stack) -> list[StageCompute]:
+    return [stage(stack, range(1)), stage(stack, range(1, 3))]
+
+
+def through(stages: list[StageCompute], work: Work) -> Work:
+    for each in stages:
+        work = each.step(work)
+    return work
+
+
+def test_ragged_rows_are_what_each_is_alone_and_what_the_whole_model_says(stack: Stack):
+    texts = [b"a", b"bcd", b"a longer one than those", b"efgh"]
+    together = through(split_up(stack), started(rows(*texts)))
+    for number, text in enumerate(texts):
+        alone = through(split_up(stack), started(rows(text)))
+        assert np.allclose(together.readout_RV[number], alone.readout_RV[0], atol=1e-4)
+        whole = readout.product(stack.log_probs(torch.tensor([list(text)])))[0, -1]
+        found = torch.log_softmax(torch.from_numpy(together.readout_RV[number]) / 3, dim=-1)
+        assert torch.allclose(found, whole, atol=1e-5)
+
+
+def test_a_row_rolls_back_what_it_starts_before(stack: Stack):
+    stages = split_up(stack)
+    through(stages, started(rows(b"abcdXYZ", read=4)))
+    again = through(stages, started([Row(0, 4, ids(b"efg"), 2)]))
+    fresh = through(split_up(stack), started(rows(b"abcdefg", read=2)))
+    assert np.allclose(again.readout_RV, fresh.readout_RV, atol=1e-4)
+    assert [each.held(0) for each in stages] == [7, 7]
+
+
+def test_stages_that_prefill_by_themselves_need_only_what_is_read(config: Config):
+    stack = awake_stack(of_kind(config, "denoise"))
+    stages = split_up(stack)
+    for each in stages:
+        each.prefill([Row(0, 0, ids(b"abcd"), 0), Row(1, 0, ids(b"x"), 0)])
+    work = started([Row(0, 4, ids(b"ef"), 2), Row(1, 1, ids(b"yz"), 1)])
+    found = through(stages, work)
+    assert len(found.state) == 3
+    fresh = [through(split_up(stack), started(rows(b"abcdef", read=2))),
+             through(split_up(stack), started(rows(b"xyz")))]  # fmt: skip
+    assert np.allclose(found.readout_RV, joined(fresh).readout_RV, atol=1e-4)
+
+
+def test_works_join_and_come_apart(stack: Stack):
+    first = stage(stack, range(1))
+    work = first.step(started(rows(b"abc", b"defgh", read=2)))
+    parts = apart(work, [first.carried(row) for row in work.rows])
+    assert [part.rows[0].request for part in parts] == [0, 1]
+    assert np.array_equal(joined(parts).state, work.state)
+    assert np.array_equal(joined(parts).readout_RV, work.readout_RV)
+
+
+def test_a_refined_row_reads_in_each_block_what_the_one_before_guessed(config: Config):
+    """Greedy, two stages of which one has two blocks: against the same by hand."""
+    stack = awake_stack(of_kind(config, "denoise"))
+    text = ids(b"abc?????")
+    refined = Row(0, 0, text, 6, Refinement(Sampling(), 3))
+    found = through(split_up(stack), started([refined, Row(1, 0, ids(b"beside"), 1)]))
+    context, total, work = text, np.zeros((6, 256), np.float32), started([Row(0, 0, text, 6)])
+    for block in range(3):
+        row = Row(0, 0, context, 6)
+        work = stage(stack, range(block, block + 1)).step(
+            Work((row,), work.state, np.zeros_like(total))
+        )
+        total = total + work.readout_RV
+        if block < 2:
+            context = np.concatenate([text[:3], total.argmax(axis=1)[:-1]]).astype(np.uint16)
+    assert np.allclose(found.readout_RV[:6], total, atol=1e-4)
+    assert found.rows[0].ids.tolist() == context.tolist()
+    assert found.rows[1].ids.tolist() == list(b"beside")
+
+
+def test_readout_final_is_the_last_blocks_alone(stack: Stack):
+    stages = [stage(stack, range(2), "final"), stage(stack, range(2, 3), "final")]
+    between = stages[0].step(started(rows(b"abc")))
+    assert not between.readout_RV.any()
+    last = stack.log_probs(torch.tensor([list(b"abc")]))[-1][0, -1]
+    assert np.allclose(stages[1].step(between).readout_RV[0], last.numpy(), atol=1e-4)
+
+
+def test_no_step_without_what_comes_before(stack: Stack):
+    stages = split_up(stack)
+    through(stages, started(rows(b"abc", b"def")))
+    stages[1].release(1)
+    assert stages[1].requests == (0,)
+    work = stages[0].step(started([Row(0, 3, ids(b"g"), 1), Row(1, 3, ids(b"g"), 1)]))
+    with pytest.raises(MissingPrefixError) as missing:
+        stages[1].step(work)
+    assert missing.value.requests == (1,)
+    assert stages[1].held(0) == 3
+
+
+def test_cache_bytes_are_whole_windows(stack: Stack):
+    layers = sum(stack.config.depths) + sum(map(stack.config.tail_layers, range(3)))
+    window = 3 * layers * stack.config.model.window * stack.config.model.width * 4
+    full = stage(stack, range(3), limits=Limits(cache_bytes=2 * window + 1))
+    assert full.most_requests == 2
+    full.step(started(rows(b"a", b"b")))
+    with pytest.raises(CacheFullError):
+        full.step(started([Row(2, 0, ids(b"c"), 1)]))
+    with pytest.raises(CacheFullError, match=f"{window} bytes"):
+        stage(stack, range(3), limits=Limits(cache_bytes=window - 1))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [],
+        [Row(0, 0, ids(b"a"), 1), Row(0, 1, ids(b"b"), 1)],
+        [Row(0, 0, ids(b""), 0)],
+        [Row(0, 0, ids(b"ab"), 3)],
+        [Row(0, 30, ids(b"abc"), 1)],
+        [Row(0, -1, ids(b"abc"), 1)],
+        [Row(0, 0, np.array([258], np.uint16), 1)],
+    ],
+)
+def test_rows_that_make_no_sense_are_refused(stack: Stack, bad: list[Row]):
+    first = stage(stack, range(1))
+    with pytest.raises(ProtocolError):
+        first.step(started(bad))
+    assert first.requests == ()
+
+
+def test_arrays_that_do_not_fit_their_rows_are_refused(stack: Stack):
+    first, second = split_up(stack)
+    work = first.step(started(rows(b"abc")))
+    for state, read in ((work.state[:, 1:], work.readout_RV), (work.state, work.readout_RV[:0])):
+        with pytest.raises(ProtocolError, match="of shape"):
+            second.step(Work(work.rows, state, read))
+
+
+def test_a_stage_reads_the_files_of_its_own_blocks_alone(tmp_path: Path, config: Config):
+    stack = awake_stack(of_kind(config, "denoise"))
+    run = RunDir.create(tmp_path / "run", stack.config)
+    for number in (1, 2):
+        run.block(number).save(Snapshot(1, 1, None, weights_of(stack, number), {}, {}))
+    loaded = StageCompute.load(run, range(1, 3), CPU)
+    expected = through(split_up(stack), started(rows(b"abc")))
+    work = stage(stack, range(1)).step(started(rows(b"abc")))
+    assert np.allclose(loaded.step(work).readout_RV, expected.readout_RV, atol=1e-4)
+    exported = RunDir.create(tmp_path / "exported", stack.config)
+    exported.write_exported([weights_of(stack, number) for number in range(3)])
+    front = Front.load(exported, CPU)
+    assert np.allclose(front.first.step(started(rows(b"abc"))).state, work.state, atol=1e-4)
+
+
+def weights_of(stack: Stack, number: int) -> dict[str, np.ndarray]:
+    named = stack.blocks[number].named_parameters()
+    return {name: parameter.detach().numpy() for name, parameter in named}
+
+
+def test_single_bytes_are_not_padded_to_a_prompt():
+    lengths = [1, 40, 1, 3, 30, 5, 1]
+    shares = [
+        Share(Row(n, 0, np.zeros(length, np.uint16), 1), Tenant(6 - n, 0, 0.0), range(0), range(0))
+        for n, length in enumerate(lengths)
+    ]
+    groups = like_length(shares)
+    assert [sorted(share.length for share in group) for group in groups] == [
+        [1, 1, 1, 3],
+        [5],
+        [30, 40],
+    ]
+    assert [share.tenant.slot for share in groups[0]] == [0, 3, 4, 6]

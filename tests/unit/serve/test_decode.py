@@ -1,0 +1,198 @@
+"""Every mode's text is that of model/generate.py, byte for byte."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.models import awake_stack
+from tests.support.serving import answers, of_kind, ring, stage
+
+from blocktrain.config import load_config
+from blocktrain.core.choice import log_softmax
+from blocktrain.core.vocabulary import BOS, MASK
+from blocktrain.model import generate
+from blocktrain.model.stack import Stack
+from blocktrain.serve.decode import Decoding, new_decoding
+from blocktrain.serve.drafts import Pace
+from blocktrain.serve.front import Front
+from blocktrain.serve.local import run_locally
+from blocktrain.serve.request import Request, Sampling
+from blocktrain.serve.tenants import Limits
+from blocktrain.serve.work import Row
+
+ROOT = Path(__file__).resolve().parents[3]
+WINDOW = 16
+KINDS = ("denoise", "cascade", "end_to_end")
+
+
+@lru_cache
+def model(kind: str) -> Stack:
+    tiny = ["model.width=16", "model.heads=2", f"model.window={WINDOW}"]
+    return awake_stack(of_kind(load_config(ROOT / "configs" / "tiny.toml", tiny), kind))
+
+
+def exact(prompt: bytes, count: int, sampling: Sampling) -> list[Request]:
+    """A request in every mode whose text is the sequential one."""
+    modes = [("ar", 1, "head"), ("speculative", 1, "head"), ("speculative", 1, "ngram"),
+             ("sweep", 0, "head")]  # fmt: skip
+    return [
+        Request(prompt, count, mode, passes, drafts, sampling) for mode, passes, drafts in modes
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("readout", ["product", "final"])
+@settings(max_examples=4, deadline=None)
+@given(
+    prompt=st.binary(max_size=3 * WINDOW) | st.sampled_from([b"", b"a", b"ab" * WINDOW]),
+    count=st.integers(1, 2 * WINDOW),
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_modes_that_lose_nothing_say_what_generate_says(
+    kind: str, readout: str, prompt: bytes, count: int, temperature: float, seed: int
+):
+    """Together in ragged batches; past the window; from no prompt and from one that is too long."""
+    stack = model(kind)
+    rule = generate.Sampling(temperature, seed, "mean", readout)
+    expected = bytes(generate.generate(stack, prompt, count, rule))
+    requests = exact(prompt, count, Sampling(temperature, seed=seed))
+    assert answers(stack, requests, readout) == [expected] * len(requests)
+
+
+@pytest.mark.parametrize("kind", ["denoise", "cascade"])
+@settings(max_examples=3, deadline=None)
+@given(
+    prompts=st.lists(st.binary(max_size=40), min_size=2, max_size=4),
+    sampling=st.builds(
+        Sampling,
+        st.just(1.0),
+        top_k=st.integers(0, 20),
+        top_p=st.floats(0.1, 1.0),
+        seed=st.integers(0, 99),
+    ),
+)
+def test_filtered_sampling_is_the_same_in_every_mode_and_company(
+    kind: str, prompts: list[bytes], sampling: Sampling
+):
+    stack = model(kind)
+    together = [request for prompt in prompts for request in exact(prompt, 9, sampling)]
+    alone = [answers(stack, [Request(p, 9, "ar", sampling=sampling)])[0] for p in prompts]
+    assert answers(stack, together) == [text for text in alone for _ in range(4)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sweep_is_as_many_traversals_as_it_is_asked_for(kind: str):
+    stack = model(kind)
+    requests = [Request(b"abc", 10, "sweep", passes) for passes in (1, 2, 4)]
+    found = run_locally(*ring(stack), requests)
+    assert [account.traversals for _, account in found] == [1, 2, 4]
+    assert [len(data) for data, _ in found] == [10, 10, 10]
+    sequential = answers(stack, [Request(b"abc", 10, "ar")])[0]
+    for passes, (data, _) in zip((1, 2, 4), found, strict=True):
+        assert data[:passes] == sequential[:passes]
+
+
+def test_a_model_that_agrees_with_its_first_block_takes_all_drafts():
+    """With one block, a draft is what the whole model says."""
+    [(_, account)] = run_locally(*ring(model("end_to_end")), [Request(b"", 14, "speculative")])
+    assert account.accepted == account.drafted == 12
+    assert (account.traversals, account.bytes_per_traversal) == (2, 7.0)
+
+
+@pytest.mark.parametrize("kind", ["denoise", "cascade"])
+def test_what_a_stage_lost_is_replayed_and_nothing_changes(kind: str):
+    """Room for two of three requests: every step of the third drives one out."""
+    stack = model(kind)
+    requests = [Request(text, 6, mode) for text, mode in
+                ((b"one", "ar"), (b"twotwo", "speculative"), (b"", "ar"))]  # fmt: skip
+    expected = answers(stack, requests)
+    front, small = (
+        Front(stage(stack, range(1))),
+        stage(
+            stack,
+            range(1, 3),
+            limits=Limits(requests=2, idle_seconds=0.0),
+            clock=iter(range(999)).__next__,
+        ),
+    )
+    decodings = {n: new_decoding(each, WINDOW, Pace()) for n, each in enumerate(requests)}
+    found = dict.fromkeys(decodings, b"")
+    while going := [n for n in decodings if not decodings[n].finished]:
+        for number in going:
+            decoding = decodings[number]
+            step = decoding.step()
+            if number not in small.requests:
+                step = decoding.replay()
+            assert step
+            if prefills := front.prefills({number: step}):
+                small.prefill(prefills)
+            [(row, log_probs)] = front.answers(small.step(front.work({number: step})))
+            found[number] += decoding.take(row, log_probs).data
+    assert list(found.values()) == expected
+    assert decodings[0].account.replays > 2
+
+
+def certain(data: bytes) -> np.ndarray:
+    """Distributions that leave no doubt about these bytes."""
+    logits = np.zeros((len(data), 256), np.float32)
+    logits[np.arange(len(data)), list(data)] = 50.0
+    return log_softmax(logits)
+
+
+def sent(decoding: Decoding, drafts: bytes = b"") -> Row:
+    step = decoding.step()
+    assert step
+    ids = np.concatenate([step.ids, np.frombuffer(drafts, np.uint8)])
+    return Row(0, step.start, ids, step.read + len(drafts))
+
+
+def test_steps_carry_on_where_the_answer_left_off():
+    decoding = new_decoding(Request(b"ab", 9, "speculative"), 32, Pace())
+    first = sent(decoding, b"cdX")
+    assert (first.start, first.ids.tolist(), first.read) == (0, [BOS, *b"abcdX"], 4)
+    assert decoding.take(first, certain(b"cdef")).data == b"cde"
+    second = sent(decoding)
+    # d stands at position 4 and was right; X is written over by e.
+    assert (second.start, second.ids.tolist(), second.read) == (5, [*b"e"], 1)
+    assert decoding.take(second, certain(b"f")).data == b"f"
+    again = decoding.replay()
+    assert again and (again.start, again.ids.tolist(), again.read) == (0, [BOS, *b"abcdef"], 1)
+
+
+def test_a_sweep_starts_from_masks_and_goes_on_from_guesses():
+    decoding = new_decoding(Request(b"ab", 4, "sweep", passes=0), 32, Pace())
+    step = decoding.step()
+    assert step and step.refine
+    assert step.ids.tolist() == [BOS, *b"ab", MASK, MASK, MASK]
+    assert decoding.take(sent(decoding), certain(b"wxyz")).data == b"w"
+    step = decoding.step()
+    assert step and not step.refine
+    assert (step.start, step.ids.tolist(), step.read) == (3, [*b"wxy"], 3)
+    assert decoding.take(sent(decoding), certain(b"xyz")).data == b"xyz"
+    assert decoding.finished and decoding.step() is None
+
+
+def test_a_stop_string_ends_the_answer_wherever_its_bytes_came_from():
+    stack = model("denoise")
+    whole = answers(stack, [Request(b"stop", 30, "ar")])[0]
+    stop = whole[11:14]
+    end = whole.find(stop)
+    requests = [Request(b"stop", 30, each.mode, each.passes, each.drafts, stop=(stop, b"\0\0\0\0"))
+                for each in exact(b"", 1, Sampling())]  # fmt: skip
+    for data, account in run_locally(*ring(stack), requests):
+        assert data == whole[:end]
+        assert (account.reason, account.output_bytes) == ("stop", end)
+
+
+def test_log_probabilities_come_with_the_bytes():
+    decoding = new_decoding(Request(b"", 2, "ar", top_log_probs=3), 32, Pace())
+    log_probs = log_softmax(np.random.default_rng(0).standard_normal((1, 256)).astype(np.float32))
+    piece = decoding.take(sent(decoding), log_probs)
+    best = int(log_probs.argmax())
+    assert piece.data == bytes([best])
+    assert piece.log_probs == (float(log_probs.max()),)
+    assert list(piece.top[0]) == np.argsort(-log_probs[0])[:3].tolist()

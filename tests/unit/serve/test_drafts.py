@@ -1,0 +1,49 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blocktrain.serve.drafts import MOST_DRAFTS, Acceptance, Pace, best_length, repeated
+
+
+def bytes_per_time(rate: float, cost: float, count: int) -> float:
+    """The formula of the limit, for drafts that each cost something."""
+    gained = count + 1 if rate == 1.0 else (1 - rate ** (count + 1)) / (1 - rate)
+    return gained / (1 + count * cost)
+
+
+@given(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.integers(0, 50))
+def test_no_other_number_of_drafts_gives_more_bytes_per_time(rate: float, cost: float, most: int):
+    best = best_length(rate, cost, most)
+    allowed = min(most, MOST_DRAFTS)
+    assert 0 <= best <= allowed
+    speed = bytes_per_time(rate, cost, best)
+    assert all(bytes_per_time(rate, cost, n) <= speed + 1e-6 for n in range(allowed + 1))
+
+
+def test_drafts_that_cost_as_much_as_they_save_are_not_made():
+    assert best_length(0.9, Pace(draft=1.0, traversal=1.0).draft_cost, 8) == 0
+    assert best_length(0.9, Pace(draft=0.001, traversal=1.0).draft_cost, 99) == MOST_DRAFTS
+    assert Pace().draft_cost > 0
+
+
+@pytest.mark.parametrize(("drafted", "accepted", "limit"), [(8, 8, 1.0), (8, 0, 0.0), (8, 1, 0.5)])
+def test_the_rate_goes_to_what_is_seen(drafted: int, accepted: int, limit: float):
+    seen = Acceptance()
+    for _ in range(60):
+        seen.saw(drafted, accepted)
+    assert seen.rate == pytest.approx(limit, abs=0.01)
+
+
+def test_a_traversal_without_drafts_says_nothing():
+    seen = Acceptance()
+    before = seen.rate
+    seen.saw(0, 0)
+    assert seen.rate == pytest.approx(before)
+
+
+def test_a_repeat_goes_on_as_its_latest_like_did():
+    text = b"the cat sat, the cat ran, the cat"
+    assert repeated(text, 5) == b" ran,"
+    assert repeated(b"aaaaaaaa", 3) == b"a"  # overlapping itself
+    assert repeated(b"nothing like it", 5) == b""
+    assert repeated(b"", 5) == b""

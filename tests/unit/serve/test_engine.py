@@ -1,0 +1,269 @@
+"""Many requests through a ring of real sockets in one process: what they leave behind, what they
+survive."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from tests.support.models import awake_stack
+from tests.support.serving import of_kind, stage
+
+from blocktrain.config import load_config
+from blocktrain.errors import OverloadedError, UnavailableError, UnreachableError
+from blocktrain.model import generate
+from blocktrain.model.stack import Stack
+from blocktrain.protocol.listening import bound_socket
+from blocktrain.serve.active import MOST_UNREAD
+from blocktrain.serve.connection import Connection
+from blocktrain.serve.engine import Engine, Limits
+from blocktrain.serve.front import Front
+from blocktrain.serve.keys import ROUTER, STAGE
+from blocktrain.serve.meeting import Server, dial
+from blocktrain.serve.pipeline import Pipeline
+from blocktrain.serve.request import Account, Request, Sampling
+from blocktrain.serve.stage import PATIENCE_SECONDS, Stage
+from blocktrain.serve.tenants import Limits as CacheLimits
+
+ROOT = Path(__file__).resolve().parents[3]
+WINDOW = 16
+PROMPT, LONG = b"some words", 40
+SAMPLING = Sampling(1.0, seed=3)
+PATIENT = Limits(requests=8, patience_seconds=20.0)
+SECONDS = 30.0
+
+
+@lru_cache
+def model(kind: str) -> Stack:
+    tiny = ["model.width=16", "model.heads=2", f"model.window={WINDOW}"]
+    return awake_stack(of_kind(load_config(ROOT / "configs" / "tiny.toml", tiny), kind))
+
+
+@lru_cache
+def expected(kind: str) -> bytes:
+    rule = generate.Sampling(1.0, SAMPLING.seed)
+    return bytes(generate.generate(model(kind), PROMPT, LONG, rule))
+
+
+def request(mode: str = "ar", **more: object) -> Request:
+    return Request(PROMPT, LONG, mode, 0, sampling=SAMPLING, **more)  # type: ignore[arg-type]
+
+
+class Ring:
+    """Stages at their ports; one may be stopped, and stages kept from reaching each other."""
+
+    def __init__(self, kind: str) -> None:
+        self.stack = model(kind)
+        self.stages: dict[str, Stage] = {}
+        self.servers: dict[str, Server] = {}
+        self.runs: dict[str, asyncio.Task[None]] = {}
+        self.cut: set[str] = set()  # addresses that no stage reaches
+
+    def start(self, blocks: range, limits: CacheLimits | None = None) -> str:
+        listener = bound_socket("127.0.0.1", 0)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        computing = stage(self.stack, blocks, limits=limits or CacheLimits(16))
+        hello = {"role": STAGE, "name": address, "blocks": list(blocks)}
+        held = Stage(f"block {blocks[0]}", computing, self._reach(hello, self.cut))
+        self.stages[address] = held
+        self.servers[address] = Server(
+            listener, None, lambda: hello, held.attend, roles=[ROUTER, STAGE]
+        )
+        self.runs[address] = asyncio.create_task(held.run())
+        return address
+
+    async def stop(self, address: str) -> None:
+        await self.servers.pop(address).close()
+        self.runs.pop(address).cancel()
+
+    def engine(self, limits: Limits = PATIENT, wire: str = "fp32") -> Engine:
+        hello = {"role": ROUTER, "name": "a router"}
+        units = len(self.stack.blocks)
+        pipeline = Pipeline(list(self.servers), units, self._reach(hello, set()))
+        front = Front(stage(self.stack, range(1)))
+        return Engine("a model", front, pipeline, "a router", wire, limits)
+
+    def held(self) -> int:
+        """Requests that any stage still holds something of."""
+        return sum(len(held._compute.requests) for held in self.stages.values())
+
+    def _reach(
+        self, hello: dict[str, object], cut: set[str]
+    ) -> Callable[[str], Awaitable[Connection]]:
+        async def reach(address: str) -> Connection:
+            if address in cut:
+                raise UnreachableError("no way there")
+            return await dial(address, None, hello, roles=[STAGE])
+
+        return reach
+
+
+@asynccontextmanager
+async def running(ring: Ring, engine: Engine) -> AsyncIterator[Engine]:
+    task = asyncio.create_task(engine.run())
+    try:
+        await until(lambda: not engine.status()["missing"])
+        yield engine
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        for address in list(ring.servers):
+            await ring.stop(address)
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not happened():
+            await asyncio.sleep(0.01)
+
+
+async def answer(engine: Engine, asked: Request, account: Account | None = None) -> bytes:
+    pieces = engine.generate(asked, account or Account())
+    return b"".join([piece.data async for piece in pieces])
+
+
+@pytest.mark.parametrize("kind", ["denoise", "cascade"])
+def test_requests_of_every_mode_at_once_leave_nothing_behind(kind: str) -> None:
+    async def scenario() -> None:
+        ring = Ring(kind)
+        ring.start(range(1, 2))
+        ring.start(range(2, 3))
+        async with running(ring, ring.engine()) as engine:
+            modes = ["ar", "speculative", "sweep"] * 2
+            accounts = [Account() for _ in modes]
+            asked = [answer(engine, request(m), a) for m, a in zip(modes, accounts, strict=True)]
+            assert await asyncio.gather(*asked) == [expected(kind)] * len(modes)
+            assert [account.reason for account in accounts] == ["length"] * len(modes)
+            assert {"block 0", "block 1", "block 2"} == set(accounts[0].stage_seconds)
+            await until(lambda: ring.held() == 0)
+            assert engine.status()["requests"] == engine.status()["in_the_ring"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_one_block_needs_no_ring() -> None:
+    async def scenario() -> None:
+        ring = Ring("end_to_end")
+        async with running(ring, ring.engine()) as engine:
+            for mode in ("ar", "speculative", "sweep"):
+                assert await answer(engine, request(mode)) == expected("end_to_end")
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_is_closed_early_is_forgotten_everywhere() -> None:
+    async def scenario() -> None:
+        ring = Ring("denoise")
+        ring.start(range(1, 3))
+        async with running(ring, ring.engine()) as engine:
+            pieces = engine.generate(request(), Account())
+            await anext(pieces)
+            assert ring.held() == 1
+            await pieces.aclose()
+            await until(lambda: ring.held() == 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_reads_nothing_lets_its_request_rest() -> None:
+    async def scenario() -> None:
+        ring = Ring("denoise")
+        ring.start(range(1, 3))
+        async with running(ring, ring.engine()) as engine:
+            account = Account()
+            pieces = engine.generate(request(), account)
+            text = (await anext(pieces)).data
+            await until(lambda: account.output_bytes == MOST_UNREAD + 1)
+            await asyncio.sleep(0.2)
+            assert account.output_bytes == MOST_UNREAD + 1
+            text += b"".join([piece.data async for piece in pieces])
+            assert text == expected("denoise")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["denoise", "cascade"])
+def test_what_a_stage_had_to_drop_is_replayed(kind: str) -> None:
+    """A stage with room for one context, which is not safe, and two requests."""
+
+    async def scenario() -> None:
+        ring = Ring(kind)
+        ring.start(range(1, 3), CacheLimits(1, idle_seconds=0.0))
+        async with running(ring, ring.engine()) as engine:
+            account = Account()
+            first = engine.generate(request(), account)
+            head = (await anext(first)).data
+            await until(lambda: account.output_bytes == MOST_UNREAD + 1)  # now it rests
+            assert await answer(engine, request("speculative")) == expected(kind)
+            rest = b"".join([piece.data async for piece in first])
+            assert head + rest == expected(kind)
+            assert account.replays > 0
+
+    asyncio.run(scenario())
+
+
+def test_a_stage_without_room_says_so_at_once() -> None:
+    async def scenario() -> None:
+        ring = Ring("denoise")
+        ring.start(range(1, 3), CacheLimits(1))
+        async with running(ring, ring.engine()) as engine:
+            first = engine.generate(request(), Account())
+            await anext(first)
+            async with asyncio.timeout(PATIENCE_SECONDS / 2):
+                with pytest.raises(OverloadedError, match="room for 1 requests"):
+                    await answer(engine, request())
+            await first.aclose()
+            await until(lambda: ring.held() == 0)
+            assert await answer(engine, request()) == expected("denoise")
+
+    asyncio.run(scenario())
+
+
+def test_stages_that_do_not_reach_each_other_are_passed_by() -> None:
+    async def scenario() -> None:
+        ring = Ring("cascade")
+        ring.start(range(1, 2))
+        cut_off = ring.start(range(2, 3))
+        ring.cut.add(cut_off)
+        ring.start(range(2, 3))
+        async with running(ring, ring.engine()) as engine:
+            await until(lambda: len(engine.status()["stages"]) == 3)
+            account = Account()
+            texts = await asyncio.gather(
+                answer(engine, request(), account), answer(engine, request())
+            )
+            assert texts == [expected("cascade")] * 2
+
+    asyncio.run(scenario())
+
+
+def test_too_many_requests_are_refused_and_no_stage_is_an_error_in_bounded_time() -> None:
+    async def scenario() -> None:
+        ring = Ring("denoise")
+        address = ring.start(range(1, 3))
+        engine = ring.engine(Limits(requests=1, patience_seconds=0.5))
+        async with running(ring, engine):
+            pieces = engine.generate(request(), Account())
+            await anext(pieces)
+            with pytest.raises(OverloadedError):
+                await answer(engine, request())
+            await ring.stop(address)
+            async with asyncio.timeout(SECONDS):
+                with pytest.raises(UnavailableError, match="no stage holds block 1, 2"):
+                    async for _ in pieces:
+                        pass
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_fewer_bits_between_stages_still_answer(wire: str) -> None:
+    async def scenario() -> None:
+        ring = Ring("cascade")
+        ring.start(range(1, 3))
+        async with running(ring, ring.engine(wire=wire)) as engine:
+            assert len(await answer(engine, request())) == LONG
+
+    asyncio.run(scenario())

@@ -1,0 +1,129 @@
+"""Work as messages: there and back the same, and nothing malformed gets in."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blocktrain.core.vocabulary import BYTES, IDS
+from blocktrain.errors import ProtocolError
+from blocktrain.protocol.framing import Decoder, Kind, Message, encode
+from blocktrain.serve.request import Sampling
+from blocktrain.serve.steps import (
+    Step,
+    failure_message,
+    prefill_message,
+    read_failure,
+    read_prefill,
+    read_release,
+    read_step,
+    release_message,
+    step_message,
+)
+from blocktrain.serve.work import Refinement, Row, Work
+
+WIDTH = 8
+
+
+def travelled(message: Message) -> Message:
+    decoder = Decoder()
+    for part in encode(message):
+        decoder.feed(part)
+    (received,) = decoder.messages()
+    return received
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Row:
+    ids = draw(st.lists(st.integers(0, IDS - 1), min_size=1, max_size=5))
+    sampling = Sampling(draw(st.floats(0, 2)), draw(st.integers(0, 256)), 0.5, 7)
+    refinement = draw(st.none() | st.just(Refinement(sampling, draw(st.integers(0, 99)))))
+    return Row(
+        draw(st.integers(1, 2**62)),
+        draw(st.integers(0, 100)),
+        np.array(ids, np.uint16),
+        draw(st.integers(0, len(ids))),
+        refinement,
+    )
+
+
+def step_of(given_rows: list[Row]) -> Step:
+    draws = np.random.default_rng(len(given_rows))
+    carried, read = sum(len(row.ids) for row in given_rows), sum(row.read for row in given_rows)
+    work = Work(
+        tuple(given_rows),
+        draws.normal(size=(carried, WIDTH)).astype(np.float32),
+        draws.normal(size=(read, BYTES)).astype(np.float32),
+    )
+    return Step(work, "a router", ("b:1", "c:2"), seconds=(("block 1", 0.5),))
+
+
+@given(st.lists(rows(), min_size=1, max_size=4), st.sampled_from([Kind.STEP, Kind.RESULT]))
+def test_a_step_arrives_as_it_left(given_rows: list[Row], kind: Kind) -> None:
+    sent = step_of(given_rows)
+    received = read_step(travelled(step_message(sent, kind)))
+    assert (received.router, received.hops, received.seconds) == (
+        sent.router,
+        sent.hops,
+        sent.seconds,
+    )
+    for got, row in zip(received.work.rows, given_rows, strict=True):
+        assert (got.request, got.start, got.read) == (row.request, row.start, row.read)
+        assert got.refinement == row.refinement
+        np.testing.assert_array_equal(got.ids, row.ids)
+    np.testing.assert_array_equal(received.work.readout_RV, sent.work.readout_RV)
+    if kind is Kind.STEP:
+        np.testing.assert_array_equal(received.work.state, sent.work.state)
+
+
+def a_step(**changes: object) -> Message:
+    message = step_message(step_of([Row(1, 0, np.array([1, 2], np.uint16), 1)]))
+    return Message(message.kind, meta={**message.meta, **changes}, arrays=message.arrays)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"router": 5},
+        {"hops": ["x"] * 100},
+        {"rows": []},
+        {"rows": [{"request": 1, "start": -1, "length": 2, "read": 1}]},
+        {"rows": [{"request": 1, "start": 0, "length": 3, "read": 1}]},
+        {"rows": [{"request": 1, "start": 0, "length": 2, "read": 3}]},
+        {"rows": [{"request": 1, "start": 0, "length": 2, "read": 2}]},
+        {"rows": [{"request": 2**70, "start": 0, "length": 2, "read": 1}]},
+        {"wire": "int8"},
+        {"wire": "pickle"},
+        {"unknown": 1},
+    ],
+)
+def test_a_step_that_does_not_add_up_is_refused(changes: dict[str, object]) -> None:
+    assert read_step(a_step())
+    with pytest.raises(ProtocolError):
+        read_step(a_step(**changes))
+
+
+def test_ids_that_are_none_are_refused() -> None:
+    with pytest.raises(ProtocolError):
+        read_step(step_message(step_of([Row(1, 0, np.array([IDS], np.uint16), 1)])))
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(), st.lists))
+def test_whatever_meta_says_is_taken_or_refused(anything: object) -> None:
+    message = a_step()
+    for key in message.meta:
+        changed = Message(Kind.STEP, meta={**message.meta, key: anything}, arrays=message.arrays)
+        try:
+            read_step(changed)
+        except ProtocolError:
+            continue
+
+
+def test_the_other_messages_arrive_as_they_left() -> None:
+    row = Row(3, 5, np.array([256, 7], np.uint16), 0)
+    (received,) = read_prefill(travelled(prefill_message([row])))
+    assert (received.request, received.start, received.ids.tolist()) == (3, 5, [256, 7])
+    assert read_release(travelled(release_message([1, 2]))) == [1, 2]
+    failure = travelled(failure_message([4], "unreachable", "no way", "c:2"))
+    assert failure.request == 4  # an error of no request would end the connection
+    assert (read_failure(failure).requests, read_failure(failure).hop) == ([4], "c:2")
