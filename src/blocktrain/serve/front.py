@@ -20,14 +20,15 @@ from blocktrain.serve.work import Refinement, Row, Work, apart, joined, started
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import Compute
 
-# Times the first block guesses a whole output by itself before others see it.
-ROUNDS = 1
-
 
 class Front:
-    def __init__(self, first: StageCompute, rounds: int = ROUNDS) -> None:
+    """`drafts_sweeps`: a whole output starts as the first block's own text, byte after byte, and
+    not as guesses made all at once from nothing. That is better text for more time here. A cascade
+    does it unless told otherwise: it has not learned to guess from nothing."""
+
+    def __init__(self, first: StageCompute, *, drafts_sweeps: bool | None = None) -> None:
         self.first = first
-        self.rounds = rounds
+        self.drafts_sweeps = not first.denoises if drafts_sweeps is None else drafts_sweeps
         self._units = first.config.units
 
     @classmethod
@@ -95,18 +96,16 @@ class Front:
         return Row(request, step.start, step.ids, step.read, refinement)
 
     def _guessed(self, steps: Mapping[int, Step]) -> Mapping[int, Step]:
-        """Steps whose unknown context the first block has guessed, from nothing at first and then
-        from its own guesses."""
+        """Steps that start from nothing now start from the first block's guesses."""
         unknown = {request: step for request, step in steps.items() if step.ids[-1] == MASK}
-        guessed = dict(steps)
+        if not unknown:
+            return steps
+        if self.drafts_sweeps:
+            return {**steps, **{request: _to_draft(step) for request, step in unknown.items()}}
         rows = [Row(request, step.start, step.ids, step.read) for request, step in unknown.items()]
-        for _ in range(self.rounds if unknown else 0):
-            rows = [_with_guess(part, unknown) for part in self._parts(rows)]
-        for row in rows:
-            step = unknown[row.request]
-            ids = np.concatenate([step.ids[: len(step.ids) - step.read], row.ids[-step.read :]])
-            guessed[row.request] = replace(step, ids=ids)
-        return guessed
+        found = {part.rows[0].request: part.readout_RV for part in self._parts(rows)}
+        guessed = {request: _with_guess(step, found[request]) for request, step in unknown.items()}
+        return {**steps, **guessed}
 
 
 class Drafting:
@@ -164,11 +163,15 @@ def _joined_row(rows: Sequence[Row]) -> Row:
     )
 
 
-def _with_guess(part: Work, steps: Mapping[int, Step]) -> Row:
-    """The positions read, with what was found there as their context."""
-    row = part.rows[0]
-    step, count = steps[row.request], row.read
+def _to_draft(step: Step) -> Step:
+    count = step.read - 1
+    return replace(step, ids=step.ids[: len(step.ids) - count], read=1, drafts=count)
+
+
+def _with_guess(step: Step, log_probs_RV: np.ndarray) -> Step:
+    """The step, with what was found at the positions read as their context."""
+    count = step.read
     places = range(step.position, step.position + count)
-    found = picks(part.readout_RV, [step.sampling] * count, places)
-    ids = np.concatenate([row.ids[-count:][:1], found[:-1].astype(np.uint16)])
-    return replace(row, start=row.start + len(row.ids) - count, ids=ids)
+    found = picks(log_probs_RV, [step.sampling] * count, places)
+    known = step.ids[: len(step.ids) - count + 1]
+    return replace(step, ids=np.concatenate([known, found[:-1].astype(np.uint16)]))

@@ -72,7 +72,7 @@ class Stage:
             while True:
                 await self._take(await connection.receive(), from_router=bool(router))
         except ProtocolError as error:
-            connection.refuse(str(error))
+            connection.refuse(error)
             raise
         finally:
             if self._routers.get(router) is connection:

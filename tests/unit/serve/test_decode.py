@@ -84,7 +84,19 @@ def test_filtered_sampling_is_the_same_in_every_mode_and_company(
     assert answers(stack, together) == [text for text in alone for _ in range(4)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["denoise", "cascade"])
+@pytest.mark.parametrize("drafted", [True, False])
+def test_however_a_sweep_starts_it_ends_the_same(kind: str, drafted: bool):
+    stack = model(kind)
+    front = Front(stage(stack, range(1)), drafts_sweeps=drafted)
+    sampling = Sampling(1.0, seed=4)
+    requests = [Request(b"abc", 20, mode, 0, sampling=sampling) for mode in ("sweep", "ar")]
+    (swept, account), (sequential, _) = run_locally(front, [stage(stack, range(1, 3))], requests)
+    assert swept == sequential
+    assert account.traversals < 20
+
+
+@pytest.mark.parametrize("kind", ["denoise", "cascade"])
 def test_a_sweep_is_as_many_traversals_as_it_is_asked_for(kind: str):
     stack = model(kind)
     requests = [Request(b"abc", 10, "sweep", passes) for passes in (1, 2, 4)]
