@@ -19,13 +19,12 @@ from blocktrain.core.vocabulary import BOS, MASK
 from blocktrain.model.stack import Stack
 from blocktrain.serve import wire
 from blocktrain.serve.compute import StageCompute
-from blocktrain.serve.decode import Decoding, Step, new_decoding
-from blocktrain.serve.drafts import Pace
+from blocktrain.serve.decode import Decoding, Step
 from blocktrain.serve.front import Front
-from blocktrain.serve.local import decode_locally
+from blocktrain.serve.local import run_locally
 from blocktrain.serve.request import Account, Request
 from blocktrain.serve.tenants import Limits
-from blocktrain.serve.work import Work
+from blocktrain.serve.work import Row, Work, started
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import Compute
@@ -80,33 +79,51 @@ def fixed_prompts(text: np.ndarray, count: int, length: int) -> list[bytes]:
     return [text[n * stride : n * stride + length].tobytes() for n in range(count)]
 
 
-def decodings(
-    prompts: Sequence[bytes], mode: str, temperature: float, most_bytes: int, window: int
-) -> list[Decoding]:
-    pace = Pace()
-    found: list[Decoding] = []
-    for seed, prompt in enumerate(prompts):
-        sampling = Sampling(temperature, seed=seed)
-        request = Request(prompt, most_bytes, sampling=sampling, **MODES.get(mode, {}))
-        if mode == INDEPENDENT:
-            found.append(Independent(request, window, Account()))
-        else:
-            found.append(new_decoding(request, window, pace, Account()))
-    return found
+def requests(
+    prompts: Sequence[bytes], mode: str, temperature: float, most_bytes: int
+) -> list[Request]:
+    """Each with a seed of its own, the same in every mode."""
+    return [
+        Request(prompt, most_bytes, sampling=Sampling(temperature, seed=seed), **MODES[mode])
+        for seed, prompt in enumerate(prompts)
+    ]
+
+
+def guessed_independently(model: Model, asked: Sequence[Request]) -> list[tuple[bytes, Account]]:
+    """The same blocks once around, no one's guess read by anyone."""
+    decodings = [Independent(each, model.window, Account()) for each in asked]
+    texts = [bytearray() for _ in asked]
+    while steps := {n: step for n, each in enumerate(decodings) if (step := each.step())}:
+        rows = [Row(n, step.start, step.ids, step.read) for n, step in steps.items()]
+        work = model.front.first.step(started(rows), heads=True)
+        for stage in model.stages:
+            work = stage.step(work)
+        for row, log_probs_RV in model.front.answers(work):
+            texts[row.request] += decodings[row.request].take(row, log_probs_RV).data
+    for compute in (model.front.first, *model.stages):
+        for request in compute.requests:
+            compute.release(request)
+    return [(bytes(text), each.account) for text, each in zip(texts, decodings, strict=True)]
 
 
 def measured(
     model: Model, judge: Stack, prompts: Sequence[bytes], temperature: float, most_bytes: int
 ) -> list[dict[str, Any]]:
     """Every mode on the same prompts, with the same seeds."""
-    rows: list[dict[str, Any]] = []
-    sequential: list[bytes] = []
-    for mode in (*MODES, INDEPENDENT):
-        asked = decodings(prompts, mode, temperature, most_bytes, model.window)
-        texts = decode_locally(model.front, model.stages, asked)
-        sequential = sequential or texts
+    answers = {
+        mode: run_locally(
+            model.front, model.stages, requests(prompts, mode, temperature, most_bytes)
+        )
+        for mode in MODES
+    }
+    as_ar = requests(prompts, "ar", temperature, most_bytes)
+    answers[INDEPENDENT] = guessed_independently(model, as_ar)
+    sequential = [text for text, _ in answers["ar"]]
+    rows = []
+    for mode, answer in answers.items():
+        texts = [text for text, _ in answer]
         same = [ours == theirs for ours, theirs in zip(texts, sequential, strict=True)]
-        traversals = sum(each.account.traversals for each in asked)
+        traversals = sum(account.traversals for _, account in answer)
         rows.append(
             {
                 "mode": mode,
@@ -197,9 +214,8 @@ def timed_at_home(
 ) -> list[float]:
     """Seconds of each answer, one after another, all blocks in this process."""
     told = []
-    for prompt in prompts:
-        asked = decodings([prompt], mode, temperature, most_bytes, model.window)
+    for request in requests(prompts, mode, temperature, most_bytes):
         began = time.perf_counter()
-        decode_locally(model.front, model.stages, asked)
+        run_locally(model.front, model.stages, [request])
         told.append(time.perf_counter() - began)
     return told

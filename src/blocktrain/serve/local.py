@@ -16,23 +16,17 @@ def run_locally(
 ) -> list[tuple[bytes, Account]]:
     """Every request's answer and what it cost."""
     window, pace = front.first.config.model.window, Pace()
-    decodings = [new_decoding(each, window, pace, Account()) for each in requests]
-    texts = decode_locally(front, stages, decodings)
-    return [(text, each.account) for text, each in zip(texts, decodings, strict=True)]
-
-
-def decode_locally(
-    front: Front, stages: Sequence[StageCompute], decodings: Sequence[Decoding]
-) -> list[bytes]:
-    """Every decoding's bytes."""
-    answers = [bytearray() for _ in decodings]
-    while going := {n: each for n, each in enumerate(decodings) if not each.finished}:
+    decodings = {
+        number: new_decoding(each, window, pace, Account()) for number, each in enumerate(requests)
+    }
+    answers = {number: bytearray() for number in decodings}
+    while going := {n: each for n, each in decodings.items() if not each.finished}:
         for row, log_probs_RV in front.answers(_traversed(front, stages, going)):
             answers[row.request] += going[row.request].take(row, log_probs_RV).data
             if going[row.request].finished:
                 for compute in (front.first, *stages):
                     compute.release(row.request)
-    return [bytes(answer) for answer in answers]
+    return [(bytes(answers[number]), each.account) for number, each in decodings.items()]
 
 
 def _traversed(
