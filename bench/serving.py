@@ -229,12 +229,12 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
-    load = {"cpus": os.cpu_count(), "load_before": os.getloadavg()[0]}
+    here = {**provenance(), "cpus": os.cpu_count(), "load_before": os.getloadavg()[0]}
     told = PARTS[args.part](args)
-    report = {**provenance(), **load, "load_after": os.getloadavg()[0], **told}
+    report = {**here, "load_after": os.getloadavg()[0], **told}
     (args.out / f"{args.part}.json").write_text(json.dumps(report, indent=1))
-    print(f"commit {report['commit']}, {report['device']}, {load['cpus']} CPUs,"
-          f" load {load['load_before']:.1f} to {report['load_after']:.1f}")  # fmt: skip
+    print(f"commit {report['commit']}, {report['device']}, {here['cpus']} CPUs,"
+          f" load {here['load_before']:.1f} to {report['load_after']:.1f}")  # fmt: skip
 
 
 if __name__ == "__main__":
