@@ -11,7 +11,7 @@ demo: $(VENV)/installed
 	$(BIN)/blocktrain demo --out runs/demo
 
 test: check
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 # Thousands of generated requests, most of them malformed, instead of the few hundred of `test`.
 fuzz: $(VENV)/installed

@@ -2,11 +2,13 @@
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive \
-#     cascade stale uneven cascade-counts workers codecs
+#     cascade stale uneven cascade-counts workers codecs serving
 #
 # SEEDS and CODECS choose among the runs of workers and codecs.
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. Needs only
-# torch, numpy, safetensors and filelock. A part that was stopped goes on when called again.
+# torch, numpy, safetensors and filelock, but for `serving`, which needs all of blocktrain, Linux and
+# root, and in MODELS the runs denoise, cascade and end-to-end. A part of quality that was stopped
+# goes on when called again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 data=$(realpath "$1") out=$2
@@ -23,6 +25,14 @@ quality() { # NAME CONFIG SOURCE OPTIONS...
   python3 bench/quality.py --config "configs/$config.toml" --out "$runs/$name" \
     --json "$out/$name.json" --set "data.source=text:$data/$source" train.save_every=100000 "$@" |
     tee "$out/$part.log"
+}
+
+serving() { # NAME PART OPTIONS...
+  local name=$1 part=$2
+  shift 2
+  PYTHONPATH=src:. python3 bench/serving.py "$part" "${MODELS:-$out/models}/$name" \
+    --out "$out/serving-$name" --text "$data/wikitext-2/test.txt" "$@" |
+    tee "$out/serving-$name-$part.log"
 }
 
 for part in "$@"; do
@@ -52,6 +62,12 @@ for part in "$@"; do
       --kinds cascade --grid model.blocks=2,4,6,12 ;;
     speed | memory) python3 "bench/$part.py" --config configs/wikitext2-38m.toml --out "$out" |
       tee "$out/$part.log" ;;
+    serving)
+      for name in denoise cascade; do
+        serving $name quality --reference "${MODELS:-$out/models}/end-to-end"
+        serving $name wire
+      done
+      for measure in wan concurrency failover; do serving denoise $measure; done ;;
     *) echo "no part named $part" >&2 && exit 2 ;;
   esac
 done

@@ -68,6 +68,7 @@ class Kind(IntEnum):
     PONG = 8
     ERROR = 9
     DIAL = 10
+    PAD = 11
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ TLS only as an asyncio transport, and nothing of what the messages mean, except:
     ERROR     of request 0: the other side ends the connection, and `reason` in meta says why
     CREDIT    `sequence` is how many more bytes may be sent
     PING      `sequence` is the sender's time, which the PONG gives back
+    PAD       with an array: padding, to be answered by one without, and forgotten
 """
 
 import asyncio
@@ -19,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+
 from blocktrain.errors import (
     BlocktrainError,
     ProtocolError,
@@ -28,6 +31,7 @@ from blocktrain.errors import (
 )
 from blocktrain.protocol.framing import LIMIT, Buffer, Decoder, Kind, Message, encode, largest_frame
 from blocktrain.serve.credit import Grant, cost, window_for
+from blocktrain.serve.warming import warm_up
 
 LARGEST_HELLO = 64 * 1024
 LARGEST_LIMIT = 2**40
@@ -55,12 +59,14 @@ class Peer:
 
 @dataclass(frozen=True)
 class Terms:
-    """What one side holds to. `limit` is what the meta and arrays of a message may take."""
+    """What one side holds to. `limit` is what the meta and arrays of a message may take, `padding`
+    how much of it at most is sent at once to learn the line's speed."""
 
     beat: float = 1.0
     slack: float = 0.5  # seconds that a sign of life may be late
     greeting_seconds: float = 5.0
     limit: int = LIMIT
+    padding: int = 4 << 20
 
 
 USUAL = Terms()
@@ -92,6 +98,9 @@ class Connection(asyncio.BufferedProtocol):
         self._ticks = 0
         self._silence, self._patience = 0.0, 2 * terms.beat + terms.slack
         self._timer: asyncio.TimerHandle | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self._padded: asyncio.Future[None] | None = None
+        self._most_padding = 0
 
     async def send(self, message: Message) -> None:
         """Returns when the message is on its way, or raises why the connection ended."""
@@ -140,6 +149,8 @@ class Connection(asyncio.BufferedProtocol):
         """From here on both sides show that they live."""
         self.peer, self.hello = peer, hello
         self._tick()
+        warming = warm_up(self._pad, self._most_padding, self._loop.time)
+        self._warming = self._loop.create_task(warming)
 
     def certificate(self) -> dict[str, Any] | None:
         found: dict[str, Any] | None = self._transport.get_extra_info("peercert")
@@ -208,6 +219,8 @@ class Connection(asyncio.BufferedProtocol):
             self._take_pong(message.sequence)
         elif message.kind is Kind.CREDIT:
             self._take_credit(message.sequence)
+        elif message.kind is Kind.PAD:
+            self._take_pad(message)
         else:
             self._grant.arrived(message.size)
             self._inbox.put_nowait(message)
@@ -220,6 +233,7 @@ class Connection(asyncio.BufferedProtocol):
             raise ProtocolError(f"a limit of {limit} and a beat of {beat} are not possible")
         self._largest = largest_frame(limit)
         self._window = self._credit = window_for(self._largest)
+        self._most_padding = min(self._terms.padding, limit // 2)
         self._patience = 2 * max(beat, self._terms.beat) + self._terms.slack
         self._decoder.limit = self._terms.limit
         if not self._greeting.done():
@@ -243,6 +257,17 @@ class Connection(asyncio.BufferedProtocol):
         if self._credit > self._window:
             raise ProtocolError("more credit than the window has")
         self._woken()
+
+    def _take_pad(self, message: Message) -> None:
+        if not message.arrays:
+            if self._padded and not self._padded.done():
+                self._padded.set_result(None)
+            return
+        self._grant.arrived(message.size)
+        self._grant.read(message.size)
+        self._top_up()
+        if not self._paused:  # whoever does not read is owed no answer
+            self._tell(Kind.PAD)
 
     # Signs of life
 
@@ -280,6 +305,12 @@ class Connection(asyncio.BufferedProtocol):
         if not self._paused and (more := self._grant.top_up()):
             self._tell(Kind.CREDIT, more)
 
+    async def _pad(self, size: int) -> None:
+        """Returns when the other side has so many bytes that mean nothing."""
+        self._padded = self._loop.create_future()
+        await self.send(Message(Kind.PAD, arrays=(np.zeros(size, np.uint8),)))
+        await self._padded
+
     async def _until(self, ready: Callable[[], bool]) -> None:
         """Only one sender at a time waits."""
         while not self.reason and not ready():
@@ -302,6 +333,8 @@ class Connection(asyncio.BufferedProtocol):
         self.reason = reason
         if self._timer:
             self._timer.cancel()
+        if self._warming:
+            self._warming.cancel()
         if not self._greeting.done():
             self._greeting.set_exception(reason)
             self._greeting.exception()  # nobody may be waiting for it any more

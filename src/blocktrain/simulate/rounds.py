@@ -7,6 +7,7 @@ when there is something to see.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from blocktrain.coordinator import plan
 from blocktrain.simulate.agenda import Agenda
@@ -52,10 +53,13 @@ class Rounds:
 
     def _nothing_new(self, block: VirtualBlock) -> bool:
         """Whether its updates are due at a time that is known, however many more arrive: the plan
-        counts from the one that made the quorum. Saves asking it at every arrival."""
+        counts from the one that made the quorum, of those that are not late. Saves asking it at
+        every arrival."""
         quorum = self._coordinator.swarm.quorum
-        settled = len(block.pending) > quorum and len(block.workers) >= quorum
-        return settled and block.open_leases > 0 and block.index in self._looks
+        if block.index not in self._looks or len(block.workers) < quorum:
+            return False
+        fresh = (None for update in block.pending if update.base_version == block.version)
+        return block.open_leases > 0 and next(islice(fresh, quorum, None), True) is None
 
     def _look_again(self, block: VirtualBlock, planned: float) -> None:
         if self._looks.get(block.index) == planned:

@@ -12,6 +12,7 @@ from blocktrain.config import SwarmConfig
 from blocktrain.coordinator.plan import (
     IDLE_WAIT,
     MERGE_WAIT,
+    QUORUM_LEASES,
     STAY,
     Refusal,
     choose_block,
@@ -313,7 +314,8 @@ def test_late_updates_do_not_make_a_quorum():
     """They come while the others train, and would make those late in turn."""
     late, fresh = update("ann"), replace(update("bob"), base_version=1)
     training = {"version": 1, "open_leases": 2, "workers": frozenset(WORKERS)}
-    assert due_at(block(**training, pending=(late, fresh)), SWARM) == math.inf
+    at_last = NOW + QUORUM_LEASES * SWARM.lease_seconds
+    assert due_at(block(**training, pending=(late, fresh)), SWARM) == at_last
     two = (late, fresh, replace(update("eve"), base_version=1))
     assert due_at(block(**training, pending=two), SWARM) == NOW + SWARM.grace_seconds
 

@@ -29,7 +29,7 @@ from blocktrain.serve.keys import ROUTER, STAGE, Keyring, client_context, server
 from blocktrain.serve.meeting import MOST_GREETINGS, Server, dial
 
 HELLO = {"role": "router", "name": "r", "model": "m1"}
-QUICK = Terms(beat=0.05, slack=0.1, limit=LARGEST_HELLO)
+QUICK = Terms(beat=0.05, slack=0.1, limit=LARGEST_HELLO, padding=0)
 HASTY = replace(QUICK, greeting_seconds=0.5)
 WINDOW = window_for(largest_frame(QUICK.limit))
 BOTH = (ROUTER, STAGE)
@@ -340,6 +340,19 @@ def test_messages_of_all_sizes_come_back_in_order(keys: Path, tls: bool, new_loo
             assert connection.round_trip is not None and 0 < connection.round_trip < 5
 
     run(scene(), new_loop)
+
+
+def test_padding_takes_nothing_from_messages_and_reaches_nobody():
+    padding = replace(QUICK, limit=1 << 20, padding=1 << 18)
+
+    async def scene() -> None:
+        async with serving(terms=padding) as address:
+            near = await dialled(address, terms=padding)
+            for request in range(1, 9):
+                await near.send(Message(Kind.STEP, request, arrays=(np.zeros(1 << 18, np.uint8),)))
+                assert (await near.receive()).request == request
+
+    run(scene())
 
 
 def test_an_error_of_a_request_is_an_ordinary_message():

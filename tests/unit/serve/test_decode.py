@@ -19,7 +19,7 @@ from blocktrain.serve.decode import Decoding, new_decoding
 from blocktrain.serve.drafts import Pace
 from blocktrain.serve.front import Front
 from blocktrain.serve.local import run_locally
-from blocktrain.serve.request import Request, Sampling
+from blocktrain.serve.request import Account, Request, Sampling
 from blocktrain.serve.tenants import Limits
 from blocktrain.serve.work import Row
 
@@ -131,7 +131,9 @@ def test_what_a_stage_lost_is_replayed_and_nothing_changes(kind: str):
             clock=iter(range(999)).__next__,
         ),
     )
-    decodings = {n: new_decoding(each, WINDOW, Pace()) for n, each in enumerate(requests)}
+    decodings = {
+        n: new_decoding(each, WINDOW, Pace(), Account()) for n, each in enumerate(requests)
+    }
     found = dict.fromkeys(decodings, b"")
     while going := [n for n in decodings if not decodings[n].finished]:
         for number in going:
@@ -163,7 +165,7 @@ def sent(decoding: Decoding, drafts: bytes = b"") -> Row:
 
 
 def test_steps_carry_on_where_the_answer_left_off():
-    decoding = new_decoding(Request(b"ab", 9, "speculative"), 32, Pace())
+    decoding = new_decoding(Request(b"ab", 9, "speculative"), 32, Pace(), Account())
     first = sent(decoding, b"cdX")
     assert (first.start, first.ids.tolist(), first.read) == (0, [BOS, *b"abcdX"], 4)
     assert decoding.take(first, certain(b"cdef")).data == b"cde"
@@ -176,7 +178,7 @@ def test_steps_carry_on_where_the_answer_left_off():
 
 
 def test_a_sweep_starts_from_masks_and_goes_on_from_guesses():
-    decoding = new_decoding(Request(b"ab", 4, "sweep", passes=0), 32, Pace())
+    decoding = new_decoding(Request(b"ab", 4, "sweep", passes=0), 32, Pace(), Account())
     step = decoding.step()
     assert step and step.refine
     assert step.ids.tolist() == [BOS, *b"ab", MASK, MASK, MASK]
@@ -201,7 +203,7 @@ def test_a_stop_string_ends_the_answer_wherever_its_bytes_came_from():
 
 
 def test_log_probabilities_come_with_the_bytes():
-    decoding = new_decoding(Request(b"", 2, "ar", top_log_probs=3), 32, Pace())
+    decoding = new_decoding(Request(b"", 2, "ar", top_log_probs=3), 32, Pace(), Account())
     log_probs = log_softmax(np.random.default_rng(0).standard_normal((1, 256)).astype(np.float32))
     piece = decoding.take(sent(decoding), log_probs)
     best = int(log_probs.argmax())

@@ -1,0 +1,221 @@
+"""What the decoding modes say, and what the wire does to a model: no network, one process.
+
+Prompts are the first bytes of equal stretches of a text, the same for every model and mode. The
+judge is another run, trained end to end: the mean CE, per byte, of what a mode wrote, every byte
+read with at least half the judge's window before it. Needs torch, numpy, safetensors only.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from blocktrain.core.choice import Sampling
+from blocktrain.core.vocabulary import BOS, MASK
+from blocktrain.model.stack import Stack
+from blocktrain.serve import wire
+from blocktrain.serve.compute import StageCompute
+from blocktrain.serve.decode import Decoding, Step
+from blocktrain.serve.front import Front
+from blocktrain.serve.local import run_locally
+from blocktrain.serve.request import Account, Request
+from blocktrain.serve.tenants import Limits
+from blocktrain.serve.work import Row, Work, started
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.train.assemble import load_stack
+from blocktrain.train.device import Compute
+
+GRAM = 4
+AT_ONCE = 64  # requests in a batch
+INDEPENDENT = "independent guesses"
+MODES: dict[str, dict[str, Any]] = {
+    "ar": {"mode": "ar"},
+    "sweep K=1": {"mode": "sweep", "passes": 1},
+    "sweep K=2": {"mode": "sweep", "passes": 2},
+    "sweep K=4": {"mode": "sweep", "passes": 4},
+    "sweep converged": {"mode": "sweep", "passes": 0},
+    "speculative": {"mode": "speculative"},
+    "speculative, n-grams": {"mode": "speculative", "drafts": "ngram"},
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A run's blocks, the first as a router holds it and every other as a stage does."""
+
+    front: Front
+    stages: Sequence[StageCompute]
+
+    @classmethod
+    def load(cls, folder: Path, compute: Compute, readout: str) -> "Model":
+        run, limits = RunDir.open(folder), Limits(AT_ONCE)
+        stages = [
+            StageCompute.load(run, range(block, block + 1), compute, readout, limits)
+            for block in range(1, run.config.units)
+        ]
+        return cls(Front.load(run, compute, readout, limits), stages)
+
+    @property
+    def window(self) -> int:
+        return self.front.first.config.model.window
+
+
+class Independent(Decoding):
+    """Every byte guessed from the known text alone: all others are MASK, in every block."""
+
+    def _plan(self, most: int) -> tuple[list[int], int, bool]:
+        return [MASK] * most, 0, False
+
+    def _settle(self, found: np.ndarray, right: int) -> int:
+        return len(found)
+
+
+def fixed_prompts(text: np.ndarray, count: int, length: int) -> list[bytes]:
+    stride = len(text) // count
+    return [text[n * stride : n * stride + length].tobytes() for n in range(count)]
+
+
+def requests(
+    prompts: Sequence[bytes], mode: str, temperature: float, most_bytes: int
+) -> list[Request]:
+    """Each with a seed of its own, the same in every mode."""
+    return [
+        Request(prompt, most_bytes, sampling=Sampling(temperature, seed=seed), **MODES[mode])
+        for seed, prompt in enumerate(prompts)
+    ]
+
+
+def guessed_independently(model: Model, asked: Sequence[Request]) -> list[tuple[bytes, Account]]:
+    """The same blocks once around, no one's guess read by anyone."""
+    decodings = [Independent(each, model.window, Account()) for each in asked]
+    texts = [bytearray() for _ in asked]
+    while steps := {n: step for n, each in enumerate(decodings) if (step := each.step())}:
+        rows = [Row(n, step.start, step.ids, step.read) for n, step in steps.items()]
+        work = model.front.first.step(started(rows), heads=True)
+        for stage in model.stages:
+            work = stage.step(work)
+        for row, log_probs_RV in model.front.answers(work):
+            texts[row.request] += decodings[row.request].take(row, log_probs_RV).data
+    for compute in (model.front.first, *model.stages):
+        for request in compute.requests:
+            compute.release(request)
+    return [(bytes(text), each.account) for text, each in zip(texts, decodings, strict=True)]
+
+
+def measured(
+    model: Model, judge: Stack, prompts: Sequence[bytes], temperature: float, most_bytes: int
+) -> list[dict[str, Any]]:
+    """Every mode on the same prompts, with the same seeds."""
+    answers = {
+        mode: run_locally(
+            model.front, model.stages, requests(prompts, mode, temperature, most_bytes)
+        )
+        for mode in MODES
+    }
+    as_ar = requests(prompts, "ar", temperature, most_bytes)
+    answers[INDEPENDENT] = guessed_independently(model, as_ar)
+    sequential = [text for text, _ in answers["ar"]]
+    rows = []
+    for mode, answer in answers.items():
+        texts = [text for text, _ in answer]
+        same = [ours == theirs for ours, theirs in zip(texts, sequential, strict=True)]
+        traversals = sum(account.traversals for _, account in answer)
+        rows.append(
+            {
+                "mode": mode,
+                "temperature": temperature,
+                "ce": judged(judge, prompts, texts),
+                "same_as_ar": sum(same) / len(same),
+                "distinct_grams": distinct_share(texts),
+                "bytes_per_traversal": sum(map(len, texts)) / traversals,
+                "first": texts[0].decode(errors="replace"),
+            }
+        )
+    return rows
+
+
+def judged(judge: Stack, prompts: Sequence[bytes], texts: Sequence[bytes]) -> float:
+    """Mean CE per byte of texts that are equally long, each after its prompt."""
+    window = judge.config.model.window
+    whole_BT = np.stack(
+        [np.frombuffer(p + t, np.uint8) for p, t in zip(prompts, texts, strict=True)]
+    )
+    start, end = len(prompts[0]), whole_BT.shape[1]
+    total = 0.0
+    for first in range(start, end, window // 2):
+        last = min(first + window // 2, end)
+        begin = max(0, last - window)
+        ids_BT = np.full((len(prompts), last - begin), BOS, np.int64)
+        ids_BT[:, 1:] = whole_BT[:, begin : last - 1]
+        log_probs = judge.log_probs(torch.from_numpy(ids_BT).to(judge.device))[-1]
+        targets = torch.from_numpy(whole_BT[:, first:last].astype(np.int64)).to(judge.device)
+        read = log_probs[:, first - begin :].gather(-1, targets[..., None])
+        total -= float(read.double().sum())
+    return total / (len(prompts) * (end - start))
+
+
+def distinct_share(texts: Sequence[bytes]) -> float:
+    """Of a text's 4-grams, how many are not repetitions; mean over texts."""
+    grams = [[text[at : at + GRAM] for at in range(len(text) - GRAM + 1)] for text in texts]
+    return float(np.mean([len(set(found)) / len(found) for found in grams]))
+
+
+def on_the_wire(work: Work, kind: str) -> Work:
+    """Work as the next stage gets it."""
+    return replace(
+        work,
+        state=wire.unpack(wire.pack(work.state, kind), kind),
+        readout_RV=wire.unpack(wire.pack(work.readout_RV, kind), kind),
+    )
+
+
+def wire_bytes(work: Work, kind: str) -> int:
+    packed = (*wire.pack(work.state, kind), *wire.pack(work.readout_RV, kind))
+    return sum(array.nbytes for array in packed)
+
+
+def teacher_forced(model: Model, windows_BT: np.ndarray, kind: str) -> tuple[float, float]:
+    """CE of a text that is read, not written; and the bytes that a position takes from one stage
+    to the next."""
+    total, sent = 0.0, 0.0
+    for text_T in windows_BT:
+        ids = np.array([BOS, *text_T[:-1]], np.uint16)
+        work = model.front.work({0: Step(0, ids, len(ids), 0, Sampling())})
+        sent = wire_bytes(work, kind) / len(ids)
+        for stage in model.stages:
+            work = stage.step(on_the_wire(work, kind))
+        ((_, log_probs_TV),) = model.front.answers(on_the_wire(work, kind))
+        total -= float(log_probs_TV[np.arange(len(text_T)), text_T].astype(np.float64).sum())
+    return total / windows_BT.size, sent
+
+
+def wire_differences(
+    folder: Path, compute: Compute, readout: str, windows_BT: np.ndarray
+) -> list[dict[str, Any]]:
+    model = Model.load(folder, compute, readout)
+    found = {kind: teacher_forced(model, windows_BT, kind) for kind in wire.KINDS}
+    exact = found["fp32"][0]
+    return [
+        {"wire": kind, "ce": ce, "difference": ce - exact, "bytes_per_position": sent}
+        for kind, (ce, sent) in found.items()
+    ]
+
+
+def load_judge(folder: Path, compute: Compute) -> Stack:
+    return load_stack(RunDir.open(folder), compute)
+
+
+def timed_at_home(
+    model: Model, prompts: Sequence[bytes], mode: str, temperature: float, most_bytes: int
+) -> list[float]:
+    """Seconds of each answer, one after another, all blocks in this process."""
+    told = []
+    for request in requests(prompts, mode, temperature, most_bytes):
+        began = time.perf_counter()
+        run_locally(model.front, model.stages, [request])
+        told.append(time.perf_counter() - began)
+    return told
