@@ -225,7 +225,7 @@ def test_a_forged_frame_with_nothing_wrong_is_taken():
     [
         forged(version=2),
         forged(kind=0),
-        forged(kind=11),
+        forged(kind=max(Kind) + 1),
         forged(count=MOST_ARRAYS + 1),
         forged(meta_bytes=LARGEST_META + 1),
         forged(payload=LIMIT),
