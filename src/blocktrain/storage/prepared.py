@@ -41,7 +41,7 @@ class PreparedStatements:
         cursor = self.tell(connection, statement, **values)
 
         def answer() -> list[Found]:
-            with driver.translated(connection, str(statement), values):
+            with driver.translated(connection):
                 found = cursor.fetchall()  # where SQLite does most of its reading
             row = self._row(statement, cursor)
             return [row(*values) for values in found]
