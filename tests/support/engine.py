@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from blocktrain.core import readout
+from blocktrain.core.choice import pick
 from blocktrain.core.vocabulary import BOS
 from blocktrain.errors import BlocktrainError
-from blocktrain.model.generate import pick
 from blocktrain.model.stack import Stack
 from blocktrain.serve.request import Account, Piece, Request
 
@@ -69,7 +69,7 @@ class SmallEngine:
     def _next(self, request: Request, output: bytes) -> Piece:
         text, sampling = request.prompt + output, request.sampling
         log_probs = next_log_probs(self.stack, text)
-        byte = pick(log_probs, sampling.temperature, sampling.seed, len(text))
+        byte = pick(log_probs.numpy(), sampling, len(text))
         top = log_probs.topk(request.top_log_probs) if request.top_log_probs else None
         likeliest = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else {}
         return Piece(bytes([byte]), (float(log_probs[byte]),), (likeliest,))

@@ -34,6 +34,7 @@ class Leases:
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
+            tx.expect_claim(caller.worker)
             self.members.seen(tx, caller, now)
             if held := tx.open_lease_of(caller.worker):
                 return LeaseAnswer(answer=self._described(tx, held, now))

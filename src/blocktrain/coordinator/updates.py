@@ -28,6 +28,7 @@ from blocktrain.storage.chunks import Incoming
 from blocktrain.storage.ledger import Transaction, Version
 from blocktrain.storage.merging import check_encoded, check_update
 from blocktrain.storage.prepared import Found
+from blocktrain.storage.statements import HELD
 from blocktrain.storage.weights_file import weights_form
 
 URL_SECONDS = 3600
@@ -59,6 +60,7 @@ class Updates:
         claim, now = offer.claim, self.run.clock()
         traffic.check(offer.downloads, self.run.config.units)
         with self.run.ledger.write() as tx:
+            tx.expect_update(caller.worker, claim.lease)
             worker = self.members.seen(tx, caller, now)
             self._check_signed(worker, offer)
             lease = own_lease(tx, caller, claim.lease, claim.fence)
@@ -77,7 +79,7 @@ class Updates:
                     loss=claim.loss,
                     downloads=traffic.to_json(offer.downloads),
                 )
-                tx.move_lease(claim.lease, "sending")
+                tx.move_lease_if_held(claim.lease, "sending")
                 self._remember(claim, base)
             elif known.offer != claim.model_dump_json():
                 raise RefusedError("conflict", "another update was offered for this lease")
@@ -151,13 +153,15 @@ class Updates:
         coming = self._coming.pop(lease, None)
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
+            tx.expect_update(caller.worker, lease)
             self.members.seen(tx, caller, now)
             held, offered = tx.lease(lease), _offered(tx, caller, lease)
             assert held is not None
             if offered.state != "offered":
                 return _receipt(offered)
             self._count_bytes(tx, offered, coming)
-            in_time = tx.move_lease(lease, "submitted")
+            in_time = held.state in HELD
+            tx.move_lease_if_held(lease, "submitted")
             block = tx.block(held.block)
             assert block is not None
             weight = plan.weight(self.run.config.swarm, block.version, held.base_version)

@@ -9,6 +9,7 @@ import sqlalchemy as sql
 from sqlalchemy import Connection
 
 from blocktrain.errors import ConfigError
+from blocktrain.storage import driver
 
 BUSY_MILLISECONDS = 30_000
 CACHE_KILOBYTES = 16_000  # of each connection
@@ -26,9 +27,15 @@ def open_engine(url: str) -> sql.Engine:
     if parsed.drivername in ("postgresql", "postgres"):
         parsed = parsed.set(drivername="postgresql+psycopg")
     try:
-        return sql.create_engine(parsed, pool_pre_ping=True, pool_size=16)
+        engine = sql.create_engine(parsed, pool_pre_ping=True, pool_size=16)
     except (sql.exc.ArgumentError, ImportError):
         raise ConfigError(f"{shown(url)} is neither SQLite nor PostgreSQL") from None
+
+    @sql.event.listens_for(engine, "after_cursor_execute")
+    def wait(connection: Connection, *rest: Any) -> None:
+        driver.wait(connection)  # SQLAlchemy looks at the answer of all it runs itself
+
+    return engine
 
 
 def _sqlite_engine(url: sql.URL) -> sql.Engine:

@@ -20,10 +20,10 @@ from sqlalchemy.exc import DatabaseError
 from blocktrain.core.swarm import BlockState, PendingUpdate
 from blocktrain.errors import NotFoundError, UnreachableError
 from blocktrain.protocol.messages import Blob, Event, Moved
-from blocktrain.storage import statements
+from blocktrain.storage import driver, statements
 from blocktrain.storage.database import open_engine, shown
 from blocktrain.storage.migrations import upgrade
-from blocktrain.storage.prepared import Found, PreparedStatements
+from blocktrain.storage.prepared import Answer, Found, PreparedStatements
 from blocktrain.storage.schema import (
     blocks,
     differences,
@@ -77,8 +77,9 @@ class Ledger:
         taken at once, before any writer: what one of them took would be lost with it."""
         with self._commits.together() as connection:
             if not self._writers_are_alone:
-                self._prepared.rows(connection, statements.LOCK_BLOCKS)
+                self._prepared.tell(connection, statements.LOCK_BLOCKS)
                 _lock_events(connection)
+                driver.wait(connection)
             yield
 
     @contextmanager
@@ -115,6 +116,7 @@ class Transaction:
         self._connection = connection
         self._prepared = prepared
         self._alone = alone
+        self._asked: dict[tuple[Any, ...], Answer] = {}
 
     # The run
 
@@ -176,7 +178,7 @@ class Transaction:
         return self._run(select(workers).order_by(workers.c.joined)).all()
 
     def touch_worker(self, worker: str, now: float) -> None:
-        self._change(statements.TOUCH_WORKER, of_worker=worker, now=now)
+        self._tell(statements.TOUCH_WORKER, of_worker=worker, now=now)
 
     def ban_worker(self, worker: str) -> bool:
         return self._changed(update(workers).where(workers.c.id == worker).values(banned=True))
@@ -187,9 +189,22 @@ class Transaction:
         """Nobody else hands out, takes back or merges until this transaction is over. Comes first
         in every transaction that needs it: whoever waits for it holds nothing others wait for."""
         if not self._alone:
-            self._rows(statements.LOCK_BLOCKS)
+            self._tell(statements.LOCK_BLOCKS)
+
+    def expect_claim(self, worker: str) -> None:
+        """Ask for all that a claim looks at first, at once: each is read when it is its turn."""
+        self._ask(statements.WORKER, of_worker=worker)
+        self._ask(statements.OPEN_LEASE_OF, of_worker=worker)
+        self._ask_block_states()
+
+    def expect_update(self, worker: str, lease: str) -> None:
+        """The same for an update that is offered or settled."""
+        self._ask(statements.WORKER, of_worker=worker)
+        self._ask(statements.LEASE, of_lease=lease)
+        self._ask(statements.UPDATE, of_lease=lease)
 
     def block_states(self) -> list[BlockState]:
+        self._ask_block_states()
         returned = {row.block: int(row.steps) for row in self._rows(statements.RETURNED)}
         held: dict[int, list[Found]] = defaultdict(list)
         for row in self.held_leases():
@@ -207,13 +222,14 @@ class Transaction:
 
     def take_range(self, block: int, most: int) -> tuple[int, int]:
         """(first batch, steps): what came back first, then what was never handed out."""
+        self._ask(statements.BLOCK, of_block=block)
         gap = self._first(statements.FIRST_GAP, of_block=block)
         if gap is None:
             row = self.block(block)
             assert row is not None
             steps = min(most, row.total_batches - row.next_batch)
             end = row.next_batch + steps
-            self._change(statements.HAND_OUT, of_block=block, end=end)
+            self._tell(statements.HAND_OUT, of_block=block, end=end)
             return int(row.next_batch), steps
         self._take_gap(block, gap.first_batch)
         steps = min(most, gap.steps)
@@ -235,7 +251,7 @@ class Transaction:
         """Record a lease as open, with the block's next fencing token."""
         counted = self._rows(statements.COUNT_GIVEN, of_block=values["block"])
         lease = {**values, "fence": counted[0].fence, "state": "open"}
-        self._change(statements.ADD_LEASE, **lease)
+        self._tell(statements.ADD_LEASE, **lease)
         return SimpleNamespace(**lease)
 
     def lease(self, lease: str) -> Found | None:
@@ -252,6 +268,10 @@ class Transaction:
         """Move a lease on; False where it is nobody's any more."""
         return self._change(statements.MOVE_LEASE, of_lease=lease, to=state)
 
+    def move_lease_if_held(self, lease: str, state: str) -> None:
+        """The same for whoever does not ask: nothing waits for it."""
+        self._tell(statements.MOVE_LEASE, of_lease=lease, to=state)
+
     def overdue(self, now: float) -> Sequence[Found]:
         return self._rows(statements.OVERDUE, now=now)
 
@@ -259,12 +279,12 @@ class Transaction:
         return self._rows(statements.HELD_LEASES)
 
     def count_lease(self, block: int, *, met: bool) -> None:
-        self._change(statements.COUNT_MET if met else statements.COUNT_MISSED, of_block=block)
+        self._tell(statements.COUNT_MET if met else statements.COUNT_MISSED, of_block=block)
 
     # Updates and versions
 
     def add_update(self, **values: Any) -> None:
-        self._change(
+        self._tell(
             statements.ADD_UPDATE, **values, state="offered", reason="", weight=0.0,
             committed=None, merged_into=None,
         )  # fmt: skip
@@ -276,8 +296,8 @@ class Transaction:
         chosen = select(updates).where(updates.c.worker == worker, updates.c.state.in_(states))
         return self._run(chosen).all()
 
-    def accept_update(self, lease: str, weight: float, now: float) -> bool:
-        return self._change(statements.ACCEPT_UPDATE, of_lease=lease, share=weight, now=now)
+    def accept_update(self, lease: str, weight: float, now: float) -> None:
+        self._tell(statements.ACCEPT_UPDATE, of_lease=lease, share=weight, now=now)
 
     def refuse_update(self, lease: str, reason: str) -> bool:
         chosen = update(updates).where(updates.c.lease == lease)
@@ -337,8 +357,8 @@ class Transaction:
             leads = {"block": block, "version": version + 1}
             self._run(insert(differences).values(**leads, **difference.model_dump()))
         for item in merged:
-            self._change(statements.MERGE_UPDATE, of_lease=item.lease, into=version + 1)
-            self._change(statements.CREDIT_WORKER, of_worker=item.worker, steps=item.steps)
+            self._tell(statements.MERGE_UPDATE, of_lease=item.lease, into=version + 1)
+            self._tell(statements.CREDIT_WORKER, of_worker=item.worker, steps=item.steps)
         return True
 
     def version(self, block: int, version: int | None = None) -> Version:
@@ -375,11 +395,8 @@ class Transaction:
     # Bytes
 
     def count_traffic(self, worker: str, block: int, moved: Moved) -> None:
-        """Add to what was moved between a worker and the run. Needs the blocks' lock."""
-        counts = moved.model_dump()
-        more = {f"more_{name}": count for name, count in counts.items()}
-        if not self._change(statements.COUNT_TRAFFIC, of_worker=worker, of_block=block, **more):
-            self._change(statements.ADD_TRAFFIC, worker=worker, block=block, **counts)
+        """Add to what was moved between a worker and the run."""
+        self._tell(statements.COUNT_TRAFFIC, worker=worker, block=block, **moved.model_dump())
 
     def traffic(self) -> dict[tuple[str, int], Moved]:
         """By worker and block."""
@@ -401,7 +418,7 @@ class Transaction:
         if not self._alone:
             _lock_events(self._connection)
         told = {"time": now, "kind": kind, "worker": worker, "block": block}
-        self._change(statements.ADD_EVENT, **told, detail=detail[:500])
+        self._tell(statements.ADD_EVENT, **told, detail=detail[:500])
 
     def events(self, after: int, most: int) -> list[Event]:
         chosen = select(events).where(events.c.number > after).order_by(events.c.number)
@@ -446,12 +463,27 @@ class Transaction:
     def _take_gap(self, block: int, first_batch: int) -> None:
         self._run(sql.delete(gaps).where(gaps.c.block == block, gaps.c.first_batch == first_batch))
 
+    def _ask_block_states(self) -> None:
+        for statement in statements.BLOCK_STATES:
+            self._ask(statement)
+
+    def _ask(self, statement: Executable, **values: Any) -> None:
+        """Ahead of `_rows`: nothing that it reads may be changed in between."""
+        asked = (id(statement), *values.items())
+        if asked not in self._asked:
+            self._asked[asked] = self._prepared.ask(self._connection, statement, **values)
+
     def _first(self, statement: Executable, **values: Any) -> Found | None:
         rows = self._rows(statement, **values)
         return rows[0] if rows else None
 
     def _rows(self, statement: Executable, **values: Any) -> list[Found]:
+        if answer := self._asked.pop((id(statement), *values.items()), None):
+            return answer()
         return self._prepared.rows(self._connection, statement, **values)
+
+    def _tell(self, statement: Executable, **values: Any) -> None:
+        self._prepared.tell(self._connection, statement, **values)
 
     def _change(self, statement: Executable, **values: Any) -> bool:
         return bool(self._prepared.change(self._connection, statement, **values))
@@ -466,7 +498,7 @@ class Transaction:
 def _lock_events(connection: Connection) -> None:
     """Numbers become visible in their order, so that a reader who goes on from one misses none;
     the number of the lock means nothing."""
-    connection.exec_driver_sql("SELECT pg_advisory_xact_lock(726565)")
+    driver.send(connection, "SELECT pg_advisory_xact_lock(726565)")
 
 
 def _block_state(

@@ -6,14 +6,16 @@ connection must be inside a transaction: nothing is begun here.
 """
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Executable
-from sqlalchemy.engine.interfaces import DBAPICursor, DBAPIModule, Dialect
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.engine.interfaces import DBAPICursor, Dialect
+
+from blocktrain.storage import driver
 
 Found = Any  # a row: its columns are attributes
+Answer = Callable[[], list[Found]]  # waits for the rows
 
 
 class _Prepared(NamedTuple):
@@ -34,48 +36,40 @@ class PreparedStatements:
         self._prepared: dict[tuple[int, frozenset[str]], _Prepared] = {}
         self._rows: dict[int, type] = {}
 
+    def ask(self, connection: Connection, statement: Executable, **values: Any) -> Answer:
+        """Run it; its rows may be fetched later, and are those of now."""
+        cursor = self.tell(connection, statement, **values)
+
+        def answer() -> list[Found]:
+            with driver.translated(connection):
+                found = cursor.fetchall()  # where SQLite does most of its reading
+            row = self._row(statement, cursor)
+            return [row(*values) for values in found]
+
+        return answer
+
     def rows(self, connection: Connection, statement: Executable, **values: Any) -> list[Found]:
-        cursor = self._execute(connection, statement, values)
-        try:
-            found = cursor.fetchall()  # where SQLite does most of its reading
-        except self._dialect.loaded_dbapi.Error as error:
-            raise self._translated(error, connection, cursor, str(statement), values) from error
-        if id(statement) not in self._rows:
-            names = [column[0] for column in cursor.description]
-            self._rows[id(statement)] = namedtuple("Found", names)
-        row = self._rows[id(statement)]
-        return [row(*values) for values in found]
+        return self.ask(connection, statement, **values)()
 
     def change(self, connection: Connection, statement: Executable, **values: Any) -> int:
         """Run it; how many rows it changed."""
-        return int(self._execute(connection, statement, values).rowcount)
+        cursor = self.tell(connection, statement, **values)
+        driver.wait(connection)
+        return int(cursor.rowcount)
 
-    def _execute(
-        self, connection: Connection, statement: Executable, values: dict[str, Any]
-    ) -> DBAPICursor:
+    def tell(self, connection: Connection, statement: Executable, **values: Any) -> DBAPICursor:
+        """Run it; that it failed may be noticed only with a later one."""
         key = id(statement), frozenset(values)
         if key not in self._prepared:
             self._prepared[key] = self._compiled(statement, list(values))
         prepared = self._prepared[key]
-        cursor = connection.connection.cursor()
-        try:
-            cursor.execute(prepared.text, prepared.parameters(values))
-        except self._dialect.loaded_dbapi.Error as error:
-            raise self._translated(error, connection, cursor, prepared.text, values) from error
-        return cursor
+        return driver.send(connection, prepared.text, prepared.parameters(values))
 
-    def _translated(
-        self,
-        error: DBAPIModule.Error,
-        connection: Connection,
-        cursor: DBAPICursor,
-        text: str,
-        values: dict[str, Any],
-    ) -> BaseException:
-        """The same as SQLAlchemy's error."""
-        if self._dialect.is_disconnect(error, connection.connection, cursor):
-            connection.invalidate(error)
-        return DBAPIError.instance(text, values, error, self._dialect.loaded_dbapi.Error)
+    def _row(self, statement: Executable, cursor: DBAPICursor) -> type:
+        if id(statement) not in self._rows:
+            names = [column[0] for column in cursor.description]
+            self._rows[id(statement)] = namedtuple("Found", names)
+        return self._rows[id(statement)]
 
     def _compiled(self, statement: Any, names: list[str]) -> _Prepared:
         compiled = statement.compile(

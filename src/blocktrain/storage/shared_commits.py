@@ -9,10 +9,12 @@ left to the database, one that is always busy would keep the others out.
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
+
+from blocktrain.storage import driver
 
 
 class SharedCommits:
@@ -29,8 +31,8 @@ class SharedCommits:
 
     @contextmanager
     def together(self) -> Iterator[Connection]:
-        with self._turns.next(), self._engine.begin() as connection:
-            connection.exec_driver_sql("SAVEPOINT together")
+        with self._transaction() as connection:
+            driver.send(connection, "SAVEPOINT together")
             self._here.connection = connection
             try:
                 yield connection
@@ -38,7 +40,7 @@ class SharedCommits:
                 self._here.connection = None
             # Fails where the database has ended the transaction by itself (a full disk, a failed
             # read): a commit would then do nothing without a word.
-            connection.exec_driver_sql("RELEASE SAVEPOINT together")
+            driver.send(connection, "RELEASE SAVEPOINT together")
 
     @contextmanager
     def writer(self) -> Iterator[Connection]:
@@ -47,7 +49,17 @@ class SharedCommits:
             with _savepoint(connection):
                 yield connection
             return
-        with self._turns.next(), self._engine.begin() as connection:
+        with self._transaction() as connection:
+            yield connection
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        """Committed only when all of it was answered."""
+        with (
+            self._turns.next(),
+            self._engine.begin() as connection,
+            driver.pipelined(connection),
+        ):
             yield connection
 
 
@@ -98,13 +110,17 @@ class Turns:
 @contextmanager
 def _savepoint(connection: Connection) -> Iterator[None]:
     """As `begin_nested`, at a small part of its price: these are never inside each other."""
-    connection.exec_driver_sql("SAVEPOINT writer")
+    driver.send(connection, "SAVEPOINT writer")
     try:
         yield
+        driver.send(connection, "RELEASE SAVEPOINT writer")
+        driver.wait(connection)  # what went wrong in this writer is no other's
     except BaseException:
+        with suppress(SQLAlchemyError):
+            driver.wait(connection)  # for what was sent after the error: none of it was done
         try:
-            connection.exec_driver_sql("ROLLBACK TO SAVEPOINT writer")
+            driver.send(connection, "ROLLBACK TO SAVEPOINT writer")
+            driver.wait(connection)
         except SQLAlchemyError:
             connection.invalidate()  # nobody goes on in a transaction that is over
         raise
-    connection.exec_driver_sql("RELEASE SAVEPOINT writer")

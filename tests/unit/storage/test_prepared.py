@@ -67,10 +67,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "MERGE_UPDATE": {"of_lease": "pending", "into": 1},
     "VERSION": {"of_block": 0, "of_version": 0},
     "NEWEST_VERSION": {"of_block": 0},
-    "ADD_TRAFFIC": {"worker": "w1", "block": 1, **MOVED},
-    "COUNT_TRAFFIC": {
-        "of_worker": "w0", "of_block": 0, **{f"more_{name}": size for name, size in MOVED.items()},
-    },
+    "COUNT_TRAFFIC": {"worker": "w0", "block": 0, **MOVED},
     "ADD_EVENT": EVENT,
 }  # fmt: skip
 NOBODY = {"of_worker": "?", "of_lease": "?", "of_block": 7}

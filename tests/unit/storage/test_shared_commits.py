@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from tests.support.postgres import fresh_database
 
+from blocktrain.storage import driver
 from blocktrain.storage.database import open_engine
 from blocktrain.storage.ledger import Ledger
 from blocktrain.storage.shared_commits import SharedCommits, Turns
@@ -104,6 +105,34 @@ def test_writers_inside_are_on_disk_only_at_the_end(commits: SharedCommits, engi
         write(commits, "b")
         assert on_disk(engine) == set()
     assert on_disk(engine) == {"a", "b"}
+
+
+def test_an_error_that_nobody_waited_for_is_that_of_its_writer(
+    commits: SharedCommits, engine: Engine
+):
+    def write_again_and_again(text: str) -> None:
+        with commits.writer() as connection:
+            for _ in range(3):
+                driver.send(connection, f"INSERT INTO notes (text) VALUES ('{text}')")
+
+    with commits.together():
+        write(commits, "a")
+        with pytest.raises(IntegrityError):
+            write_again_and_again("b")
+        write(commits, "c")
+    assert on_disk(engine) == {"a", "c"}
+    with pytest.raises(IntegrityError):
+        write_again_and_again("d")
+    assert on_disk(engine) == {"a", "c"}
+
+
+def test_postgresql_is_waited_for_only_where_somebody_does(postgres: Engine):
+    commits = SharedCommits(postgres)
+    with commits.together(), commits.writer() as connection:
+        cursor = driver.send(connection, "INSERT INTO notes (text) VALUES ('a'), ('b')")
+        assert cursor.rowcount == -1
+        driver.wait(connection)
+        assert cursor.rowcount == 2
 
 
 def test_all_inside_are_put_on_disk_by_one_commit(commits: SharedCommits, engine: Engine):
