@@ -19,6 +19,7 @@ VERBS = {
     "settings": "List every setting a config may have.",
     "serve": "Answer an OpenAI-compatible API with a run.",
     "stage": "Hold some blocks of a run for a server on another host.",
+    "keys": "Make certificates for a router and its stages.",
     "coordinator": "Run a training that other machines can join.",
     "worker": "Join a run by its invite and train for it.",
     "status": "Show how a run stands.",
@@ -27,7 +28,6 @@ VERBS = {
     "ban": "Exclude a worker from a run.",
     "backup": "Copy a coordinator's folder into one file, while it runs.",
     "restore": "Unpack a backup into a new folder.",
-    "keys": "Make certificates for a router and its stages.",
     "demo": "Train, score and sample a small model, beside its end-to-end twin.",
 }
 
