@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from blocktrain.config import Config
 from blocktrain.storage.run_dir import RunDir, Tensors
@@ -26,3 +28,17 @@ def of_weights(weights: Tensors) -> str:
 
 def of_block(run: RunDir, block: int) -> str:
     return of_weights(run.block_weights(block))
+
+
+def mismatch(said: Mapping[str, Any], settings: str, weights: Sequence[str]) -> str | None:
+    """What is wrong with a stage that says this of itself, for a router whose model has these
+    blocks; it may say anything."""
+    told = said.get("blocks")
+    blocks = told if isinstance(told, list) else []
+    first = blocks[0] if blocks else None
+    if type(first) is not int or first < 1 or blocks != list(range(first, first + len(blocks))):
+        return "a stage holds consecutive blocks after the first"
+    held = list(weights[first : first + len(blocks)])
+    if said.get("settings") != settings or said.get("weights") != held:
+        return "this stage holds another version of the model"
+    return None if isinstance(said.get("address"), str) else "a stage says where it is"

@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -68,7 +69,7 @@ class Pipeline:
     async def run(self, listener: Listener) -> None:
         """Hold a connection to every stage, for as long as the router lives."""
         async with asyncio.TaskGroup() as keepers:
-            for address in self._addresses:
+            for address in dict.fromkeys(self._addresses):
                 keepers.create_task(self._keep(address, listener))
 
     @property
@@ -140,12 +141,17 @@ class Pipeline:
         """One connection's life, from hello to its end."""
         held = connection.hello["blocks"]
         address = connection.hello.get("address") or dialled
+        if address in self._stages:
+            self._why[dialled] = f"another stage says that it is at {address}"
+            connection.close()
+            await asyncio.sleep(LONGEST_REDIAL_SECONDS)
+            return
         self._stages[address] = connection
         self._places[address] = Place(address, held[0], held[-1] + 1)
         log.info("stage %s is there, blocks %s", address, held)
-        await self._introduce()
         listener.joined()
         try:
+            await self._introduce()
             while True:
                 self._deliver(address, await connection.receive(), listener)
         except BlocktrainError as error:
@@ -162,7 +168,10 @@ class Pipeline:
             for following in self.places:
                 if following.first == place.stop:
                     meta = {"address": following.address}
-                    await self._stages[place.address].send(Message(Kind.DIAL, meta=meta))
+                    with suppress(
+                        BlocktrainError
+                    ):  # who is gone is noticed where it is listened to
+                        await self._stage(place.address).send(Message(Kind.DIAL, meta=meta))
 
     def _deliver(self, address: str, message: Message, listener: Listener) -> None:
         if message.kind is Kind.RESULT:

@@ -49,6 +49,8 @@ def serve_router(settings: RouterSettings, tell: Callable[[str], None]) -> None:
         raise ConfigError(
             f"no keys at {settings.keys}: `blocktrain keys` makes them, --plain-tcp does without"
         )
+    for address in settings.stages:
+        parted(address)  # mistyped, it would only be dialled in vain
     asyncio.run(_serve(settings, tell))
 
 
@@ -114,15 +116,7 @@ def _engine(
     weights = [fingerprint.of_block(run, block) for block in range(run.config.units)]
 
     def check(said: Hello) -> str | None:
-        """A stage must hold, of this very model, what it says it holds."""
-        blocks = said.get("blocks")
-        if not isinstance(blocks, list) or blocks != list(range(blocks[0], blocks[-1] + 1)):
-            return "a stage holds consecutive blocks"
-        if said.get("settings") != hello["settings"] or said.get("weights") != [
-            weights[block] for block in blocks
-        ]:
-            return "this stage holds another version of the model"
-        return None
+        return fingerprint.mismatch(said, hello["settings"], weights)
 
     async def reach(address: str) -> Connection:
         return await dial(address, context, hello, roles=[STAGE], check=check)

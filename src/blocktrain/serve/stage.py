@@ -189,14 +189,17 @@ class Stage:
 
     async def _push(self, step: Step) -> None:
         """On to the next stage, or back to the router that waits."""
-        if not step.hops:
-            router = self._routers.get(step.router)
-            if router is not None:
-                await self._tell(router, step_message(step, Kind.RESULT))
-            return
-        hop, rest = step.next_hop()
+        hop, rest = step.next_hop() if step.hops else ("", step)
         try:
-            await (await self._links.to(hop)).send(step_message(rest))
+            message = step_message(rest, Kind.STEP if hop else Kind.RESULT)
+        except ProtocolError as error:  # numbers that are none
+            return self._fail([step], "failed", str(error))
+        if not hop:
+            if router := self._routers.get(step.router):
+                await self._tell(router, message)
+            return None
+        try:
+            await (await self._links.to(hop)).send(message)
         except BlocktrainError as error:
             self._fail([step], "unreachable", f"{self.name} does not reach {hop}: {error}", hop)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.config import Config
+from blocktrain.errors import ProtocolError
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock
 from blocktrain.model.kv_cache import BlockMemory
@@ -79,7 +80,7 @@ class CausalUnit:
         return features, torch.log_softmax(self.block.predict(private), dim=-1)
 
     def read(self, ids_BQ: Tensor, memory: BlockMemory) -> None:
-        raise NotImplementedError("a block of a cascade reads features, not bytes")
+        raise ProtocolError("a block of a cascade reads features, not bytes")
 
 
 class DenoisingUnit:

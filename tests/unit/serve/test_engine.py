@@ -61,11 +61,11 @@ class Ring:
         self.runs: dict[str, asyncio.Task[None]] = {}
         self.cut: set[str] = set()  # addresses that no stage reaches
 
-    def start(self, blocks: range, limits: CacheLimits | None = None) -> str:
+    def start(self, blocks: range, limits: CacheLimits | None = None, announced: str = "") -> str:
         listener = bound_socket("127.0.0.1", 0)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         computing = stage(self.stack, blocks, limits=limits or CacheLimits(16))
-        hello = {"role": STAGE, "name": address, "blocks": list(blocks)}
+        hello = {"role": STAGE, "name": address, "blocks": list(blocks), "address": announced}
         held = Stage(f"block {blocks[0]}", computing, self._reach(hello, self.cut))
         self.stages[address] = held
         self.servers[address] = Server(
@@ -149,6 +149,18 @@ def test_one_block_needs_no_ring() -> None:
         async with running(ring, ring.engine()) as engine:
             for mode in ("ar", "speculative", "sweep"):
                 assert await answer(engine, request(mode)) == expected("end_to_end")
+
+    asyncio.run(scenario())
+
+
+def test_stages_that_say_the_same_address_do_not_end_the_router() -> None:
+    async def scenario() -> None:
+        ring = Ring("denoise")
+        first = ring.start(range(1, 3))
+        ring.start(range(1, 3), announced=first)
+        async with running(ring, ring.engine()) as engine:
+            assert await answer(engine, request()) == expected("denoise")
+            assert [stage["address"] for stage in engine.status()["stages"]] == [first]
 
     asyncio.run(scenario())
 

@@ -1,0 +1,50 @@
+"""Router and stage agree on one model, or do not work together; a stage may say anything."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blocktrain.config import Config
+from blocktrain.serve.fingerprint import mismatch, of_settings, of_weights
+
+WEIGHTS = ["w0", "w1", "w2"]
+GOOD = {"blocks": [1, 2], "settings": "s", "weights": ["w1", "w2"], "address": ""}
+anything = st.recursive(st.none() | st.integers() | st.text(), st.lists)
+
+
+def test_a_stage_of_the_same_model_fits() -> None:
+    assert mismatch(GOOD, "s", WEIGHTS) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"blocks": []},
+        {"blocks": [0, 1]},
+        {"blocks": [2, 1]},
+        {"blocks": [2, 3], "weights": ["w2", "w3"]},
+        {"blocks": ["1"]},
+        {"settings": "other"},
+        {"weights": ["w1", "other"]},
+        {"address": 5},
+    ],
+)
+def test_any_other_is_told_why_not(wrong: dict[str, object]) -> None:
+    assert mismatch({**GOOD, **wrong}, "s", WEIGHTS)
+
+
+@given(st.sampled_from(sorted(GOOD)), anything)
+def test_whatever_it_says_is_an_answer(key: str, value: object) -> None:
+    said = {**GOOD, key: value}
+    assert (mismatch(said, "s", WEIGHTS) is None) == (
+        said == GOOD or (key == "address" and isinstance(value, str))
+    )
+
+
+def test_fingerprints_see_every_number_and_every_setting_of_the_model(config: Config) -> None:
+    one = {"a": np.ones(3, np.float32), "b": np.zeros(2, np.float32)}
+    assert of_weights(one) == of_weights(dict(reversed(one.items())))
+    assert of_weights(one) != of_weights({**one, "a": np.array([1, 1, 2], np.float32)})
+    assert of_settings(config) != of_settings(config.with_settings(model__window=16))
+    assert of_settings(config) == of_settings(config.with_settings(train__steps=99))
