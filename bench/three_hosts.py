@@ -112,9 +112,9 @@ def contributed(lives: Sequence[Sequence[Event]]) -> int:
 
 
 def waits(life: Sequence[Event]) -> dict[str, float]:
-    """Seconds without a step, by what came before them; news of an update that travels by itself
-    is no such thing."""
-    told = [event for event in life if event["kind"] not in ("accepted", "refused")]
+    """Seconds without a step, by what came before them; news of an update that is made and travels
+    by itself is no such thing."""
+    told = [event for event in life if event["kind"] not in ("trained", "accepted", "refused")]
     spent: defaultdict[str, float] = defaultdict(float)
     for before, after in itertools.pairwise(told):
         idle = after["seconds"] - before["seconds"]

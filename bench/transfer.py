@@ -53,7 +53,7 @@ class Worker:
         throttle = Throttle(None, self.client.clock)
         self.transfer = Transfer(self.client, self.cache, throttle, Traffic())
         self.draws = np.random.default_rng(1 + name)  # 0 made the block
-        lease = self.client.lease(LeaseRequest())
+        lease = self.client.lease(LeaseRequest()).answer
         assert isinstance(lease, Lease)
         self.lease = lease
 

@@ -62,7 +62,7 @@ class Untrained(LeaseTrainer):
         should_stop: Callable[[], bool],
     ) -> Trained:
         assert base is not None, "the other's update is in the new version too"
-        return Trained(base, 1.0)
+        return Trained({name: array.copy() for name, array in base.items()}, 1.0)
 
 
 class Holder(HeldBlock):
@@ -96,7 +96,11 @@ class Worker:
     def average(self) -> None:
         """Send what was trained, and have what both made of it."""
         lease, patience = self.lease, self.client.patience(HOUR)
-        update = self.held.write(lease, self.trained, patience)
+        if self.held.encodes:
+            learned = self.held.take_learned(lease, self.trained)
+            update = self.held.encode(learned, last_words=False)
+        else:
+            update = self.held.write(self.trained)
         claim = UpdateClaim(
             run=self.joined.description.run,
             worker=self.joined.worker,
@@ -121,10 +125,10 @@ class Worker:
         self.transfer.keep_only([self.lease.base])
 
     def _next_version(self) -> None:
-        answer = self.client.lease(LeaseRequest(held_block=0))
+        answer = self.client.lease(LeaseRequest(held_block=0)).answer
         while isinstance(answer, Wait):
             time.sleep(answer.seconds)
-            answer = self.client.lease(LeaseRequest(held_block=0))
+            answer = self.client.lease(LeaseRequest(held_block=0)).answer
         assert isinstance(answer, Lease)
         trained = self.held.train(answer, self.client.patience(HOUR), lambda _: None, lambda: False)
         assert trained

@@ -388,7 +388,7 @@ def test_an_upload_broken_at_90_percent_goes_on_from_there(what: str, threads: i
         key = WorkerKey.create()
         with closing(proxy), closing(Client(invite, key)) as client:
             joined = client.join("tester", "cpu")
-            lease = client.lease(LeaseRequest(blocks=(0,)))
+            lease = client.lease(LeaseRequest(blocks=(0,))).answer
             assert isinstance(lease, Lease)
             made = Signer(server.run, joined.worker, key).update(lease, {"large": weights + 1})
             cache = Blobs(LocalChunks(Path(large) / "cache", sync=False))

@@ -32,23 +32,43 @@ class Leases:
         if caller.role != "train":
             raise RefusedError("forbidden", f"leases are for training, this role is {caller.role}")
         now = self.run.clock()
+        if self.run.config.swarm.codec == "none":  # an update of weights has one base, a version
+            asked = asked.model_copy(update={"trained": None})
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
+            if asked.trained:
+                tx.trained_lease(asked.trained, caller.worker)
             tx.expect_claim(caller.worker)
             self.members.seen(tx, caller, now)
             if held := tx.open_lease_of(caller.worker):
                 return LeaseAnswer(answer=self._described(tx, held, now))
             blocks = tx.block_states()
-            if all(block.finished for block in blocks):
-                return LeaseAnswer(answer=Finished())
-            patient = plan.is_patient(self.run.config.swarm, asked.transfer_seconds)
-            chosen = plan.choose_block(
-                blocks, caller.worker, asked.held_block, asked.blocks, patient=patient
+            return LeaseAnswer(
+                answer=self._answer(tx, caller, blocks, asked, now),
+                last_words=_nothing_left(blocks, caller, asked),
             )
-            if chosen is None:
-                return LeaseAnswer(answer=_wait(blocks, caller))
-            lease = self._hand_out(tx, caller, chosen, asked, now)
-            return LeaseAnswer(answer=self._described(tx, lease, now))
+
+    def _answer(
+        self,
+        tx: Transaction,
+        caller: Caller,
+        blocks: list[BlockState],
+        asked: LeaseRequest,
+        now: float,
+    ) -> Lease | Wait | Finished:
+        if all(block.finished for block in blocks):
+            return Finished()
+        chosen = plan.choose_block(
+            blocks,
+            caller.worker,
+            asked.held_block,
+            asked.blocks,
+            patient=plan.is_patient(self.run.config.swarm, asked.transfer_seconds),
+            trained=asked.trained,
+        )
+        if chosen is None:
+            return _wait(blocks, caller)
+        return self._described(tx, self._hand_out(tx, caller, chosen, asked, now), now)
 
     def progress(self, caller: Caller, lease: str, told: LeaseProgress) -> LeaseState:
         """A sign of life; whether the lease is still the worker's."""
@@ -96,6 +116,12 @@ class Leases:
         now: float,
     ) -> Found:
         swarm = self.run.config.swarm
+        continues = asked.trained
+        if not plan.may_continue(block, caller.worker, continues):
+            continues = None
+        start, stride = plan.place_in_schedule(
+            block, caller.worker, continuing=continues is not None
+        )
         wanted = plan.lease_steps(swarm, asked.steps_per_second, block.to_hand_out)
         first_batch, steps = tx.take_range(block.index, wanted)
         lease = tx.add_lease(
@@ -105,8 +131,9 @@ class Leases:
             base_version=block.version,
             first_batch=first_batch,
             steps=steps,
-            schedule_start=block.merged_batches,
-            schedule_stride=len(block.workers | {caller.worker}),
+            schedule_start=start,
+            schedule_stride=stride,
+            continues=continues,
             deadline=now
             + plan.lease_seconds(swarm, steps, asked.steps_per_second, asked.transfer_seconds),
             created=now,
@@ -128,6 +155,7 @@ class Leases:
             schedule_start=lease.schedule_start,
             schedule_stride=lease.schedule_stride,
             seconds_left=max(0.0, lease.deadline - now),
+            continues=lease.continues,
             predecessors=self._predecessors(tx, lease.block),
         )
 
@@ -150,6 +178,14 @@ def own_lease(tx: Transaction, caller: Caller, lease: str, fence: int) -> Found:
     if held.fence != fence:
         raise RefusedError("conflict", "the fencing token is not this lease's")
     return held
+
+
+def _nothing_left(blocks: list[BlockState], caller: Caller, asked: LeaseRequest) -> bool:
+    """Whether the block whose lease a worker has trained is all handed out; looked at before it
+    gets the next."""
+    return any(
+        asked.trained in block.unmerged(caller.worker) and not block.to_hand_out for block in blocks
+    )
 
 
 def _wait(blocks: list[BlockState], caller: Caller) -> Wait:

@@ -84,11 +84,12 @@ class Merger:
             return False
         with self.run.ledger.read() as tx:
             current = tx.version(state.index, state.version)
-            sources = [self._source(tx, update, state) for update in fresh]
+            factors = plan.chain_factors(fresh)
+            sources = [self._source(tx, state, update, factors[update.lease]) for update in fresh]
         try:
-            merged = self._merged(current, sources)
+            merged = self._merged(state, current, sources, final=plan.is_final(state, fresh))
         except DivergedError as error:
-            self._refuse(self._alone_at_fault(current, sources, fresh), str(error))
+            self._refuse(self._alone_at_fault(state, current, sources, fresh), str(error))
             return False
         faults.reached("merge-written")
         due = fresh
@@ -115,23 +116,29 @@ class Merger:
         faults.reached("published")
         return True
 
-    def _merged(self, current: Version, sources: Sequence[Update]) -> Merged:
+    def _merged(
+        self, state: BlockState, current: Version, sources: Sequence[Update], *, final: bool = False
+    ) -> Merged:
         swarm = self.run.config.swarm
         outer = Outer(swarm.outer_rate, swarm.outer_momentum)
-        codec = codec_named(swarm.codec, plan.kept_down(swarm, len(sources)))
-        compression = Compression(codec, current.owed) if codec else None
+        codec = codec_named(swarm.codec, plan.kept_down(swarm, state, len(sources)))
+        compression = Compression(None if final else codec, current.owed) if codec else None
         return merge_blobs(
             self.run.blobs, current.weights, sources, current.velocity, outer, compression
         )
 
     def _alone_at_fault(
-        self, current: Version, sources: Sequence[Update], due: Sequence[PendingUpdate]
+        self,
+        state: BlockState,
+        current: Version,
+        sources: Sequence[Update],
+        due: Sequence[PendingUpdate],
     ) -> list[PendingUpdate]:
         """Those that cannot be merged even alone; all, where it takes several."""
         guilty = []
         for update, source in zip(due, sources, strict=True):
             try:
-                self._merged(current, [source])
+                self._merged(state, current, [source])
             except DivergedError:
                 guilty.append(update)
         return guilty or list(due)
@@ -157,12 +164,14 @@ class Merger:
             if row.state == "offered" and row.lease not in held and counts == 0.0:
                 tx.refuse_update(row.lease, "it was never sent")
 
-    def _source(self, tx: Transaction, update: PendingUpdate, state: BlockState) -> Update:
+    def _source(
+        self, tx: Transaction, state: BlockState, update: PendingUpdate, factor: float
+    ) -> Update:
         """An update as the merge sees it: what it ends at, what it started from, what it counts."""
         row = tx.update(update.lease)
         assert row is not None
         claim = claimed(row)
-        share = plan.weight(self.run.config.swarm, state.version, update.base_version)
+        share = factor * plan.weight(self.run.config.swarm, state.version, update.base_version)
         covered = update.steps * self.run.batch_bytes
         if claim.codec != "none":
             return Update(update.lease, claim.recipe, covered, share=share, encoded=True)

@@ -5,11 +5,13 @@ optimizer state is warm there. Blocks never wait for each other. Simulation runs
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
 
 from blocktrain.config import SwarmConfig
+from blocktrain.core.codec import kept_in_last_words
 from blocktrain.core.swarm import BlockView, Waiting
 
 STAY = 0.5  # of the run: how far ahead of the slowest block a worker's own may be before it moves
@@ -34,11 +36,13 @@ def choose_block(
     allowed: Collection[int] | None,
     *,
     patient: bool = True,
+    trained: Hashable = None,
 ) -> Block | None:
     """The block to hand out, or None where there is nothing this worker could do now.
 
-    While its own update becomes a version, a `patient` worker waits: another block would have to be
-    fetched, prepared and trained with an optimizer that knows nothing of it.
+    While its own update becomes a version, a worker goes on from the end of the lease it has
+    `trained`, where it may. Else a `patient` one waits: another block would have to be fetched,
+    prepared and trained with an optimizer that knows nothing of it.
     """
     open_to = [
         block
@@ -46,17 +50,39 @@ def choose_block(
         if block.to_hand_out and (allowed is None or block.index in allowed)
     ]
     # Better to go on from what it has just made than from the version before.
-    free = [block for block in open_to if worker not in block.finishing]
+    free = [
+        block
+        for block in open_to
+        if worker not in block.finishing
+        or (block.index == held and may_continue(block, worker, trained))
+    ]
     if not free:
         return None
     slowest = min(free, key=lambda block: (_share(block), len(block.workers), block.index))
     for block in open_to:
         if block.index == held and _share(block) <= _share(slowest) + STAY:
-            if worker not in block.finishing:
+            if block in free:
                 return block
             if patient:
                 return None
     return slowest
+
+
+def may_continue(block: BlockView[Any], worker: str, trained: Hashable) -> bool:
+    """Whether a worker may train on from the end of a lease whose update is on its way: only where
+    that is all that the newest version lacks of what it has done. Nobody gets further than that
+    from what the others learn."""
+    return trained is not None and set(block.unmerged(worker)) == {trained}
+
+
+def place_in_schedule(
+    block: BlockView[Any], worker: str, *, continuing: bool = False
+) -> tuple[int, int]:
+    """(start, stride): the schedule's step of a lease's first step, and how many steps of it one
+    step is. All who train a block are taken to go equally far."""
+    stride = len(block.workers) + (worker not in block.workers)
+    ahead = sum(block.unmerged(worker).values()) if continuing else 0
+    return block.merged_batches + ahead * stride, stride
 
 
 def is_patient(swarm: SwarmConfig, transfer_seconds: float) -> bool:
@@ -99,22 +125,49 @@ def due_updates(block: BlockView[Update], swarm: SwarmConfig, now: float) -> Seq
 def due_at(block: BlockView[Waiting], swarm: SwarmConfig) -> float:
     """From when on the updates that wait are due, if nothing else happens; infinity: never.
 
-    Enough is min(quorum, workers on the block). Late updates are not counted: they come while the
-    others train, and would make those late in turn. Then those still training get the grace window;
-    where nobody is, there is nothing to wait for. One that is far slower than the others must not
-    hold up those who wait for what their own updates become.
+    Enough is updates of min(quorum, workers on the block) workers. Late ones are not counted: they
+    come while the others train, and would make those late in turn. Then those still training get
+    the grace window; where nobody is, there is nothing to wait for. One that is far slower than the
+    others must not hold up those who wait for what their own updates become.
     """
     if not block.pending:
         return math.inf
     if block.open_leases == 0:
         return -math.inf
     enough = min(swarm.quorum, len(block.workers))
-    fresh = sorted(u.committed for u in block.pending if u.base_version == block.version)
+    fresh = _first_fresh(block)
     first = min(update.committed for update in block.pending)
     at_last = first + QUORUM_LEASES * swarm.lease_seconds
     if len(fresh) < enough:
         return at_last
     return min(at_last, fresh[enough - 1] + swarm.grace_seconds)
+
+
+def _first_fresh(block: BlockView[Waiting]) -> list[float]:
+    """When each worker's first update of the current version came, in order."""
+    came: dict[str, float] = {}
+    for update in block.pending:
+        if update.base_version == block.version:
+            came[update.worker] = min(update.committed, came.get(update.worker, math.inf))
+    return sorted(came.values())
+
+
+def base_of(base_version: int, continued_into: int | None) -> int:
+    """The version an update counts as trained from: one that continued another has seen all of its
+    worker's own work that this one was merged into."""
+    return base_version if continued_into is None else max(base_version, continued_into)
+
+
+def chain_factors(updates: Sequence[Waiting]) -> dict[Hashable, float]:
+    """By lease, how many times what was learned in it counts in the mean of these updates. What
+    several workers learned side by side is averaged; but what one learned in leases that continue
+    each other adds up, as if it had been one lease."""
+    first: dict[Hashable, Hashable] = {}
+    steps: Counter[Hashable] = Counter()
+    for update in sorted(updates, key=lambda update: update.committed):
+        chain = first[update.lease] = first.get(update.continues, update.lease)
+        steps[chain] += update.steps
+    return {update.lease: steps[first[update.lease]] / update.steps for update in updates}
 
 
 def weight(swarm: SwarmConfig, version: int, base_version: int) -> float:
@@ -143,10 +196,19 @@ def refusal(
     return None if text_is_its_own else Refusal.HANDED_OUT_AGAIN
 
 
-def kept_down(swarm: SwarmConfig, updates: int) -> int:
+def kept_down(swarm: SwarmConfig, block: BlockView[Any], updates: int) -> int:
     """Of every 4096 numbers, how many a sparse version's difference keeps: room for all that its
-    updates name, or what the run says."""
+    updates name, or what the run says. Once all text is handed out, updates are last words."""
+    if block.to_hand_out == 0:
+        return kept_in_last_words(swarm.kept * updates)
     return swarm.kept_down or min(swarm.kept * updates, 4096)
+
+
+def is_final(block: BlockView[Any], updates: Sequence[Waiting]) -> bool:
+    """Whether these updates make a block's last version. Nobody trains from it, so that it may
+    come down whole, and nothing is left out of it."""
+    merged = block.merged_batches + sum(update.steps for update in updates)
+    return merged == block.total_batches
 
 
 def useful_differences(sizes: Mapping[int, int], whole: int) -> set[int]:

@@ -11,7 +11,7 @@ from blocktrain.coordinator.leases import own_lease
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
 from blocktrain.core import faults
-from blocktrain.core.codec import codec_named, largest_encoded_size
+from blocktrain.core.codec import codec_named, kept_in_last_words, largest_encoded_size
 from blocktrain.errors import ProtocolError, RefusedError
 from blocktrain.protocol import identity
 from blocktrain.protocol.messages import (
@@ -164,12 +164,13 @@ class Updates:
             tx.move_lease_if_held(lease, "submitted")
             block = tx.block(held.block)
             assert block is not None
-            weight = plan.weight(self.run.config.swarm, block.version, held.base_version)
-            reason = fault or self._too_late(tx, held, block.version, in_time=in_time)
+            base = _base_of(tx, held)
+            weight = plan.weight(self.run.config.swarm, block.version, base)
+            reason = fault or self._too_late(tx, held, base, block.version, in_time=in_time)
             if in_time:
                 tx.count_lease(held.block, met=not reason)
             if not reason:
-                tx.accept_update(lease, weight, now)
+                tx.accept_update(lease, base, weight, now)
                 kind = "uploaded" if weight == 1.0 else "late"
                 tx.add_event(now, kind, caller.worker, held.block, f"{held.steps} steps")
                 return Receipt(state="pending", reason="", weight=weight)
@@ -189,9 +190,11 @@ class Updates:
         moved = {offered.block: Moved(up=size, up_raw=base.weights.size)}
         traffic.count(tx, offered.worker, moved, traffic.from_json(offered.downloads))
 
-    def _too_late(self, tx: Transaction, lease: Found, version: int, *, in_time: bool) -> str:
+    def _too_late(
+        self, tx: Transaction, lease: Found, base: int, version: int, *, in_time: bool
+    ) -> str:
         """Why an update does not count any more; empty where it does."""
-        swarm, base = self.run.config.swarm, lease.base_version
+        swarm = self.run.config.swarm
         counts = plan.weight(swarm, version, base) > 0.0
         own = in_time or (counts and tx.reclaim_range(lease.block, lease.first_batch, lease.steps))
         match plan.refusal(swarm, version, base, text_is_its_own=own):
@@ -215,7 +218,7 @@ class Updates:
         swarm, size = self.run.config.swarm, claim.recipe.size
         if claim.codec != swarm.codec:
             raise RefusedError("conflict", f"updates of this run have the codec {swarm.codec}")
-        codec, most = codec_named(swarm.codec, swarm.kept), base.weights.size
+        codec, most = codec_named(swarm.codec, kept_in_last_words(swarm.kept)), base.weights.size
         if codec:
             most = largest_encoded_size(codec, most // BYTES_OF_A_NUMBER)
         if size > most:
@@ -247,6 +250,12 @@ def _offered(tx: Transaction, caller: Caller, lease: str) -> Found:
     if offered is None or offered.worker != caller.worker:
         raise RefusedError("not_found", "no update was offered for this lease")
     return offered
+
+
+def _base_of(tx: Transaction, lease: Found) -> int:
+    """The version a lease's update counts as trained from."""
+    continued = tx.update(lease.continues) if lease.continues else None
+    return plan.base_of(lease.base_version, continued.merged_into if continued else None)
 
 
 def claimed(update: Found) -> UpdateClaim:

@@ -20,7 +20,7 @@ import numpy as np
 
 from blocktrain.core.codec_dense import Bf16, Int8
 from blocktrain.core.codec_numbers import Floats, Integers
-from blocktrain.core.codec_sparse import Sparse
+from blocktrain.core.codec_sparse import CHUNK, Sparse
 from blocktrain.errors import ConfigError, ProtocolError
 
 Codec = Bf16 | Int8 | Sparse
@@ -29,6 +29,7 @@ NAMES = ("none", "bf16", "int8", "sparse")
 MAGIC = b"BTUP"
 VERSION = 1
 FRAME_NUMBERS = 1 << 16
+LAST_WORDS = 16  # times as many numbers as in other updates; what is owed lies in all of them
 
 _HEADER = struct.Struct("<4sBBHI")
 _COUNT = struct.Struct("<Q")
@@ -41,6 +42,11 @@ def codec_named(name: str, kept: int = 64) -> Codec | None:
         raise ConfigError(f"no codec is named {name!r}; there are {', '.join(NAMES)}")
     known: dict[str, Codec] = {"bf16": Bf16(), "int8": Int8(), "sparse": Sparse(kept)}
     return known.get(name)
+
+
+def kept_in_last_words(kept: int) -> int:
+    """Of every 4096 numbers, how many `sparse` keeps in a worker's last update of a block."""
+    return min(LAST_WORDS * kept, CHUNK)
 
 
 def encode(parts: Floats | Iterable[Floats], codec: Codec) -> Iterator[bytes]:

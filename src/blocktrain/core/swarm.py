@@ -4,8 +4,8 @@ A ledger reads a `BlockState` whenever it is asked; a simulation keeps one state
 plan takes either, because it asks for no more than a `BlockView`.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 
@@ -13,7 +13,15 @@ class Waiting(Protocol):
     """What a plan reads of an update that waits to be merged."""
 
     @property
+    def lease(self) -> Hashable: ...
+    @property
+    def continues(self) -> Hashable | None: ...
+    @property
+    def worker(self) -> str: ...
+    @property
     def base_version(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
     @property
     def committed(self) -> float: ...
 
@@ -31,6 +39,8 @@ class BlockView(Protocol[Update_co]):
     @property
     def total_batches(self) -> int: ...
     @property
+    def merged_batches(self) -> int: ...
+    @property
     def to_hand_out(self) -> int: ...
     @property
     def under_way(self) -> int: ...
@@ -42,6 +52,7 @@ class BlockView(Protocol[Update_co]):
     def finishing(self) -> Collection[str]: ...
     @property
     def pending(self) -> Sequence[Update_co]: ...
+    def unmerged(self, worker: str) -> Mapping[Hashable, int]: ...
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,7 @@ class PendingUpdate:
     base_version: int
     steps: int
     committed: float
+    continues: str | None = None  # the lease whose end it was trained from
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ class BlockState:
     workers: frozenset[str]  # that hold a lease of it, or sent an update that waits
     finishing: frozenset[str]  # of these, whose update of the current version is on its way in
     pending: tuple[PendingUpdate, ...]
+    sending: tuple[tuple[str, str, int], ...] = field(default=())  # worker, lease, steps
 
     @property
     def to_hand_out(self) -> int:
@@ -77,6 +90,13 @@ class BlockState:
     def under_way(self) -> int:
         """Batches merged, or in somebody's hands."""
         return self.merged_batches + self.leased_batches + sum(u.steps for u in self.pending)
+
+    def unmerged(self, worker: str) -> dict[Hashable, int]:
+        """Leases a worker has trained that no version holds yet: how many steps each had."""
+        sending: dict[Hashable, int] = {
+            lease: steps for sender, lease, steps in self.sending if sender == worker
+        }
+        return sending | {u.lease: u.steps for u in self.pending if u.worker == worker}
 
     @property
     def finished(self) -> bool:

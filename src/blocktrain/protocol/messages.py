@@ -98,10 +98,12 @@ class Token(Message):
 
 class LeaseRequest(Message):
     """`held_block`: the block the worker still has in memory, with its optimizer.
+    `trained`: the lease it has come to the end of, and from there can go on; the update follows.
     `transfer_seconds`: what its last download and upload took together."""
 
     blocks: tuple[BlockIndex, ...] | None = None
     held_block: BlockIndex | None = None
+    trained: Identifier | None = None
     steps_per_second: float | None = Field(default=None, gt=0, lt=1e6)
     transfer_seconds: float = Field(default=0.0, ge=0, lt=1e6)
 
@@ -123,6 +125,8 @@ class Lease(Message):
     """Train `block` from `base_version` on batches first_batch .. first_batch + steps - 1.
 
     Step j of them (from 0) takes the learning rate of step schedule_start + j * schedule_stride.
+    Where it `continues` a lease of the same worker, whose update `base_version` does not hold yet,
+    training begins with what was learned in that one added to the base.
     """
 
     kind: Literal["lease"] = "lease"
@@ -136,6 +140,7 @@ class Lease(Message):
     schedule_start: Count
     schedule_stride: Positive
     seconds_left: float
+    continues: Identifier | None = None
     predecessors: tuple[Predecessor, ...] = ()
 
 
@@ -154,7 +159,11 @@ class Finished(Message):
 
 
 class LeaseAnswer(Message):
+    """`last_words`: nothing of the block that was `trained` is left to hand out, so its update had
+    better say all that the worker has not told yet."""
+
     answer: Lease | Wait | Finished = Field(discriminator="kind")
+    last_words: bool = False
 
 
 class Downloaded(Message):

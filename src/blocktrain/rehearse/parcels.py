@@ -29,15 +29,25 @@ class Parcels:
     def __init__(self, swarm: SwarmConfig) -> None:
         self._codec = codec_named(swarm.codec, swarm.kept)
         self._owed: dict[tuple[str, int], Tensors] = {}  # by worker and block
+        self._told: dict[tuple[str, int], tuple[int, Tensors]] = {}  # by lease, its last update
 
     def begun(self, lease: VirtualLease, base: Tensors) -> Tensors:
-        """What a worker starts from: a version, and what it has learned and not told yet."""
+        """What a worker starts from: a version, what it has told since, and what not yet."""
         owed = self._owed.get((lease.worker, lease.block.index))
-        return {name: base[name] + owed[name] for name in base} if owed else base
+        known = self._known(lease, base)
+        return {name: known[name] + owed[name] for name in known} if owed else known
+
+    def _known(self, lease: VirtualLease, base: Tensors) -> Tensors:
+        """A version, and in a lease that continues another, what was told of that one."""
+        number, told = self._told.get((lease.worker, lease.block.index), (None, {}))
+        if lease.continues is None or lease.continues != number:
+            return base
+        return {name: base[name] + told[name] for name in base}
 
     def sent(self, lease: VirtualLease, base: Tensors, end: Tensors) -> Parcel:
         if self._codec:
-            learned = self._received(lease, base, end, self._codec)
+            learned = self._received(lease, self._known(lease, base), end, self._codec)
+            self._told[lease.worker, lease.block.index] = (lease.lease, learned)
             return Parcel(learned, {name: np.zeros_like(array) for name, array in end.items()})
         late = lease.base_version != lease.block.version
         return Parcel(end, base if late else None)

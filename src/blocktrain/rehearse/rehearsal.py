@@ -63,13 +63,15 @@ class Rehearsal:
 
     def merged(self, block: VirtualBlock, leases: Sequence[VirtualLease]) -> None:
         parcels = {lease: self._trained(lease) for lease in leases}
+        factors = plan.chain_factors(leases)
         current, velocity = self.versions[block.index], self._velocities[block.index]
         swarm = self.config.swarm
         outer = Outer(swarm.outer_rate, swarm.outer_momentum)
         following: Tensors = {}
         for name, weights in current.weights.items():
             contributions = [
-                self._contribution(lease, parcel, name) for lease, parcel in parcels.items()
+                self._contribution(lease, parcel, name, factors[lease.lease])
+                for lease, parcel in parcels.items()
             ]
             following[name], velocity[name] = merge_tensor(
                 weights, contributions, velocity.get(name), outer
@@ -90,10 +92,12 @@ class Rehearsal:
         end = self._practices[lease.block.index].train(lease, replace(start, base=begun))
         return self._parcels.sent(lease, base, end)
 
-    def _contribution(self, lease: VirtualLease, parcel: Parcel, name: str) -> Contribution:
-        share = plan.weight(self.config.swarm, lease.block.version, lease.base_version)
+    def _contribution(
+        self, lease: VirtualLease, parcel: Parcel, name: str, factor: float
+    ) -> Contribution:
+        share = factor * plan.weight(self.config.swarm, lease.block.version, lease.base_version)
         start = parcel.start[name] if parcel.start else None
-        in_order = f"{lease.number:012}"
+        in_order = f"{lease.lease:012}"
         return Contribution(in_order, parcel.end[name], float(lease.steps), start, share)
 
     def _measured(self) -> float:

@@ -5,15 +5,18 @@ ledger rebuilds the same from its rows at every question, which a million questi
 """
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping
+
+from blocktrain.coordinator import plan
 
 
 class VirtualLease:
     """A lease, and then the update that came of it."""
 
     __slots__ = (
-        "__weakref__", "base_version", "block", "committed", "deadline", "first_batch", "number",
-        "schedule_start", "schedule_stride", "state", "steps", "worker",
+        "__weakref__", "base_version", "before", "block", "committed", "deadline", "first_batch",
+        "lease", "merged_into", "schedule_start", "schedule_stride", "state", "steps", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -24,14 +27,23 @@ class VirtualLease:
         first_batch: int,
         steps: int,
         deadline: float,
+        before: "VirtualLease | None" = None,
     ) -> None:
-        self.number, self.worker, self.block = number, worker, block
+        """`before`: the one it continues; let go once this one's update is merged."""
+        self.lease, self.worker, self.block = number, worker, block
+        self.before = before
+        self.merged_into: int | None = None
         self.base_version = block.version
         self.first_batch, self.steps, self.deadline = first_batch, steps, deadline
-        self.schedule_start = block.merged_batches
-        self.schedule_stride = len(block.workers) + (worker not in block.workers)
+        self.schedule_start, self.schedule_stride = plan.place_in_schedule(
+            block, worker, continuing=before is not None
+        )
         self.state = "open"
         self.committed = 0.0
+
+    @property
+    def continues(self) -> int | None:
+        return self.before.lease if self.before else None
 
     @property
     def held(self) -> bool:
@@ -45,11 +57,26 @@ class VirtualBlock:
         self.to_hand_out, self.under_way = total_batches, 0
         self.workers: Counter[str] = Counter()  # by how many leases and updates each counts
         self.finishing: Counter[str] = Counter()
+        self._unmerged: defaultdict[str, dict[Hashable, int]] = defaultdict(dict)
         self.pending: list[VirtualLease] = []  # in the order of their arrival
         self.gaps: dict[int, int] = {}  # ranges that came back: steps by first batch
         self._order: list[int] = []  # a heap of first batches; some are no gaps any more
         self.merging = False
         self.author: VirtualLease | None = None  # whose update this version is, to the last bit
+
+    def unmerged(self, worker: str) -> Mapping[Hashable, int]:
+        return self._unmerged.get(worker, {})
+
+    def trained(self, lease: VirtualLease) -> None:
+        """No version holds it yet."""
+        self._unmerged[lease.worker][lease.lease] = lease.steps
+
+    def settled(self, lease: VirtualLease) -> None:
+        """A version holds it, or none ever will."""
+        own = self._unmerged[lease.worker]
+        own.pop(lease.lease, None)
+        if not own:
+            del self._unmerged[lease.worker]
 
     def take(self, most: int) -> tuple[int, int]:
         """(first batch, steps): what came back first, then what was never handed out."""

@@ -48,20 +48,27 @@ class VirtualCoordinator:
         steps_per_second: float | None,
         transfer_seconds: float,
         now: float,
+        trained: VirtualLease | None = None,
     ) -> VirtualLease | None:
         """Work for a worker; None: it has to wait."""
+        if self.swarm.codec == "none":
+            trained = None
+        if trained and trained.state == "open":
+            self.offer(trained, now)
         if already := self._open.get(worker):
             self.learner.taken(already)
             return already
         patient = plan.is_patient(self.swarm, transfer_seconds)
-        block = plan.choose_block(self.blocks, worker, held, None, patient=patient)
+        name = trained.lease if trained else None
+        block = plan.choose_block(self.blocks, worker, held, None, patient=patient, trained=name)
         if block is None:
             return None
+        before = trained if plan.may_continue(block, worker, name) else None
         wanted = plan.lease_steps(self.swarm, steps_per_second, block.to_hand_out)
         first_batch, steps = block.take(wanted)
         deadline = now + plan.lease_seconds(self.swarm, steps, steps_per_second, transfer_seconds)
         self.given += 1
-        lease = VirtualLease(self.given, worker, block, first_batch, steps, deadline)
+        lease = VirtualLease(self.given, worker, block, first_batch, steps, deadline, before)
         block.open_leases += 1
         block.workers[worker] += 1
         self._open[worker] = lease
@@ -73,12 +80,15 @@ class VirtualCoordinator:
         if lease.state == "open":
             lease.state = "sending"
             del self._open[lease.worker]
+            lease.block.trained(lease)
             if lease.base_version == lease.block.version:
                 lease.block.finishing[lease.worker] += 1
 
     def settle(self, lease: VirtualLease, now: float) -> plan.Refusal | None:
         """Count an update that has arrived, or say why not."""
         block, in_time = lease.block, self._close(lease, "submitted")
+        if lease.before:
+            lease.base_version = plan.base_of(lease.base_version, lease.before.merged_into)
         weight = plan.weight(self.swarm, block.version, lease.base_version)
         own = in_time or (weight > 0.0 and block.reclaim(lease.first_batch, lease.steps))
         reason = plan.refusal(self.swarm, block.version, lease.base_version, text_is_its_own=own)
@@ -89,6 +99,7 @@ class VirtualCoordinator:
             self._refuse(lease, reason, put_back=in_time)
             return reason
         lease.committed = now
+        block.trained(lease)
         block.pending.append(lease)
         block.workers[lease.worker] += 1
         if lease.base_version == block.version:
@@ -119,6 +130,7 @@ class VirtualCoordinator:
             block.pending = list(fresh)
         for lease in stale:
             count_out(block.workers, lease.worker)
+            block.settled(lease)
             self._refuse(lease, FELL_BEHIND, put_back=True)
         block.merging = bool(fresh)
         return fresh
@@ -129,6 +141,8 @@ class VirtualCoordinator:
         block.pending = block.pending[len(merged) :]
         for lease in merged:
             count_out(block.workers, lease.worker)
+            block.settled(lease)
+            lease.before, lease.merged_into = None, block.version + 1
             self.staleness[block.version - lease.base_version] += 1
             block.merged_batches += lease.steps
         block.author = merged[0] if self._is_the_update(block, merged) else None
@@ -147,6 +161,7 @@ class VirtualCoordinator:
         elif lease.base_version == block.version:
             count_out(block.finishing, lease.worker)
         lease.state = state
+        block.settled(lease)
         block.open_leases -= 1
         count_out(block.workers, lease.worker)
         return True

@@ -1,9 +1,10 @@
 """The lives of the workers: come, ask, fetch, train, send, wait, leave.
 
-As in worker/agent.py: while an update goes up the next lease is asked for and begun, one update
-goes up at a time; speed is what the last lease measured; a lease that is lost is noticed at the
-next sign of life; a worker that starts again gets the lease it had, if that is still open. Its disk
-keeps the weights it last fetched and made, as worker/held_block.py does.
+As in worker/agent.py: while an update goes up the next lease is asked for and begun, which may go
+on from where the last one ended; one update goes up at a time; speed is what the last lease
+measured; a lease that is lost is noticed at the next sign of life; a worker that starts again gets
+the lease it had, if that is still open. Its disk keeps the weights it last fetched and made, as
+worker/held_block.py does.
 
 Who is told to wait asks again and again. Only the asking that finds work is played: of n that wait
 `seconds` each, the first asks within seconds / (n + 1).
@@ -128,10 +129,12 @@ class Lives:
             worker.measured,
             worker.fetch_seconds + worker.send_seconds,
             self._agenda.now,
+            worker.ended,
         )
         if lease is None:
             self._park(worker)
             return
+        worker.ended = None
         if self._coordinator.given > given:
             self._rounds.watch(lease)
         worker.lease, worker.asked = lease, self._agenda.now
@@ -185,7 +188,7 @@ class Lives:
             return
         self._begin(worker, Activity.TRANSFERRING)
         worker.steps_left = 0.0  # exactly, whatever the sum of its parts was rounded to
-        lease = worker.made = self._put_down(worker)
+        lease = worker.made = worker.ended = self._put_down(worker)
         if worker.sending:
             worker.ready = lease
         else:

@@ -58,8 +58,8 @@ class Rounds:
         quorum = self._coordinator.swarm.quorum
         if block.index not in self._looks or len(block.workers) < quorum:
             return False
-        fresh = (None for update in block.pending if update.base_version == block.version)
-        return block.open_leases > 0 and next(islice(fresh, quorum, None), True) is None
+        fresh = (u.worker for u in block.pending if u.base_version == block.version)
+        return block.open_leases > 0 and len(set(islice(fresh, quorum + 1))) > quorum
 
     def _look_again(self, block: VirtualBlock, planned: float) -> None:
         if self._looks.get(block.index) == planned:

@@ -17,9 +17,9 @@ class Activity(IntEnum):
 
 class VirtualWorker:
     __slots__ = (
-        "activity", "asked", "began", "down", "fetch_seconds", "fetched", "held_block", "joins",
-        "latency", "lease", "lost", "made", "measured", "name", "ready", "send_seconds", "sending",
-        "since", "slow", "speed", "steps_left", "straggles", "turn", "up",
+        "activity", "asked", "began", "down", "ended", "fetch_seconds", "fetched", "held_block",
+        "joins", "latency", "lease", "lost", "made", "measured", "name", "ready", "send_seconds",
+        "sending", "since", "slow", "speed", "steps_left", "straggles", "turn", "up",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +50,7 @@ class VirtualWorker:
         self.held_block: int | None = None
         self.measured: float | None = None
         self.fetch_seconds = self.send_seconds = 0.0  # the last time
+        self.ended: VirtualLease | None = None  # at whose end its block in memory stands
         self.lease: VirtualLease | None = None  # fetched or trained now
         self.ready: VirtualLease | None = None  # trained, waits until the one before is sent
         self.sending: VirtualLease | None = None

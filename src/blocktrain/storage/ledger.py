@@ -250,7 +250,7 @@ class Transaction:
     def add_lease(self, **values: Any) -> Found:
         """Record a lease as open, with the block's next fencing token."""
         counted = self._rows(statements.COUNT_GIVEN, of_block=values["block"])
-        lease = {**values, "fence": counted[0].fence, "state": "open"}
+        lease = {"continues": None, **values, "fence": counted[0].fence, "state": "open"}
         self._tell(statements.ADD_LEASE, **lease)
         return SimpleNamespace(**lease)
 
@@ -267,6 +267,10 @@ class Transaction:
     def move_lease(self, lease: str, state: str) -> bool:
         """Move a lease on; False where it is nobody's any more."""
         return self._change(statements.MOVE_LEASE, of_lease=lease, to=state)
+
+    def trained_lease(self, lease: str, worker: str) -> None:
+        """Its worker has come to the end of an open lease: the update is on its way."""
+        self._tell(statements.TRAINED_LEASE, of_lease=lease, of_worker=worker)
 
     def move_lease_if_held(self, lease: str, state: str) -> None:
         """The same for whoever does not ask: nothing waits for it."""
@@ -296,8 +300,9 @@ class Transaction:
         chosen = select(updates).where(updates.c.worker == worker, updates.c.state.in_(states))
         return self._run(chosen).all()
 
-    def accept_update(self, lease: str, weight: float, now: float) -> None:
-        self._tell(statements.ACCEPT_UPDATE, of_lease=lease, share=weight, now=now)
+    def accept_update(self, lease: str, base: int, weight: float, now: float) -> None:
+        """`base`: the version it counts as trained from."""
+        self._tell(statements.ACCEPT_UPDATE, of_lease=lease, base=base, share=weight, now=now)
 
     def refuse_update(self, lease: str, reason: str) -> bool:
         chosen = update(updates).where(updates.c.lease == lease)
@@ -524,11 +529,16 @@ def _block_state(
         workers=frozenset(coming),
         finishing=frozenset(finishing),
         pending=tuple(pending),
+        sending=tuple(
+            (lease.worker, lease.id, lease.steps) for lease in held if lease.state == "sending"
+        ),
     )
 
 
 def _pending(row: Found) -> PendingUpdate:
-    return PendingUpdate(row.lease, row.worker, row.base_version, row.steps, row.committed)
+    return PendingUpdate(
+        row.lease, row.worker, row.base_version, row.steps, row.committed, row.continues
+    )
 
 
 def _version(row: Found) -> Version:

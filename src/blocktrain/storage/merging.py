@@ -52,9 +52,9 @@ class Update:
 @dataclass(frozen=True)
 class Compression:
     """How the difference between two versions is encoded, and what the versions before still owe:
-    None where it is nothing."""
+    None where it is nothing. Without a codec nothing is left out any more."""
 
-    codec: Codec
+    codec: Codec | None
     owed: Blob | None
 
 
@@ -98,9 +98,10 @@ def merge_blobs(
     weights, speeds, debts = (_begun(blobs, files.header) for _ in range(3))
     targets = _targets(files, outer, speeds)
     difference = None
-    if compression:
-        frames = _compressed(_framed(targets), compression.codec, weights, debts)
-        difference = blobs.write(enclose(compression.codec, frames))
+    codec = compression.codec if compression else None
+    if codec:
+        frames = _compressed(_framed(targets), codec, weights, debts)
+        difference = blobs.write(enclose(codec, frames))
     else:
         for _, target in targets:
             weights.write(finite_floats(target).data)
@@ -108,7 +109,7 @@ def merge_blobs(
         weights.finish(),
         speeds.finish() if outer.momentum else None,
         difference,
-        debts.finish() if compression else None,
+        debts.finish() if codec else None,
     )
 
 

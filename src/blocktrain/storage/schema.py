@@ -109,6 +109,7 @@ leases = Table(
     Column("steps", Integer, nullable=False),
     Column("schedule_start", BigInteger, nullable=False),
     Column("schedule_stride", Integer, nullable=False),
+    Column("continues", String(64)),  # the lease from whose end it is trained on
     Column("fence", BigInteger, nullable=False),
     Column("deadline", Double, nullable=False),
     Column("state", String(16), nullable=False),

@@ -90,6 +90,11 @@ OPEN_LEASE_OF = (
     .limit(1)
 )
 OVERDUE = select(leases).where(_held, leases.c.deadline < bindparam("now"))
+TRAINED_LEASE = (
+    update(leases)
+    .where(leases.c.id == _the_lease, leases.c.worker == _the_worker, leases.c.state == "open")
+    .values(state="sending")
+)
 MOVE_LEASE = update(leases).where(leases.c.id == _the_lease, _held).values(state=bindparam("to"))
 
 UPDATE = select(updates).where(updates.c.lease == _the_lease)
@@ -101,13 +106,15 @@ PENDING = select(
     updates.c.base_version,
     updates.c.steps,
     updates.c.committed,
-).where(updates.c.state == "pending")
+    leases.c.continues,
+).where(updates.c.state == "pending", leases.c.id == updates.c.lease)
 BLOCK_STATES = (RETURNED, HELD_LEASES, PENDING, BLOCKS)
 ACCEPT_UPDATE = (
     update(updates)
     .where(updates.c.lease == _the_lease, updates.c.state == "offered")
     .values(
         state="pending",
+        base_version=bindparam("base"),
         weight=bindparam("share"),
         committed=bindparam("now"),
     )

@@ -1,6 +1,7 @@
 """A worker's life: join a run, and then lease, train, send, and again, until there is no more.
 
-It holds one block in memory. While an update goes up, the next lease is asked for and begun.
+It holds one block in memory. While an update is made and goes up, the next lease is asked for and
+begun; where updates are what was learned, it goes on from where the last one ended.
 Whatever ends a lease early, it is given back, so that nobody waits for it. Shows nothing: what
 happens is told as events.
 """
@@ -26,8 +27,10 @@ from blocktrain.errors import (
     UnreachableError,
 )
 from blocktrain.protocol.messages import (
+    Downloads,
     Finished,
     Lease,
+    LeaseAnswer,
     LeaseRequest,
     Receipt,
     UpdateClaim,
@@ -42,10 +45,10 @@ from blocktrain.worker.client import Client
 from blocktrain.worker.corpus_cache import CorpusCache
 from blocktrain.worker.course import Course
 from blocktrain.worker.events import Kind, WorkerEvent
-from blocktrain.worker.held_block import HeldBlock, Update
+from blocktrain.worker.held_block import HeldBlock, Learned, Update
 from blocktrain.worker.idleness import Idleness, of_this_machine
 from blocktrain.worker.keeper import Keeper
-from blocktrain.worker.lease_trainer import LeaseReport
+from blocktrain.worker.lease_trainer import LeaseReport, Trained
 from blocktrain.worker.retry import Patience
 from blocktrain.worker.settings import WorkerSettings
 from blocktrain.worker.throttle import Throttle
@@ -87,6 +90,7 @@ class Agent:
         self._uploader = Uploader(
             self._transfer, LATEST_SEND_SECONDS, self._on_receipt, self._on_send_failure
         )
+        self._trained: tuple[Learned, Keeper] | None = None  # whose update is to be made yet
         self._contribution = 0
         self._started_at = self._clock.monotonic()
         self._training_seconds = 0.0
@@ -128,12 +132,15 @@ class Agent:
             raise
         finished = False
         while not finished and self._ready():
-            answer = self._ask()
+            told = self._ask()
+            answer = told.answer if told else None
+            self._send_learned(last_words=told is not None and told.last_words)
             finished = isinstance(answer, Finished)
             if isinstance(answer, Wait):
                 self._wait(answer)
             elif isinstance(answer, Lease):
                 self._take(answer)
+        self._send_learned(last_words=True)
         if not self._uploader.finish(self._send_wanted):
             self._uploader.abandon(self._stop_reason())
         self._block.put_away()
@@ -182,14 +189,17 @@ class Agent:
         if self._last_failure and self._failures >= MOST_FAILURES:
             raise self._last_failure
         self._stand_back(math.inf)
-        self._uploader.offered(self._while_wanted().wanted)
+        if not self._block.encodes:
+            self._uploader.offered(self._while_wanted().wanted)
         return not self._stopping()
 
-    def _ask(self) -> Lease | Wait | Finished | None:
+    def _ask(self) -> LeaseAnswer | None:
         """What to do next; None where nobody answered."""
+        ended = self._block.ended
         request = LeaseRequest(
             blocks=self._blocks,
             held_block=self._block.index,
+            trained=ended.lease if ended else None,
             steps_per_second=self._steps_per_second,
             transfer_seconds=self._block.fetch_seconds + self._uploader.send_seconds,
         )
@@ -217,8 +227,11 @@ class Agent:
     def _take(self, lease: Lease) -> None:
         """Train a lease and have its update sent, or give it back."""
         keeper = Keeper(self.client, lease)
+        if not self._block.can_train(lease):
+            self._give_back(keeper, "what it continues was lost when the worker started again")
+            return
         try:
-            update = self._train(lease, keeper)
+            trained = self._train(lease, keeper)
         except BlocktrainError as error:
             if isinstance(error, DivergedError):
                 self._block.drop()
@@ -226,21 +239,20 @@ class Agent:
                 self._give_back(keeper, str(error))
                 self._count_failure(error)
                 return
-            update = None
+            trained = None
         except BaseException:
             keeper.release()
             raise
         if keeper.lost:
             self._tell("lost", f"lease lost: {keeper.lost}", lease)
-        elif update:
-            self._send(lease, update, keeper)
+        elif trained:
+            self._hand_in(lease, trained, keeper)
         else:
             self._give_back(keeper, self._stop_reason())
 
-    def _train(self, lease: Lease, keeper: Keeper) -> Update | None:
+    def _train(self, lease: Lease, keeper: Keeper) -> Trained | None:
         last = lease.first_batch + lease.steps - 1
         self._tell("leased", f"block {lease.block}, batches {lease.first_batch} to {last}", lease)
-        self._forget_all_but(lease)
         course, trained_before = Course(lease.steps, self._clock), self._training_seconds
 
         def on_report(report: LeaseReport) -> None:
@@ -256,13 +268,38 @@ class Agent:
             return bool(keeper.lost) or busy_too_long or stopped
 
         patience = self._while_wanted(lambda: not keeper.lost)
+        sending = self._uploader.lease
+        if self._block.encodes and not lease.continues and sending and sending.block == lease.block:
+            self._uploader.finish(patience.wanted)  # only then is known what is owed
         trained = self._block.train(lease, patience, on_report, should_stop)
         self._steps_per_second = course.steps_per_second or self._steps_per_second
         if trained is None or not self._uploader.finish(self._send_wanted):
             return None
-        return self._block.write(lease, trained, patience)
+        self._forget_all_but(lease)
+        return trained
 
-    def _send(self, lease: Lease, update: Update, keeper: Keeper) -> None:
+    def _hand_in(self, lease: Lease, trained: Trained, keeper: Keeper) -> None:
+        """See to it that an update is made. One that is encoded is made while the block is trained
+        on, and says more if nothing of its block is left: so that is asked first."""
+        if self._block.encodes:
+            self._trained = (self._block.take_learned(lease, trained), keeper)
+        else:
+            update, downloads = self._block.write(trained), self._block.versions.take_downloads()
+            self._uploader.start(lambda: self._offer(lease, update, downloads), keeper)
+
+    def _send_learned(self, *, last_words: bool) -> None:
+        if self._trained is None:
+            return
+        (learned, keeper), self._trained = self._trained, None
+        downloads = self._block.versions.take_downloads()
+
+        def prepare() -> UpdateOffer:
+            update = self._block.encode(learned, last_words=last_words)
+            return self._offer(learned.lease, update, downloads)
+
+        self._uploader.start(prepare, keeper)
+
+    def _offer(self, lease: Lease, update: Update, downloads: Downloads) -> UpdateOffer:
         claim = UpdateClaim(
             run=self._run,
             worker=self._worker,
@@ -274,13 +311,12 @@ class Agent:
             recipe=update.recipe,
             loss=update.loss,
         )
-        offer = UpdateOffer(
+        self._tell("trained", f"sending {update.blob.size:,} bytes", lease, loss=update.loss)
+        return UpdateOffer(
             claim=claim,
             signature=self.client.key.sign_update(claim),
-            downloads=self._block.versions.take_downloads(),
+            downloads=downloads,
         )
-        self._tell("trained", f"sending {update.blob.size:,} bytes", lease, loss=update.loss)
-        self._uploader.start(update.blob, offer, keeper)
 
     def _on_receipt(self, lease: Lease, receipt: Receipt) -> None:
         self._failures = 0
@@ -308,7 +344,8 @@ class Agent:
         self._sleep(self.client.random.uniform(0.0, 2.0**self._failures))
 
     def _forget_all_but(self, lease: Lease) -> None:
-        needed = [lease.base, self._block.stands_at, self._uploader.blob]
+        """Called while nothing is sent or fetched."""
+        needed = [lease.base, self._block.stands_at]
         needed += [predecessor.weights for predecessor in lease.predecessors]
         blocks = {lease.block, *(predecessor.block for predecessor in lease.predecessors)}
         needed += self._block.versions.held(blocks)

@@ -19,11 +19,9 @@ from blocktrain.protocol.messages import (
     PROTOCOL,
     BlobAnswer,
     Differences,
-    Finished,
     Hello,
     Join,
     Joined,
-    Lease,
     LeaseAnswer,
     LeaseProgress,
     LeaseRequest,
@@ -38,7 +36,6 @@ from blocktrain.protocol.messages import (
     TokenRequest,
     UpdateOffer,
     UploadState,
-    Wait,
 )
 from blocktrain.worker.clock import Clock
 from blocktrain.worker.connection import Connection, OpenHttp
@@ -102,10 +99,8 @@ class Client:
         with self._token_lock:
             return self._join(name, device, patience)
 
-    def lease(
-        self, request: LeaseRequest, patience: Patience | None = None
-    ) -> Lease | Wait | Finished:
-        return self._post(LeaseAnswer, "/v1/lease", request, patience).answer
+    def lease(self, request: LeaseRequest, patience: Patience | None = None) -> LeaseAnswer:
+        return self._post(LeaseAnswer, "/v1/lease", request, patience)
 
     def progress(
         self, lease: str, report: LeaseProgress, patience: Patience | None = None

@@ -4,7 +4,7 @@ Knows what has to be fetched for a lease, and what not because it is here alread
 result goes to is the business of the agent.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from blocktrain.config import Config
 from blocktrain.core import faults
-from blocktrain.core.codec import Codec, codec_named
+from blocktrain.core.codec import codec_named, kept_in_last_words
 from blocktrain.core.codec_feedback import ErrorFeedback
 from blocktrain.data.corpus import Corpus
 from blocktrain.protocol import tensors
@@ -35,6 +35,17 @@ class Update:
     loss: float
 
 
+@dataclass(frozen=True)
+class Learned:
+    """A lease's end, and what it was trained from: arrays of their own, to be encoded while the
+    block is trained on."""
+
+    lease: Lease
+    start: Tensors
+    end: Tensors
+    loss: float
+
+
 class HeldBlock:
     def __init__(
         self, config: Config, corpus: Corpus, compute: Compute, transfer: Transfer, scratch: Path
@@ -44,12 +55,28 @@ class HeldBlock:
         self.versions = Versions(transfer, scratch, config.swarm.codec)
         self._trainer: LeaseTrainer | None = None
         self.stands_at: Blob | None = None
+        self._start: Tensors = {}  # what the lease was trained from, where updates are encoded
+        self._learned: Learned | None = None  # at whose end the block stands
         self.fetch_seconds = 0.0  # what the last download of a base took
         self._whole = False  # no lease was broken off in the middle
 
     @property
     def index(self) -> int | None:
         return self._trainer.block if self._trainer else None
+
+    @property
+    def encodes(self) -> bool:
+        """Whether updates are what was learned, and not the block."""
+        return self._config.swarm.codec != "none"
+
+    @property
+    def ended(self) -> Lease | None:
+        """The lease from whose end the block can be trained on."""
+        return self._learned.lease if self._learned else None
+
+    def can_train(self, lease: Lease) -> bool:
+        """Whether what a lease builds on is here, or can be fetched."""
+        return lease.continues in (None, self.ended.lease if self.ended else None)
 
     def train(
         self,
@@ -73,15 +100,32 @@ class HeldBlock:
         self._whole = trained is not None
         return trained
 
-    def write(self, lease: Lease, trained: Trained, patience: Patience) -> Update:
-        """What is to be sent for a lease, in the cache. The update before it was settled."""
-        swarm, cache = self._config.swarm, self._transfer.cache
-        codec = codec_named(swarm.codec, swarm.kept)
-        if codec is None:
-            blob = self.stands_at = cache.write(tensors.encode(trained.weights))
-        else:
-            blob = cache.write(self._encoded(lease, trained.weights, codec, patience))
+    def write(self, trained: Trained) -> Update:
+        """The block as it was trained, in the cache, to be sent."""
+        cache = self._transfer.cache
+        blob = self.stands_at = cache.write(tensors.encode(trained.weights))
         return Update(blob, cache.recipe(blob.name), trained.loss)
+
+    def take_learned(self, lease: Lease, trained: Trained) -> Learned:
+        """What is to be encoded; the block may be trained on at once."""
+        end = {name: array.copy() for name, array in trained.weights.items()}
+        self._learned = Learned(lease, self._start, end, trained.loss)
+        return self._learned
+
+    def encode(self, learned: Learned, *, last_words: bool) -> Update:
+        """What was learned, and what earlier updates left out of that, in few bytes, in the cache.
+        The update before it was settled. With its last words a worker leaves out little."""
+        swarm, cache = self._config.swarm, self._transfer.cache
+        kept = kept_in_last_words(swarm.kept) if last_words else swarm.kept
+        codec = codec_named(swarm.codec, kept)
+        assert codec is not None, "an update that is not encoded is written"
+        names = sorted(learned.end)
+        residual = KeptResidual(self._scratch, learned.lease.block)
+        owed = residual.load(sum(learned.end[name].size for name in names))
+        news = (np.subtract(learned.end[name], learned.start[name]) for name in names)
+        blob = cache.write(ErrorFeedback(codec, owed).encode(news))
+        residual.propose(learned.lease.lease, owed)
+        return Update(blob, cache.recipe(blob.name), learned.loss)
 
     def settled(self, lease: Lease, *, accepted: bool) -> None:
         """The news of an update: whether what it left out is still owed."""
@@ -92,41 +136,42 @@ class HeldBlock:
         unless a lease was broken off in the middle."""
         if self._trainer and self._whole:
             self._trainer.put_away()
-        self._trainer, self.stands_at = None, None
+        self._let_go()
 
     def drop(self) -> None:
         """Forget the block and its optimizer for good."""
         if self._trainer:
             self._trainer.forget()
-        self._trainer, self.stands_at = None, None
+        self._let_go()
 
-    def _encoded(
-        self, lease: Lease, weights: Tensors, codec: Codec, patience: Patience
-    ) -> Iterator[bytes]:
-        """What the weights are ahead of the base, in few bytes: what was learned now, and what
-        earlier updates left out, because training began with it."""
-        base = tensors.decode(self._transfer.read(lease.base, patience))
-        owed = np.zeros(sum(tensor.size for tensor in weights.values()), np.float32)
-        ahead = (np.subtract(weights[name], base[name]) for name in sorted(weights))
-        yield from ErrorFeedback(codec, owed).encode(ahead)
-        KeptResidual(self._scratch, lease.block).propose(lease.lease, owed)
+    def _let_go(self) -> None:
+        self._trainer, self.stands_at, self._learned, self._start = None, None, None, {}
 
     def _base(self, lease: Lease, patience: Patience) -> Tensors | None:
         """The weights to start from; None where the block is there already. From here on it is at
         no version, until it is trained."""
+        before, self._learned = self._learned, None
         base = None
-        if lease.base != self.stands_at:
+        if before and lease.continues and before.lease.base == lease.base:
+            self._start = before.end
+        elif lease.base != self.stands_at:
             clock = self._transfer.client.clock
             began = clock.monotonic()
-            base = tensors.decode(
-                self.versions.read(lease.block, lease.base_version, lease.base, patience)
-            )
-            if self._config.swarm.codec != "none":
+            base = self._version(lease, patience)
+            if before and lease.continues:
+                base = _moved(base, before, self._version(before.lease, patience))
+            elif self.encodes:
                 base = self._with_owed(lease.block, base)
+            self._start = base if self.encodes else {}
             self.fetch_seconds = clock.monotonic() - began
             faults.reached("downloaded")
         self.stands_at, self._whole = None, False
         return base
+
+    def _version(self, lease: Lease, patience: Patience) -> Tensors:
+        return tensors.decode(
+            self.versions.read(lease.block, lease.base_version, lease.base, patience)
+        )
 
     def _with_owed(self, block: int, base: Tensors) -> Tensors:
         """A version, and what this worker's updates have not told of what it learned: begun from
@@ -145,3 +190,8 @@ class HeldBlock:
             self._config, block, self._corpus, self._compute, self._scratch
         )
         return self._trainer
+
+
+def _moved(version: Tensors, before: Learned, its_base: Tensors) -> Tensors:
+    """A version, and what a lease made of an older one."""
+    return {name: before.end[name] + (version[name] - its_base[name]) for name in version}

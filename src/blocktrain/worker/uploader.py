@@ -1,11 +1,11 @@
-"""Sends updates while the next lease is trained: one at a time, in a thread of its own."""
+"""Makes and sends updates while the next lease is trained: one at a time, in its own thread."""
 
 import threading
 from collections.abc import Callable
 
 from blocktrain.core import faults
 from blocktrain.errors import BlocktrainError
-from blocktrain.protocol.messages import Blob, Lease, Receipt, UpdateOffer
+from blocktrain.protocol.messages import Lease, Receipt, UpdateOffer
 from blocktrain.worker.keeper import Keeper
 from blocktrain.worker.transfer import Transfer
 
@@ -23,7 +23,8 @@ class Uploader:
         self._transfer, self._seconds = transfer, seconds
         self._on_receipt, self._on_failure = on_receipt, on_failure
         self._thread: threading.Thread | None = None
-        self._sending: tuple[Blob, Keeper] | None = None
+        self._keeper: Keeper | None = None
+        self._broken: Exception | None = None
         self._abandoned = False
         self._offered = threading.Event()
         self.send_seconds = 0.0  # what the last update took
@@ -33,17 +34,17 @@ class Uploader:
         return self._thread is not None and self._thread.is_alive()
 
     @property
-    def blob(self) -> Blob | None:
-        """What is being sent."""
-        sending = self._sending
-        return sending[0] if self.busy and sending else None
+    def lease(self) -> Lease | None:
+        """Whose update is being made or sent."""
+        keeper = self._keeper
+        return keeper.lease if self.busy and keeper else None
 
-    def start(self, blob: Blob, offer: UpdateOffer, keeper: Keeper) -> None:
-        """Begin to send; the keeper's lease is kept until the update is committed."""
+    def start(self, prepare: Callable[[], UpdateOffer], keeper: Keeper) -> None:
+        """Begin to send what `prepare` makes; the lease is kept until the update is committed."""
         assert not self.busy, "one update at a time"
-        self._sending = (blob, keeper)
+        self._keeper = keeper
         self._offered.clear()
-        self._thread = threading.Thread(target=self._send, args=(offer, keeper), daemon=True)
+        self._thread = threading.Thread(target=self._send, args=(prepare, keeper), daemon=True)
         self._thread.start()
 
     def offered(self, wanted: Callable[[], bool] = lambda: True) -> bool:
@@ -55,29 +56,34 @@ class Uploader:
         return True
 
     def finish(self, wanted: Callable[[], bool] = lambda: True) -> bool:
-        """Wait until all is sent; False: it was no longer wanted before that."""
+        """Wait until all is sent; False: it was no longer wanted before that. What no retry helps
+        against, such as a full disk, is raised here."""
         while self._thread and self._thread.is_alive():
             if not wanted():
                 return False
             self._thread.join(POLL_SECONDS)
+        if self._broken:
+            raise self._broken
         return True
 
     def abandon(self, reason: str) -> None:
         """Give up what is still being sent, and its lease with it."""
         self._abandoned = True
-        if self.busy and self._sending:
-            self._sending[1].give_back(reason)
+        if self.busy and self._keeper:
+            self._keeper.give_back(reason)
 
-    def _send(self, offer: UpdateOffer, keeper: Keeper) -> None:
+    def _send(self, prepare: Callable[[], UpdateOffer], keeper: Keeper) -> None:
         client = self._transfer.client
         patience = client.patience(self._seconds, lambda: not self._abandoned)
         began = client.clock.monotonic()
         try:
-            receipt = self._transfer.send(offer, patience, self._offered.set)
+            receipt = self._transfer.send(prepare(), patience, self._offered.set)
             self.send_seconds = client.clock.monotonic() - began
         except BlocktrainError as error:
             if not self._abandoned:
                 self._on_failure(keeper.lease, error)
+        except Exception as error:
+            self._broken = error
         else:
             faults.reached("sent")
             self._on_receipt(keeper.lease, receipt)

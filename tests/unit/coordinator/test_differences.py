@@ -118,8 +118,8 @@ def test_of_two_coordinators_that_merge_at_once_one_publishes(
     rival = Merger(open_run(*open_stores(tmp_path), clock))
     merged = service.merger._merged
 
-    def slowly(*arguments):  # type: ignore[no-untyped-def]
-        made = merged(*arguments)
+    def slowly(*arguments, **options):  # type: ignore[no-untyped-def]
+        made = merged(*arguments, **options)
         clock.forward(3600)  # the claim has run out
         assert rival.merge_due() == 1
         return made

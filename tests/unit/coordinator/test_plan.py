@@ -331,7 +331,7 @@ def test_updates_are_merged_all_or_none_and_stay_due(
         assert due_updates(state, swarm, NOW + later) == due
     if state.pending and not state.open_leases:
         assert due == state.pending
-    fresh = [update for update in state.pending if update.base_version == state.version]
+    fresh = {update.worker for update in state.pending if update.base_version == state.version}
     if len(fresh) >= swarm.quorum:
         assert due_updates(state, swarm, NOW + swarm.grace_seconds) == state.pending
 
@@ -401,7 +401,10 @@ def test_a_slow_line_gets_a_later_deadline():
 def test_a_version_has_room_for_all_its_updates_unless_the_run_says_otherwise(
     kept: int, down: int, updates: int, expected: int
 ):
-    assert kept_down(SwarmConfig(kept=kept, kept_down=down), updates) == expected
+    swarm = SwarmConfig(kept=kept, kept_down=down)
+    assert kept_down(swarm, block(), updates) == expected
+    all_out = block(next_batch=100)  # what comes now are last words
+    assert kept_down(swarm, all_out, updates) == min(16 * kept * updates, 4096)
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 300))

@@ -192,7 +192,9 @@ def test_encoded_updates_are_merged_as_they_arrive(config: Config, corpus: Corpu
     settings = {**CHURN, "train__steps": 30, "simulate__availability": 1.0}
     whole, _ = play(scenario(config, **settings), corpus)
     packed, _ = play(scenario(config, **settings, swarm__codec=codec), corpus)
-    assert packed.virtual_seconds == whole.virtual_seconds
+    assert (
+        packed.virtual_seconds < whole.virtual_seconds
+    )  # nobody waits for what its update becomes
     assert packed.ce is not None and whole.ce is not None
     assert packed.ce != whole.ce
     first = packed.samples[0].ce

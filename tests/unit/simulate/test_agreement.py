@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.support.coordinator import (
     Made,
@@ -17,11 +18,13 @@ from tests.support.coordinator import (
     missing_chunks,
     put_chunk,
     running,
+    tensors_of,
 )
 from tests.support.scenarios import scenario
 
 from blocktrain.coordinator import plan
 from blocktrain.coordinator.service import Service
+from blocktrain.core.codec import codec_named, encode
 from blocktrain.core.swarm import BlockState
 from blocktrain.protocol.messages import Lease, LeaseReturn, Wait
 from blocktrain.simulate.block import VirtualBlock, VirtualLease
@@ -68,6 +71,16 @@ LIVES: dict[str, dict[str, Any]] = {
 }
 
 
+def learned(member: Member, lease: Lease, codec: str) -> Made:
+    """An update in which every number has grown by 1."""
+    coder = codec_named(codec)
+    if coder is None:
+        return member.make(lease)
+    count = sum(array.size for array in tensors_of(member.service.run, lease.base).values())
+    data = b"".join(encode(np.ones(count, np.float32), coder))
+    return member.signer.update_of_bytes(lease, data, codec=codec)
+
+
 class Mirrored(VirtualCoordinator):
     """Does everything twice, and compares."""
 
@@ -85,9 +98,10 @@ class Mirrored(VirtualCoordinator):
         steps_per_second: float | None,
         transfer_seconds: float,
         now: float,
+        trained: VirtualLease | None = None,
     ) -> VirtualLease | None:
         self.move_clock(now)
-        lease = super().claim(worker, held, steps_per_second, transfer_seconds, now)
+        lease = super().claim(worker, held, steps_per_second, transfer_seconds, now, trained)
         if worker not in self.members:
             self.members[worker] = join(self.service)
         member = self.members[worker]
@@ -95,6 +109,7 @@ class Mirrored(VirtualCoordinator):
             held_block=held,
             steps_per_second=steps_per_second,
             transfer_seconds=transfer_seconds,
+            trained=self.real[trained.lease][1].lease if trained else None,
         ).answer
         if lease is None:
             assert isinstance(answer, Wait)
@@ -107,22 +122,25 @@ class Mirrored(VirtualCoordinator):
         assert answer.schedule_start == lease.schedule_start
         assert answer.schedule_stride == lease.schedule_stride
         assert answer.seconds_left == lease.deadline - now
-        self.real[lease.number] = (member, answer)
+        assert answer.continues == (
+            self.real[lease.continues][1].lease if lease.continues else None
+        )
+        self.real[lease.lease] = (member, answer)
         self.compare()
         return lease
 
     def offer(self, lease: VirtualLease, now: float) -> None:
         self.move_clock(now)
         super().offer(lease, now)
-        member, given = self.real[lease.number]
-        self.made[lease.number] = member.make(given)
-        self.service.updates.offer(member.caller, self.made[lease.number].offer)
+        member, given = self.real[lease.lease]
+        self.made[lease.lease] = learned(member, given, self.swarm.codec)
+        self.service.updates.offer(member.caller, self.made[lease.lease].offer)
         self.compare()
 
     def settle(self, lease: VirtualLease, now: float) -> plan.Refusal | None:
         self.move_clock(now)
         refusal = super().settle(lease, now)
-        (member, given), made = self.real[lease.number], self.made[lease.number]
+        (member, given), made = self.real[lease.lease], self.made[lease.lease]
         for name in missing_chunks(self.service, member.caller, made.offer):
             put_chunk(self.service, member.caller, given.lease, name, made.chunks[name])
         receipt = commit(self.service, member.caller, given.lease)
@@ -134,7 +152,7 @@ class Mirrored(VirtualCoordinator):
     def give_back(self, lease: VirtualLease, now: float) -> bool:
         self.move_clock(now)
         was_held = super().give_back(lease, now)
-        member, given = self.real[lease.number]
+        member, given = self.real[lease.lease]
         told = LeaseReturn(fence=given.fence, reason="leaving")
         self.service.leases.give_back(member.caller, given.lease, told)
         self.compare()
@@ -186,13 +204,19 @@ class Mirrored(VirtualCoordinator):
             assert {names[worker] for worker in state.finishing} == set(block.finishing)
             told = sorted((u.committed, u.base_version, u.steps) for u in state.pending)
             assert told == sorted((u.committed, u.base_version, u.steps) for u in block.pending)
+            for worker, name in names.items():
+                mirrored = sorted(block.unmerged(name).values())
+                assert sorted(state.unmerged(worker).values()) == mirrored
 
 
+@pytest.mark.parametrize("codec", ["none", "int8"])
 @pytest.mark.parametrize("life", LIVES, ids=lambda life: life.replace(" ", "-"))
-def test_the_real_coordinator_gives_every_answer_that_was_simulated(tmp_path: Path, life: str):
-    clock = SetClock(now=0.0)
-    with running(tmp_path, clock, **RUN) as service:
-        scene = scenario(**{**RUN, **WORKERS, **LIVES[life]})
+def test_the_real_coordinator_gives_every_answer_that_was_simulated(
+    tmp_path: Path, life: str, codec: str
+):
+    clock, settings = SetClock(now=0.0), {**RUN, "swarm__codec": codec}
+    with running(tmp_path, clock, **settings) as service:
+        scene = scenario(**{**settings, **WORKERS, **LIVES[life]})
         mirrored = Mirrored(scene, service, clock)
         report = simulate(scene, mirrored)
         assert report.finished

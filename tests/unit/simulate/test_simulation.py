@@ -27,7 +27,7 @@ class Bookkeeper(VirtualCoordinator):
 
     def claim(self, *asked: Any) -> VirtualLease | None:
         lease = super().claim(*asked)
-        if lease is not None and lease.number > len(self.leases):
+        if lease is not None and lease.lease > len(self.leases):
             self.leases.append(lease)
         return lease
 

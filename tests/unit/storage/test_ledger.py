@@ -79,7 +79,7 @@ def submit(tx: Transaction, lease: Any, now: float = NOW) -> PendingUpdate:
         steps=lease.steps, offer="{}", signature="", loss=1.0,
     )  # fmt: skip
     assert tx.move_lease(lease.id, "submitted")
-    tx.accept_update(lease.id, 1.0, now)
+    tx.accept_update(lease.id, lease.base_version, 1.0, now)
     return PendingUpdate(lease.id, lease.worker, lease.base_version, lease.steps, now)
 
 
@@ -333,7 +333,7 @@ def test_an_update_is_accepted_once(ledger: Ledger):
     with ledger.write() as tx:
         lease = claim(tx, 10)
         submit(tx, lease)
-        tx.accept_update(lease.id, 0.5, NOW + 1)
+        tx.accept_update(lease.id, lease.base_version, 0.5, NOW + 1)
         update = tx.update(lease.id)
     assert (update.weight, update.committed) == (1.0, NOW)
 

@@ -56,6 +56,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "HELD_LEASES": {},
     "OPEN_LEASE_OF": {"of_worker": "w0"},
     "OVERDUE": {"now": NOW + 61},
+    "TRAINED_LEASE": {"of_lease": "open", "of_worker": "w0"},
     "MOVE_LEASE": {"of_lease": "open", "to": "returned"},
     "UPDATE": {"of_lease": "pending"},
     "ADD_UPDATE": {
@@ -63,7 +64,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "committed": None, "merged_into": None,
     },
     "PENDING": {},
-    "ACCEPT_UPDATE": {"of_lease": "offered", "share": 0.3, "now": NOW + 9},
+    "ACCEPT_UPDATE": {"of_lease": "offered", "base": 1, "share": 0.3, "now": NOW + 9},
     "MERGE_UPDATE": {"of_lease": "pending", "into": 1},
     "VERSION": {"of_block": 0, "of_version": 0},
     "NEWEST_VERSION": {"of_block": 0},
@@ -98,7 +99,7 @@ def ledger(
         for name in ("offered", "pending"):
             tx.add_update(lease=name, **UPDATE)
             tx.move_lease(name, "sending")
-        tx.accept_update("pending", 0.7, NOW + 3)
+        tx.accept_update("pending", 0, 0.7, NOW + 3)
         tx.count_traffic("w0", 0, Moved(up=5))
     yield ledger
     ledger.close()

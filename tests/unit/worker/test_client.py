@@ -107,7 +107,7 @@ def test_a_refused_token_is_renewed_once(client: Client, server: FaultServer):
     server.on("POST /v1/lease", lambda body: WAIT)
     client.join("name", "cpu")
     server.faults = [Fault("POST /v1/lease", status=401)]
-    assert client.lease(LeaseRequest()) == WAIT.answer
+    assert client.lease(LeaseRequest()) == WAIT
     assert authorizations(server, "POST /v1/lease") == ["Bearer token1", "Bearer token2"]
     server.faults = [Fault("POST /v1/lease", status=401, times=9)]
     with pytest.raises(RefusedError) as caught:
@@ -124,7 +124,7 @@ def test_a_worker_whose_clock_is_wrong_joins_again(client: Client, server: Fault
     server.on("POST /v1/lease", lambda body: WAIT)
     client.join("name", "cpu")
     server.faults = [Fault("POST /v1/lease", status=401)]
-    assert client.lease(LeaseRequest()) == WAIT.answer
+    assert client.lease(LeaseRequest()) == WAIT
     assert len(server.lines("POST /v1/join")) == 2
 
 
