@@ -1,0 +1,147 @@
+"""A worker that trains on while its update is made and travels."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.fault_server import Fault, FaultServer
+from tests.unit.worker.test_agent import CPU, Script, Watched
+
+from blocktrain.config import Config
+from blocktrain.core.codec import Decoder
+from blocktrain.data.corpus import Corpus
+from blocktrain.protocol import tensors
+from blocktrain.protocol.messages import Blob, Finished, LeaseAnswer
+from blocktrain.storage.run_dir import Tensors
+from blocktrain.train.assemble import load_block
+from blocktrain.train.trainer import BlockTrainer
+from blocktrain.worker.client import Client
+
+
+class LastWords(Script):
+    """Says from which question on nothing of the block is left."""
+
+    last_from = 1000
+
+    def _lease(self, body: bytes) -> LeaseAnswer:
+        answer = super()._lease(body)
+        return answer.model_copy(update={"last_words": len(self.asked) >= self.last_from})
+
+
+def learned(script: Script, number: int, like: Tensors) -> np.ndarray:
+    data = b"".join(script.server.chunks[name] for name in script.claims[number].recipe.chunks)
+    count = sum(array.size for array in like.values())
+    return Decoder(lambda at, size: data[at : at + size], len(data), count).numbers(0, count)
+
+
+def row(weights: Tensors) -> np.ndarray:
+    return np.concatenate([weights[name].reshape(-1) for name in sorted(weights)])
+
+
+@pytest.fixture
+def script(
+    server: FaultServer,
+    config: Config,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> LastWords:
+    monkeypatch.setenv("BLOCKTRAIN_CACHE", str(tmp_path / "cache"))
+    encoded = config.with_settings(data__source="text:/nowhere", swarm__codec="bf16")
+    return LastWords(server, encoded, corpus)
+
+
+@pytest.fixture
+def watched(client: Client, tmp_path: Path) -> Watched:
+    return Watched(client, tmp_path)
+
+
+def straight(script: Script, steps: int) -> tuple[Tensors, Tensors]:
+    """(weights at first, weights after so many steps in one go)."""
+    trainer = BlockTrainer(script.config, 0, script.corpus, CPU, None)
+    first = {name: array.copy() for name, array in trainer.weights().items()}
+    for _ in range(steps):
+        trainer.train_step()
+    return first, trainer.weights()
+
+
+def test_updates_of_leases_that_continue_add_up_to_training_in_one_go(
+    script: LastWords, watched: Watched, server: FaultServer
+):
+    """The first upload hangs until the second lease is being trained."""
+    base, begun = script.first_weights(), threading.Event()
+    server.faults = [Fault("PUT /v1/chunks", wait=begun)]
+    script.answers = [
+        lambda: script.lease(base, 0, 3),
+        lambda: script.lease(base, 3, 3, continues="lease001"),
+        script.after(2, Finished),
+    ]
+    watched.on_event = lambda e: begun.set() if (e.kind, e.steps) == ("training", 3) else None
+    assert watched.run()
+    assert [asked.trained for asked in script.asked[:3]] == [None, "lease001", "lease002"]
+    first, last = straight(script, 6)
+    told = sum(learned(script, number, first) for number in range(2))
+    np.testing.assert_allclose(row(first) + told, row(last), atol=1e-4)
+    moved = np.abs(row(last) - row(first)).max()
+    assert moved > 1e-3  # or it would say little
+
+
+def test_what_others_learned_is_taken_in_while_the_own_update_is_under_way(
+    script: LastWords, watched: Watched
+):
+    base = script.first_weights()
+    first, after_three = straight(script, 3)
+    shifted = {name: array + np.float32(0.01) for name, array in first.items()}
+    merged = script.server.hold(b"".join(tensors.encode(shifted)))
+    script.answers = [
+        lambda: script.lease(base, 0, 3),
+        lambda: script.lease(merged, 3, 1, base_version=1, continues="lease001"),
+        script.after(2, Finished),
+    ]
+    assert watched.run()
+    trainer = BlockTrainer(script.config, 0, script.corpus, CPU, None)
+    for _ in range(3):
+        trainer.train_step()
+    begun = {name: array + np.float32(0.01) for name, array in after_three.items()}
+    load_block(trainer.module, begun, "a version and what was learned")
+    trainer.train_step()
+    expected = row(trainer.weights()) - row(begun)
+    owed = (row(after_three) - row(first)) - learned(script, 0, first)
+    np.testing.assert_allclose(learned(script, 1, first), expected + owed, rtol=0.02, atol=1e-5)
+
+
+def test_a_lease_that_continues_what_is_lost_is_given_back(script: LastWords, watched: Watched):
+    base = script.first_weights()
+    script.answers = [
+        lambda: script.lease(base, 3, 3, continues="lease777"),
+        lambda: script.lease(base, 0, 3),
+        script.after(1, Finished),
+    ]
+    assert watched.run()
+    assert "started again" in script.returned[0]
+    assert len(script.claims) == 1
+
+
+def test_a_worker_that_leaves_sends_what_it_has_trained(script: LastWords, watched: Watched):
+    base = script.first_weights()
+    script.answers = [lambda: script.lease(base, 0, 3)]
+    agent = watched.make()
+    watched.on_event = lambda e: agent.stop() if e.kind == "training" and e.step == 3 else None
+    assert not agent.run()
+    assert len(script.claims) == 1
+
+
+def test_last_words_hold_more(server: FaultServer, script: LastWords, watched: Watched):
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    base: Blob = script.first_weights()
+    script.answers = [
+        lambda: script.lease(base, 0, 3),
+        lambda: script.lease(base, 3, 3, continues="lease001"),
+        script.after(2, Finished),
+    ]
+    script.last_from = 3
+    assert watched.run()
+    first, _ = straight(script, 0)
+    kept = [np.count_nonzero(learned(script, number, first)) for number in range(2)]
+    assert kept[1] > 8 * kept[0] > 0
