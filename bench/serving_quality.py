@@ -18,6 +18,7 @@ from blocktrain.core.choice import Sampling
 from blocktrain.core.vocabulary import BOS, MASK
 from blocktrain.model.stack import Stack
 from blocktrain.serve import wire
+from blocktrain.serve.blocks import StoredBlocks
 from blocktrain.serve.compute import StageCompute
 from blocktrain.serve.decode import Decoding, Step
 from blocktrain.serve.front import Front
@@ -51,13 +52,13 @@ class Model:
     stages: Sequence[StageCompute]
 
     @classmethod
-    def load(cls, folder: Path, compute: Compute, readout: str) -> "Model":
-        run, limits = RunDir.open(folder), Limits(AT_ONCE)
+    def load(cls, folder: Path, compute: Compute, readout: str, held: str = "full") -> "Model":
+        source, limits = StoredBlocks(RunDir.open(folder), held), Limits(AT_ONCE)
         stages = [
-            StageCompute.load(run, range(block, block + 1), compute, readout, limits)
-            for block in range(1, run.config.units)
+            StageCompute.load(source, range(block, block + 1), compute, readout, limits)
+            for block in range(1, source.config.units)
         ]
-        return cls(Front.load(run, compute, readout, limits), stages)
+        return cls(Front.load(source, compute, readout, limits), stages)
 
     @property
     def window(self) -> int:

@@ -11,6 +11,7 @@ from blocktrain.core import readout
 from blocktrain.errors import CacheFullError, MissingPrefixError, ProtocolError
 from blocktrain.model.stack import Stack
 from blocktrain.serve.batch import Share, like_length
+from blocktrain.serve.blocks import StoredBlocks
 from blocktrain.serve.compute import StageCompute
 from blocktrain.serve.front import Front
 from blocktrain.serve.request import Sampling
@@ -170,13 +171,13 @@ def test_a_stage_reads_the_files_of_its_own_blocks_alone(tmp_path: Path, config:
     run = RunDir.create(tmp_path / "run", stack.config)
     for number in (1, 2):
         run.block(number).save(Snapshot(1, 1, None, weights_of(stack, number), {}, {}))
-    loaded = StageCompute.load(run, range(1, 3), CPU)
+    loaded = StageCompute.load(StoredBlocks(run), range(1, 3), CPU)
     expected = through(split_up(stack), started(rows(b"abc")))
     work = stage(stack, range(1)).step(started(rows(b"abc")))
     assert np.allclose(loaded.step(work).readout_RV, expected.readout_RV, atol=1e-4)
     exported = RunDir.create(tmp_path / "exported", stack.config)
     exported.write_exported([weights_of(stack, number) for number in range(3)])
-    front = Front.load(exported, CPU)
+    front = Front.load(StoredBlocks(exported), CPU)
     assert np.allclose(front.first.step(started(rows(b"abc"))).state, work.state, atol=1e-4)
 
 
