@@ -50,20 +50,22 @@ class Int8Linear(nn.Module):
 
 def product(x: Tensor, levels_NK: Tensor, scale_N1: Tensor) -> Tensor:
     few = x.numel() <= MOST_FUSED_ROWS * x.size(-1) and x.size(-1) % 8 == 0
-    if few and x.is_cuda and (fused := fused_linear(x.device)):
+    if few and x.is_cuda and (fused := fused_linear(x.device, x.dtype)):
         y_MN = fused(x.reshape(-1, x.size(-1)).contiguous(), levels_NK, scale_N1)
         return y_MN.view(*x.shape[:-1], -1)
     return (F.linear(x, levels_NK.to(x.dtype)) * scale_N1.view(-1)).to(x.dtype)
 
 
 @lru_cache
-def fused_linear(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """The kernel, where it can be had; tried once, because Triton without a compiler is found out
-    no earlier."""
+def fused_linear(
+    device: torch.device, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """The kernel, where it can be had. Tried once: a device that is too old, or Triton without a
+    compiler, is found out no earlier."""
     try:
         from blocktrain.model.int8_kernel import linear
 
-        x = torch.ones(1, 64, device=device)
+        x = torch.ones(1, 64, device=device, dtype=dtype)
         linear(x, x.to(torch.int8), torch.ones(1, device=device))
     except Exception:  # whatever it is, there is another way
         log.warning("no kernel for weights in 8 bits here: they are widened", exc_info=True)

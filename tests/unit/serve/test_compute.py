@@ -181,6 +181,23 @@ def test_a_stage_reads_the_files_of_its_own_blocks_alone(tmp_path: Path, config:
     assert np.allclose(front.first.step(started(rows(b"abc"))).state, work.state, atol=1e-4)
 
 
+def test_weights_in_8_bits_say_nearly_the_same_and_are_known_by_the_same_name(
+    tmp_path: Path, stack: Stack
+):
+    run = RunDir.create(tmp_path / "run", stack.config)
+    run.write_exported([weights_of(stack, number) for number in range(3)])
+    sources = [StoredBlocks(run, held) for held in ("full", "int8")]
+    full, int8 = (
+        through([StageCompute.load(source, range(3), CPU)], started(rows(b"abcdef", read=6)))
+        for source in sources
+    )
+    assert not np.array_equal(full.readout_RV, int8.readout_RV)
+    assert (full.readout_RV - int8.readout_RV).std() < 0.05 * full.readout_RV.std()
+    names = [[source.fingerprint(block) for block in range(3)] for source in sources]
+    assert names[0] == names[1]
+    assert len(set(names[0])) == 3
+
+
 def weights_of(stack: Stack, number: int) -> dict[str, np.ndarray]:
     named = stack.blocks[number].named_parameters()
     return {name: parameter.detach().numpy() for name, parameter in named}
