@@ -2,13 +2,14 @@
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive \
-#     cascade stale uneven cascade-counts workers codecs serving
+#     cascade stale uneven cascade-counts workers codecs serving serving-gpu
 #
 # SEEDS and CODECS choose among the runs of workers and codecs.
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. Needs only
 # torch, numpy, safetensors and filelock, but for `serving`, which needs all of blocktrain, Linux and
-# root, and in MODELS the runs denoise, cascade and end-to-end. A part of quality that was stopped
-# goes on when called again.
+# root, and in MODELS the runs denoise, cascade and end-to-end; and `serving-gpu`, which needs all of
+# blocktrain, the run denoise and a GPU of 139 GiB. A part of quality that was stopped goes on when
+# called again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 data=$(realpath "$1") out=$2
@@ -66,8 +67,11 @@ for part in "$@"; do
       for name in denoise cascade; do
         serving $name quality --reference "${MODELS:-$out/models}/end-to-end"
         serving $name wire
+        serving $name weights
       done
       for measure in wan concurrency failover; do serving denoise $measure; done ;;
+    serving-gpu) python3 bench/serving_gpu.py --out "$out" --text "$data/wikitext-2/test.txt" \
+      --run "${MODELS:-$out/models}/denoise" | tee "$out/serving-gpu.log" ;;
     *) echo "no part named $part" >&2 && exit 2 ;;
   esac
 done

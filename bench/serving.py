@@ -5,13 +5,14 @@
     wan          a router and three stages across an emulated WAN, by mode and round trip
     quality      what every mode says, judged by --reference, a run trained end to end
     wire         CE with fp32, bf16 and int8 between stages
+    weights      CE with the layers' matrices in the compute type and in 8 bits
     concurrency  32 requests at once against one, on this machine
     failover     a stage killed mid-stream, its replica takes over
 
-`quality` and `wire` need torch, numpy, safetensors and filelock only, and take --device. `wan`
-needs Linux and root; it, `concurrency` and `failover` need PYTHONPATH=src:. for the tests' own
-processes. Prompts are fixed: the first bytes of equal stretches of --text. Writes DIR/PART.json,
-prints a table and the bars.
+`quality`, `wire` and `weights` need torch, numpy, safetensors and filelock only, and take --device.
+`wan` needs Linux and root; it, `concurrency` and `failover` need PYTHONPATH=src:. for the tests'
+own processes. Prompts are fixed: the first bytes of equal stretches of --text. Writes
+DIR/PART.json, prints a table and the bars. For a GPU see serving_gpu.py.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from serving_quality import (
     INDEPENDENT,
     Model,
     fixed_prompts,
+    held_differences,
     load_judge,
     measured,
     timed_at_home,
@@ -69,6 +71,7 @@ WIRED = {
     "difference": "{difference:+.5f}",
     "bytes per position and hop": "{bytes_per_position:.0f}",
 }
+HELD = {"weights": "{weights}", "CE": "{ce:.5f}", "difference": "{difference:+.5f}"}
 TOGETHER = {"requests at once": "{requests}", "bytes/s of all": "{bytes_per_second:.1f}"}
 
 
@@ -149,9 +152,19 @@ def quality(args: argparse.Namespace) -> Row:
     return {"reference": str(args.reference), "readout": args.readout, "rows": rows}
 
 
-def wire(args: argparse.Namespace) -> Row:
+def scored(args: argparse.Namespace) -> np.ndarray:
     text = np.fromfile(args.text, np.uint8)
-    windows = evaluation_windows(text, RunDir.open(args.run).config.model.window, args.windows)
+    return evaluation_windows(text, RunDir.open(args.run).config.model.window, args.windows)
+
+
+def weights(args: argparse.Namespace) -> Row:
+    rows = held_differences(args.run, compute_of(args), args.readout, scored(args))
+    print(table(rows, HELD))
+    return {"windows": args.windows, "rows": rows}
+
+
+def wire(args: argparse.Namespace) -> Row:
+    windows = scored(args)
     rows = wire_differences(args.run, compute_of(args), args.readout, windows)
     print(table(rows, WIRED))
     return {"windows": len(windows), "rows": rows}
@@ -193,7 +206,7 @@ def failover(args: argparse.Namespace) -> Row:
 
 
 PARTS: dict[str, Part] = {
-    part.__name__: part for part in (wan, quality, wire, concurrency, failover)
+    part.__name__: part for part in (wan, quality, wire, weights, concurrency, failover)
 }
 
 
@@ -214,7 +227,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--readout", default="product", choices=["product", "final"])
     parser.add_argument("--round-trips", nargs="+", type=float, default=[10.0, 50.0, 100.0, 200.0])
     parser.add_argument("--mbit", type=float, default=100.0)
-    parser.add_argument("--windows", type=int, default=512, help="of text that `wire` scores")
+    parser.add_argument(
+        "--windows", type=int, default=512, help="of text that `wire` and `weights` score"
+    )
     parser.add_argument("--times", type=int, default=10, help="kills of `failover`")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])

@@ -18,6 +18,7 @@ from blocktrain.core.choice import Sampling
 from blocktrain.core.vocabulary import BOS, MASK
 from blocktrain.model.stack import Stack
 from blocktrain.serve import wire
+from blocktrain.serve.blocks import Blocks, StoredBlocks
 from blocktrain.serve.compute import StageCompute
 from blocktrain.serve.decode import Decoding, Step
 from blocktrain.serve.front import Front
@@ -51,13 +52,17 @@ class Model:
     stages: Sequence[StageCompute]
 
     @classmethod
-    def load(cls, folder: Path, compute: Compute, readout: str) -> "Model":
-        run, limits = RunDir.open(folder), Limits(AT_ONCE)
+    def load(cls, folder: Path, compute: Compute, readout: str, held: str = "full") -> "Model":
+        return cls.of(StoredBlocks(RunDir.open(folder), held), compute, readout)
+
+    @classmethod
+    def of(cls, source: Blocks, compute: Compute, readout: str) -> "Model":
+        limits = Limits(AT_ONCE)
         stages = [
-            StageCompute.load(run, range(block, block + 1), compute, readout, limits)
-            for block in range(1, run.config.units)
+            StageCompute.load(source, range(block, block + 1), compute, readout, limits)
+            for block in range(1, source.config.units)
         ]
-        return cls(Front.load(run, compute, readout, limits), stages)
+        return cls(Front.load(source, compute, readout, limits), stages)
 
     @property
     def window(self) -> int:
@@ -203,6 +208,55 @@ def wire_differences(
         {"wire": kind, "ce": ce, "difference": ce - exact, "bytes_per_position": sent}
         for kind, (ce, sent) in found.items()
     ]
+
+
+def held_differences(
+    folder: Path, compute: Compute, readout: str, windows_BT: np.ndarray
+) -> list[dict[str, Any]]:
+    """What weights in 8 bits do to a model."""
+    found = {}
+    for held in ("full", "int8"):
+        model = Model.load(folder, compute, readout, held)
+        found[held] = teacher_forced(model, windows_BT, "fp32")[0]
+    return [
+        {"weights": held, "ce": ce, "difference": ce - found["full"]} for held, ce in found.items()
+    ]
+
+
+def divergence(
+    model: Model, prompts: Sequence[bytes], temperature: float, most_bytes: int
+) -> list[dict[str, Any]]:
+    """How often a mode that is to say what ar says does not: shapes of batches differ, and so does
+    what is rounded in them."""
+    told = {
+        mode: [
+            text
+            for text, _ in run_locally(
+                model.front, model.stages, requests(prompts, mode, temperature, most_bytes)
+            )
+        ]
+        for mode in ("ar", "speculative", "sweep converged")
+    }
+    rows = []
+    for mode in ("speculative", "sweep converged"):
+        agreed = [agreeing(*pair) for pair in zip(told["ar"], told[mode], strict=True)]
+        differing = sum(count < most_bytes for count in agreed)
+        rows.append(
+            {
+                "mode": mode,
+                "temperature": temperature,
+                "answers": len(prompts),
+                "differing": differing / len(prompts),
+                "per_thousand_bytes": 1e3 * differing / max(1, sum(agreed)),
+            }
+        )
+    return rows
+
+
+def agreeing(one: bytes, other: bytes) -> int:
+    """Bytes before the first that differs."""
+    pairs = enumerate(zip(one, other, strict=True))
+    return next((at for at, (a, b) in pairs if a != b), len(one))
 
 
 def load_judge(folder: Path, compute: Compute) -> Stack:

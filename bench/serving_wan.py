@@ -2,12 +2,9 @@
 
 Hosts are network namespaces (tests/support/wan.py; Linux and root). The round trip is that between
 any two hosts; a traversal goes router, stage, stage, stage, router: four hops of half a round trip.
-The limit is that of the written design, for all traversals of an answer together:
-
-    traversals x R + sum over stages of what they computed + bytes sent / W
-
-R is measured, half the shortest of nine round trips over an open connection for each hop; stages
-tell what they computed; bytes are those of all packets that left a host meanwhile.
+Of the limit (serving_limit.py), R is measured, half the shortest of nine round trips over an open
+connection for each hop; stages tell what they computed; bytes are those of all packets that left a
+host meanwhile.
 """
 
 import json
@@ -22,16 +19,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 from tests.support.wan import Wan, why_not
 
 from blocktrain.serve.keys import ROUTER, STAGE, Keyring
-from serving_quality import MODES
+from serving_limit import ECHO, STAGES, rated, request, shares
 
 COMMAND = [sys.executable, "-m", "blocktrain.cli.main"]
 CLIENT = Path(__file__).with_name("serving_client.py")
-ECHO = Path(__file__).parent.parent / "tests/support/echo.py"
-STAGES = ("one", "two", "three")
 PORT, HTTP_PORT = 7101, 8000
 START_SECONDS, POLL_SECONDS = 180.0, 0.2
 WARM_SECONDS = 10.0  # in which connections learn their lines' speed, by themselves
@@ -122,12 +116,6 @@ class Hosts:
             time.sleep(POLL_SECONDS)
 
 
-def shares(units: int) -> list[str]:
-    """The blocks after the first, as even ranges, one for each stage."""
-    parts = np.array_split(np.arange(1, units), len(STAGES))
-    return [f"{part[0]}-{part[-1]}" for part in parts]
-
-
 @contextmanager
 def hosts(
     run: Path, units: int, folder: Path, round_trip_ms: float, mbit: float
@@ -161,35 +149,9 @@ def measured(
     return told
 
 
-def request(prompt: str, most_bytes: int, mode: str, temperature: float) -> dict[str, Any]:
-    how = MODES[mode.removesuffix(", first ever")]
-    return {"prompt": prompt, "max_tokens": most_bytes, "temperature": temperature, **how}
-
-
 def timed(
     hosts: Hosts, request: dict[str, Any], ring_seconds: float, mbit: float
 ) -> dict[str, float]:
     before = hosts.sent()
     answer = hosts.ask(request)
     return rated(answer, request["max_tokens"], hosts.sent() - before, ring_seconds, mbit)
-
-
-def rated(
-    answer: dict[str, Any], written: int, sent: int, ring_seconds: float, mbit: float
-) -> dict[str, float]:
-    """An answer beside what it could have taken at least."""
-    cost, seconds = answer["cost"], answer["seconds"]
-    computed = sum(cost["stage_seconds"].values())
-    transfer = sent / (mbit * 1e6 / 8)
-    limit = cost["traversals"] * ring_seconds + computed + transfer
-    return {
-        "seconds": seconds,
-        "first_seconds": answer["moments"][0],
-        "bytes_per_second": written / seconds,
-        "traversals": cost["traversals"],
-        "bytes_per_traversal": written / cost["traversals"],
-        "computed_seconds": computed,
-        "transfer_seconds": transfer,
-        "limit_seconds": limit,
-        "of_limit": limit / seconds,
-    }

@@ -26,6 +26,13 @@ precision = click.option(
     show_default=True,
     help="Compute type.",
 )
+weights = click.option(
+    "--weights",
+    type=click.Choice(["full", "int8"]),
+    default="full",
+    show_default=True,
+    help="How the layers' matrices are held: in the compute type, or in 8 bits for less memory.",
+)
 first_blocks = click.option(
     "--blocks",
     "first_blocks",

@@ -36,6 +36,7 @@ from blocktrain.cli import options
 @options.served_readout
 @options.device
 @options.precision
+@options.weights
 @click.option(
     "--most-requests", type=click.IntRange(min=1), default=32, show_default=True,
     help="Answered at once; as many again wait.",
@@ -59,6 +60,7 @@ def command(
     readout: str,
     device: str,
     precision: str,
+    weights: str,
     most_requests: int,
     most_bytes: int,
     patience: float,
@@ -79,6 +81,7 @@ def command(
         readout=readout,
         device=device,
         precision=precision,
+        weights=weights,
         most_requests=most_requests,
         most_bytes=most_bytes,
         patience_seconds=patience,

@@ -45,6 +45,7 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
 @options.served_readout
 @options.device
 @options.precision
+@options.weights
 @click.option("--most-requests", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option(
     "--cache-gb",
@@ -66,6 +67,7 @@ def command(
     readout: str,
     device: str,
     precision: str,
+    weights: str,
     most_requests: int,
     cache_gb: float,
     until_stdin_closes: bool,
@@ -83,6 +85,7 @@ def command(
         name=name,
         device=device,
         precision=precision,
+        weights=weights,
         readout=readout,
         most_requests=most_requests,
         cache_bytes=int(cache_gb * 1e9),

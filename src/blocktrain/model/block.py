@@ -32,8 +32,10 @@ class Block(nn.Module):
             nn.init.normal_(self.embed.weight, std=EMBED_STD)
         self.layers = new_layers(model, layers)
         # Held, not computed where they are used: a compiler would work every cosine out again
-        # for every sequence, head and layer, a third of the whole step.
-        tables = rotation(model.width // model.heads, torch.arange(model.window))
+        # for every sequence, head and layer, a third of the whole step. Real even where the
+        # parameters are not yet: nobody brings these from elsewhere.
+        positions = torch.arange(model.window, device="cpu")
+        tables = rotation(model.width // model.heads, positions)
         self.register_buffer("cos_TR", tables.cos_TR, persistent=False)
         self.register_buffer("sin_TR", tables.sin_TR, persistent=False)
 

@@ -56,7 +56,8 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def rotation(head_width: int, positions: Tensor) -> Rotation:
-    frequencies = 10_000.0 ** -(torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
+    pairs = torch.arange(0, head_width, 2, dtype=torch.float32, device=positions.device)
+    frequencies = 10_000.0 ** -(pairs / head_width)
     angles = positions.float()[:, None] * frequencies[None, :]
     return Rotation(angles.cos(), angles.sin())
 

@@ -22,11 +22,10 @@ from blocktrain.core.vocabulary import BYTES, IDS
 from blocktrain.errors import CacheFullError, ProtocolError
 from blocktrain.model.slots import SlotBlockView, SlotCache
 from blocktrain.serve.batch import Batch, Share, like_length
+from blocktrain.serve.blocks import Blocks
 from blocktrain.serve.tenants import DEFAULT_LIMITS, Limits, Tenants
 from blocktrain.serve.unit import new_unit, shape, state_width
 from blocktrain.serve.work import Row, Work, with_ids
-from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_units
 from blocktrain.train.device import Compute
 
 
@@ -60,18 +59,16 @@ class StageCompute:
     @classmethod
     def load(
         cls,
-        run: RunDir,
+        source: Blocks,
         blocks: range,
         compute: Compute,
         readout: str = "product",
         limits: Limits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
-        """From a run's files; the other blocks' are not read."""
-        modules = load_units(run, blocks, compute)
-        # Held in the type they are used in: a step then reads half the bytes in bf16.
-        held = [module.to(compute.dtype) for module in modules]
-        return cls(run.config, blocks, held, compute, readout, limits, clock)
+        """Of these blocks; of the others nothing is read."""
+        modules = [source.load(block, compute) for block in blocks]
+        return cls(source.config, blocks, modules, compute, readout, limits, clock)
 
     @property
     def requests(self) -> tuple[int, ...]:

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from blocktrain.config import Config
-from blocktrain.storage.run_dir import RunDir, Tensors
 
 
 def of_settings(config: Config) -> str:
@@ -16,18 +17,13 @@ def of_settings(config: Config) -> str:
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def of_weights(weights: Tensors) -> str:
-    """Of one block, whatever kind of file it lies in."""
+def of_weights(weights: Iterable[tuple[str, np.ndarray]]) -> str:
+    """Of one block, whatever kind of file it lies in; tensors come in the order of their names."""
     digest = hashlib.sha256()
-    for name in sorted(weights):
-        tensor = weights[name]
+    for name, tensor in weights:
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
         digest.update(tensor.data if tensor.flags.c_contiguous else tensor.tobytes())
     return digest.hexdigest()[:16]
-
-
-def of_block(run: RunDir, block: int) -> str:
-    return of_weights(run.block_weights(block))
 
 
 def mismatch(said: Mapping[str, Any], settings: str, weights: Sequence[str]) -> str | None:

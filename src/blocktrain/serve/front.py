@@ -13,11 +13,11 @@ import numpy as np
 
 from blocktrain.core.choice import log_softmax, picks
 from blocktrain.core.vocabulary import MASK
+from blocktrain.serve.blocks import Blocks
 from blocktrain.serve.compute import StageCompute
 from blocktrain.serve.decode import Step
 from blocktrain.serve.tenants import DEFAULT_LIMITS, Limits
 from blocktrain.serve.work import Refinement, Row, Work, apart, joined, started
-from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import Compute
 
 
@@ -34,13 +34,13 @@ class Front:
     @classmethod
     def load(
         cls,
-        run: RunDir,
+        source: Blocks,
         compute: Compute,
         readout: str = "product",
         limits: Limits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
-        first = StageCompute.load(run, range(1), compute, readout, limits, clock)
+        first = StageCompute.load(source, range(1), compute, readout, limits, clock)
         return cls(first)
 
     def release(self, request: int) -> None:

@@ -12,6 +12,7 @@ from blocktrain.errors import ConfigError
 from blocktrain.protocol.listening import bound_socket
 from blocktrain.serve import fingerprint
 from blocktrain.serve.api import Settings
+from blocktrain.serve.blocks import Blocks, StoredBlocks
 from blocktrain.serve.connection import Connection, Hello
 from blocktrain.serve.engine import Engine, Limits
 from blocktrain.serve.front import Front
@@ -38,35 +39,39 @@ class RouterSettings:
     readout: str
     device: str
     precision: str
+    weights: str  # how they are held: full, or int8
     most_requests: int
     most_bytes: int
     patience_seconds: float
 
 
-def serve_router(settings: RouterSettings, tell: Callable[[str], None]) -> None:
-    """Load, start or find the stages, listen, and say where; returns when a signal ends it."""
+def serve_router(
+    settings: RouterSettings, tell: Callable[[str], None], source: Blocks | None = None
+) -> None:
+    """Load, start or find the stages, listen, and say where; returns when a signal ends it. Blocks
+    are the run's, unless they come from elsewhere, as those of the stages must then, too."""
     if settings.stages and not settings.plain_tcp and not settings.keys.is_dir():
         raise ConfigError(
             f"no keys at {settings.keys}: `blocktrain keys` makes them, --plain-tcp does without"
         )
     for address in settings.stages:
         parted(address)  # mistyped, it would only be dialled in vain
-    asyncio.run(_serve(settings, tell))
+    source = source or StoredBlocks(RunDir.open(settings.run), settings.weights)
+    asyncio.run(_serve(settings, source, tell))
 
 
-async def _serve(settings: RouterSettings, tell: Callable[[str], None]) -> None:
-    run = RunDir.open(settings.run)
+async def _serve(settings: RouterSettings, source: Blocks, tell: Callable[[str], None]) -> None:
     listener = bound_socket(*parted(settings.listen))
     async with AsyncExitStack() as stack:
         stages, keys = settings.stages, None if settings.plain_tcp else settings.keys
         if not stages:
             keys = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blocktrain-")))
-            local = _local_stages(settings, range(1, run.config.units), keys)
+            local = _local_stages(settings, range(1, source.config.units), keys)
             stack.push_async_callback(local.stop)
             stages = tuple(await local.start())
             keeping = asyncio.ensure_future(local.keep())
             stack.push_async_callback(_cancelled, keeping)
-        engine = _engine(settings, run, stages, keys)
+        engine = _engine(settings, source, stages, keys)
         running = asyncio.ensure_future(engine.run())
         stack.push_async_callback(_cancelled, running)
         host, port = listener.getsockname()[:2]
@@ -98,22 +103,23 @@ def _local_stages(settings: RouterSettings, blocks: range, keys: Path) -> LocalS
     for block in blocks:
         keyring.add(STAGE, f"stage-{block}")
     options = ["--device", settings.device, "--precision", settings.precision]
+    options += ["--weights", settings.weights]
     options += ["--readout", settings.readout, "--most-requests", str(2 * settings.most_requests)]
     return LocalStages(settings.run, blocks, keys, options)
 
 
 def _engine(
-    settings: RouterSettings, run: RunDir, stages: tuple[str, ...], keys: Path | None
+    settings: RouterSettings, source: Blocks, stages: tuple[str, ...], keys: Path | None
 ) -> Engine:
     name = secrets.token_hex(8)
     context = client_context(keys, ROUTER) if keys else None
     hello = {
         "role": ROUTER,
         "name": name,
-        "settings": fingerprint.of_settings(run.config),
+        "settings": fingerprint.of_settings(source.config),
         "readout": settings.readout,
     }
-    weights = [fingerprint.of_block(run, block) for block in range(run.config.units)]
+    weights = [source.fingerprint(block) for block in range(source.config.units)]
 
     def check(said: Hello) -> str | None:
         return fingerprint.mismatch(said, hello["settings"], weights)
@@ -122,8 +128,8 @@ def _engine(
         return await dial(address, context, hello, roles=[STAGE], check=check)
 
     compute = resolve(settings.device, settings.precision)
-    front = Front.load(run, compute, settings.readout, CacheLimits(2 * settings.most_requests))
+    front = Front.load(source, compute, settings.readout, CacheLimits(2 * settings.most_requests))
     limits = Limits(2 * settings.most_requests, settings.patience_seconds)
-    pipeline = Pipeline(stages, run.config.units, reach)
+    pipeline = Pipeline(stages, source.config.units, reach)
     model = settings.run.resolve().name
     return Engine(model, front, pipeline, name, settings.wire, limits)

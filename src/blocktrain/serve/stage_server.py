@@ -13,6 +13,7 @@ from pathlib import Path
 from blocktrain.errors import ConfigError
 from blocktrain.protocol.listening import bound_socket
 from blocktrain.serve import fingerprint
+from blocktrain.serve.blocks import Blocks, StoredBlocks
 from blocktrain.serve.compute import StageCompute
 from blocktrain.serve.connection import Connection, Hello
 from blocktrain.serve.keys import AUTHORITY, ROUTER, STAGE, client_context, server_context
@@ -33,17 +34,21 @@ class StageSettings:
     name: str
     device: str
     precision: str
+    weights: str  # how they are held: full, or int8
     readout: str
     most_requests: int
     cache_bytes: int
     until_stdin_closes: bool
 
 
-def serve_stage(settings: StageSettings, tell: Callable[[str], None]) -> None:
-    """Load, listen, and say where; returns when a signal ends it."""
-    run = RunDir.open(settings.run)
-    _check_blocks(settings.blocks, run.config.units - 1)
-    asyncio.run(_serve(settings, run, tell))
+def serve_stage(
+    settings: StageSettings, tell: Callable[[str], None], source: Blocks | None = None
+) -> None:
+    """Load, listen, and say where; returns when a signal ends it. Blocks are the run's, unless
+    they come from elsewhere."""
+    source = source or StoredBlocks(RunDir.open(settings.run), settings.weights)
+    _check_blocks(settings.blocks, source.config.units - 1)
+    asyncio.run(_serve(settings, source, tell))
 
 
 def _check_blocks(blocks: range, last: int) -> None:
@@ -53,19 +58,19 @@ def _check_blocks(blocks: range, last: int) -> None:
         raise ConfigError(f"a stage can hold blocks 1 to {last}: the router holds block 0")
 
 
-async def _serve(settings: StageSettings, run: RunDir, tell: Callable[[str], None]) -> None:
+async def _serve(settings: StageSettings, source: Blocks, tell: Callable[[str], None]) -> None:
     name = settings.name or _only_stage(settings.keys)
     inward = server_context(settings.keys, name) if settings.keys else None
     outward = client_context(settings.keys, name) if settings.keys else None
     limits = Limits(settings.most_requests, settings.cache_bytes)
     compute = resolve(settings.device, settings.precision)
-    computing = StageCompute.load(run, settings.blocks, compute, settings.readout, limits)
+    computing = StageCompute.load(source, settings.blocks, compute, settings.readout, limits)
     hello = {
         "role": STAGE,
         "name": name,
-        "settings": fingerprint.of_settings(run.config),
+        "settings": fingerprint.of_settings(source.config),
         "blocks": list(settings.blocks),
-        "weights": [fingerprint.of_block(run, block) for block in settings.blocks],
+        "weights": [source.fingerprint(block) for block in settings.blocks],
         "readout": settings.readout,
         "address": settings.announce,
     }

@@ -14,7 +14,7 @@ load. Tensors are numpy arrays in safetensors; nothing is ever unpickled. Knows 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import filelock
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors import numpy as safetensors
 
 from blocktrain.config import Config, load_config
@@ -119,6 +119,12 @@ class RunDir:
             return [exported[index] for index in chosen]
         return [self.block(index).load_weights() for index in chosen]
 
+    def read_block(self, index: int) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """A block's current weights, one tensor after another by name."""
+        if not self.exported:
+            return self.block(index).read_weights()
+        return read_tensors(self.path, self._exported_file(), f"block.{index}.")
+
     def export(self, out: Path) -> Path:
         """Write all blocks as one safetensors file, with the config and its hash beside it."""
         if any(out.glob("block-*")):
@@ -138,13 +144,16 @@ class RunDir:
         return self.path / EXPORTED
 
     def _exported_weights(self) -> list[Tensors]:
-        manifest = read_manifest(self.path / "manifest.json", self._config_digest())
-        tensors = load_tensors(self.path, StoredFile(**manifest["model"]))
+        tensors = load_tensors(self.path, self._exported_file())
         blocks: list[Tensors] = [{} for _ in range(self.config.units)]
         for name, tensor in tensors.items():
             _, index, rest = name.split(".", 2)
             blocks[int(index)][rest] = tensor
         return blocks
+
+    def _exported_file(self) -> StoredFile:
+        manifest = read_manifest(self.path / "manifest.json", self._config_digest())
+        return StoredFile(**manifest["model"])
 
     def _config_digest(self) -> str:
         return hashlib.sha256((self.path / "config.toml").read_bytes()).hexdigest()
@@ -190,6 +199,9 @@ class BlockDir:
 
     def load_weights(self) -> Tensors:
         return load_tensors(self.path, self.current().weights)
+
+    def read_weights(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        return read_tensors(self.path, self.current().weights)
 
     def load_snapshot(self) -> Snapshot | None:
         """What training left off with, or None where it never began."""
@@ -268,20 +280,36 @@ def store_tensors(path: Path, tensors: Tensors) -> StoredFile:
 
 
 def load_tensors(folder: Path, stored: StoredFile) -> Tensors:
+    return dict(read_tensors(folder, stored))
+
+
+def read_tensors(
+    folder: Path, stored: StoredFile, prefix: str = ""
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Tensors of a file by name, without the prefix that theirs begin with; one is read when it is
+    its turn, the first when the file's hash was found to be right."""
     path = folder / stored.name
+    _check_file(path, stored)
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}") from None
-    if len(data) != stored.size:
-        raise CorruptFileError(f"{path} has {len(data)} bytes, its manifest says {stored.size}")
-    if hashlib.sha256(data).hexdigest() != stored.sha256:
-        raise CorruptFileError(f"{path} was altered: its hash is not the manifest's")
-    try:
-        tensors: Tensors = safetensors.load(data)
+        with safe_open(path, framework="numpy") as file:
+            for name in sorted(file.keys()):
+                if name.startswith(prefix):
+                    yield name.removeprefix(prefix), file.get_tensor(name)
     except SafetensorError as error:
         raise CorruptFileError(f"{path} is not a safetensors file: {error}") from None
-    return tensors
+
+
+def _check_file(path: Path, stored: StoredFile) -> None:
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            size = file.tell()
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from None
+    if size != stored.size:
+        raise CorruptFileError(f"{path} has {size} bytes, its manifest says {stored.size}")
+    if digest != stored.sha256:
+        raise CorruptFileError(f"{path} was altered: its hash is not the manifest's")
 
 
 def read_manifest(path: Path, config_digest: str) -> dict[str, Any]:

@@ -1,42 +1,54 @@
 """From a run directory to a model in memory, ready to score or to generate."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
 from blocktrain.errors import RunError
-from blocktrain.model.stack import Stack, assemble, new_block
+from blocktrain.model import hollow
+from blocktrain.model.stack import Stack, assemble
 from blocktrain.storage.run_dir import RunDir, Tensors
 from blocktrain.train.device import Compute
 
 
 def load_stack(run: RunDir, compute: Compute) -> Stack:
-    return assemble(run.config, load_units(run, range(run.config.units), compute))
+    units = range(run.config.units)
+    return assemble(run.config, [load_unit(run, unit, compute, torch.float32) for unit in units])
 
 
-def load_units(run: RunDir, units: Sequence[int], compute: Compute) -> list[nn.Module]:
-    """Some of a run's blocks, on the device; the others are not read."""
-    blocks: list[nn.Module] = []
-    for unit, weights in zip(units, run.weights(units), strict=True):
-        module = new_block(run.config, unit)
-        load_block(module, weights, str(run.path))
-        module.compute_dtype = compute.dtype
-        blocks.append(module.to(compute.device))
-    return blocks
+def load_unit(
+    run: RunDir, unit: int, compute: Compute, dtype: torch.dtype, held: str = "full"
+) -> nn.Module:
+    """One of a run's blocks, on the device; the others are not read, and of this one no more than
+    a tensor is held beside it at a time."""
+    block, origin = hollow.hollow_block(run.config, unit, held), str(run.path)
+    missing = hollow.shapes(block)
+    for name, weight in run.read_block(unit):
+        stored = torch.from_numpy(weight)
+        _check_shape(name, stored.shape, missing.pop(name, None), origin)
+        hollow.put(block, name, stored.to(compute.device), dtype)
+    for name in missing:
+        _check_shape(name, None, missing[name], origin)
+    return hollow.settle(block, compute.device, compute.dtype)
 
 
 def load_block(module: nn.Module, weights: Tensors, origin: str) -> None:
     """Copy weights into a module; a name or shape that differs is an error that names it."""
     expected = dict(module.named_parameters())
-    if differing := sorted(set(expected) ^ set(weights)):
-        raise RunError(f"{origin} does not fit this model: {differing[0]} is on one side only")
+    for name in sorted({*expected, *weights}):
+        here = weights[name].shape if name in weights else None
+        there = expected[name].shape if name in expected else None
+        _check_shape(name, here, there, origin)
     for name, parameter in expected.items():
-        stored = torch.from_numpy(weights[name])
-        if stored.shape != parameter.shape:
-            raise RunError(
-                f"{origin} does not fit this model: {name} is {tuple(stored.shape)},"
-                f" not {tuple(parameter.shape)}"
-            )
         with torch.no_grad():
-            parameter.copy_(stored)
+            parameter.copy_(torch.from_numpy(weights[name]))
+
+
+def _check_shape(
+    name: str, here: tuple[int, ...] | None, there: tuple[int, ...] | None, origin: str
+) -> None:
+    if here is None or there is None:
+        raise RunError(f"{origin} does not fit this model: {name} is on one side only")
+    if tuple(here) != tuple(there):
+        raise RunError(
+            f"{origin} does not fit this model: {name} is {tuple(here)}, not {tuple(there)}"
+        )

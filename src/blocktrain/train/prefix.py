@@ -9,16 +9,13 @@ from collections.abc import Mapping
 from typing import Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.config import Config
 from blocktrain.model.causal import Trunk
-from blocktrain.model.layer import Linear
+from blocktrain.model.int8 import Int8Linear, in_8_bits
 from blocktrain.model.stack import initial_block
 from blocktrain.train.device import Compute
-
-INT8_LEVELS = 127
 
 
 class Published(Protocol):
@@ -29,24 +26,6 @@ class Published(Protocol):
         ...
 
     def weights(self, block: int) -> Mapping[str, Tensor]: ...
-
-
-class Int8Linear(nn.Module):
-    """A frozen linear map with one byte per weight and one scale per output."""
-
-    def __init__(self, like: Linear) -> None:
-        super().__init__()
-        self.register_buffer("levels", torch.zeros_like(like.weight, dtype=torch.int8))
-        self.register_buffer("scale", torch.zeros(like.out_features, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        levels, scale = cast("Tensor", self.levels), cast("Tensor", self.scale)
-        return F.linear(x, levels.to(x.dtype) * scale.to(x.dtype))
-
-    def take(self, weight: Tensor) -> None:
-        levels, scale = cast("Tensor", self.levels), cast("Tensor", self.scale)
-        scale.copy_(weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / INT8_LEVELS)
-        levels.copy_((weight.to(scale.device) / scale).round())
 
 
 class Prefix(nn.Module):
@@ -93,20 +72,12 @@ def _frozen_trunk(config: Config, block: int, compute: Compute) -> Trunk:
     start = initial_block(config, block)
     trunk = Trunk(config.model, config.depths[block], reads_bytes=block == 0)
     if config.objective.frozen == "int8":
-        _quantize(trunk)
+        in_8_bits(trunk)
     trunk.requires_grad_(False)
     take_weights(trunk, dict(start.named_parameters()))
     trunk.compute_dtype = compute.dtype
     trunk.eval()
     return _rounded(trunk).to(compute.device)
-
-
-def _quantize(module: nn.Module) -> None:
-    for name, child in module.named_children():
-        if isinstance(child, Linear):
-            setattr(module, name, Int8Linear(child))
-        else:
-            _quantize(child)
 
 
 def _rounded(trunk: Trunk) -> Trunk:

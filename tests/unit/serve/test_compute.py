@@ -11,6 +11,7 @@ from blocktrain.core import readout
 from blocktrain.errors import CacheFullError, MissingPrefixError, ProtocolError
 from blocktrain.model.stack import Stack
 from blocktrain.serve.batch import Share, like_length
+from blocktrain.serve.blocks import StoredBlocks
 from blocktrain.serve.compute import StageCompute
 from blocktrain.serve.front import Front
 from blocktrain.serve.request import Sampling
@@ -170,14 +171,31 @@ def test_a_stage_reads_the_files_of_its_own_blocks_alone(tmp_path: Path, config:
     run = RunDir.create(tmp_path / "run", stack.config)
     for number in (1, 2):
         run.block(number).save(Snapshot(1, 1, None, weights_of(stack, number), {}, {}))
-    loaded = StageCompute.load(run, range(1, 3), CPU)
+    loaded = StageCompute.load(StoredBlocks(run), range(1, 3), CPU)
     expected = through(split_up(stack), started(rows(b"abc")))
     work = stage(stack, range(1)).step(started(rows(b"abc")))
     assert np.allclose(loaded.step(work).readout_RV, expected.readout_RV, atol=1e-4)
     exported = RunDir.create(tmp_path / "exported", stack.config)
     exported.write_exported([weights_of(stack, number) for number in range(3)])
-    front = Front.load(exported, CPU)
+    front = Front.load(StoredBlocks(exported), CPU)
     assert np.allclose(front.first.step(started(rows(b"abc"))).state, work.state, atol=1e-4)
+
+
+def test_weights_in_8_bits_say_nearly_the_same_and_are_known_by_the_same_name(
+    tmp_path: Path, stack: Stack
+):
+    run = RunDir.create(tmp_path / "run", stack.config)
+    run.write_exported([weights_of(stack, number) for number in range(3)])
+    sources = [StoredBlocks(run, held) for held in ("full", "int8")]
+    full, int8 = (
+        through([StageCompute.load(source, range(3), CPU)], started(rows(b"abcdef", read=6)))
+        for source in sources
+    )
+    assert not np.array_equal(full.readout_RV, int8.readout_RV)
+    assert (full.readout_RV - int8.readout_RV).std() < 0.05 * full.readout_RV.std()
+    names = [[source.fingerprint(block) for block in range(3)] for source in sources]
+    assert names[0] == names[1]
+    assert len(set(names[0])) == 3
 
 
 def weights_of(stack: Stack, number: int) -> dict[str, np.ndarray]:

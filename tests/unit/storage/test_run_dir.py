@@ -115,11 +115,15 @@ def test_export_holds_every_block(run: RunDir, tmp_path: Path):
     assert path.stat().st_size > 0
     loaded = RunDir.open(tmp_path / "out").weights()
     assert [float(w["w"][0, 0]) for w in loaded] == [1.0, 2.0]
+    read = [dict(RunDir.open(tmp_path / "out").read_block(index)) for index in range(2)]
+    assert [float(w["w"][0, 0]) for w in read] == [1.0, 2.0]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(CorruptFileError, match=r"model\.safetensors"):
         RunDir.open(tmp_path / "out").weights()
+    with pytest.raises(CorruptFileError, match=r"model\.safetensors"):
+        next(RunDir.open(tmp_path / "out").read_block(0))
 
 
 def test_a_run_keeps_its_settings(run: RunDir):

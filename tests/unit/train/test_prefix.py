@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from blocktrain.config import Config
 from blocktrain.model.causal import Trunk
+from blocktrain.model.int8 import Int8Linear
 from blocktrain.model.layer import Linear
 from blocktrain.model.stack import initial_block
-from blocktrain.train.prefix import Int8Linear, Prefix
+from blocktrain.train.prefix import Prefix
 
 
 @pytest.fixture
