@@ -12,12 +12,16 @@ import numpy as np
 
 from blocktrain.config import Config
 from blocktrain.core import faults
-from blocktrain.core.codec import Codec, codec_named
-from blocktrain.core.codec_feedback import ErrorFeedback
+from blocktrain.core.codec import Codec, codec_named, framed
+from blocktrain.core.codec_feedback import encode_and_owe
+from blocktrain.core.codec_numbers import Floats
 from blocktrain.data.corpus import Corpus
+from blocktrain.errors import CorruptFileError
 from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Blob, Lease, Predecessor, Recipe
+from blocktrain.protocol.tensors import canonical
 from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.weights_file import all_numbers, weights_form
 from blocktrain.train.device import Compute
 from blocktrain.worker.kept_residual import KeptResidual
 from blocktrain.worker.lease_trainer import LeaseReport, LeaseTrainer, Trained
@@ -80,7 +84,7 @@ class HeldBlock:
         if codec is None:
             blob = self.stands_at = cache.write(tensors.encode(trained.weights))
         else:
-            blob = cache.write(self._encoded(lease, trained.weights, codec, patience))
+            blob = self._write_encoded(lease, trained.weights, codec, patience)
         return Update(blob, cache.recipe(blob.name), trained.loss)
 
     def settled(self, lease: Lease, *, accepted: bool) -> None:
@@ -100,16 +104,29 @@ class HeldBlock:
             self._trainer.forget()
         self._trainer, self.stands_at = None, None
 
-    def _encoded(
+    def _write_encoded(
         self, lease: Lease, weights: Tensors, codec: Codec, patience: Patience
-    ) -> Iterator[bytes]:
+    ) -> Blob:
         """What the weights are ahead of the base, in few bytes: what was learned now, and what
         earlier updates left out, because training began with it."""
-        base = tensors.decode(self._transfer.read(lease.base, patience))
-        owed = np.zeros(sum(tensor.size for tensor in weights.values()), np.float32)
-        ahead = (np.subtract(weights[name], base[name]) for name in sorted(weights))
-        yield from ErrorFeedback(codec, owed).encode(ahead)
-        KeptResidual(self._scratch, lease.block).propose(lease.lease, owed)
+        count = sum(tensor.size for tensor in weights.values())
+        kept, cache = KeptResidual(self._scratch, lease.block), self._transfer.cache
+        self._transfer.fetch(lease.base, patience)
+        try:
+            with kept.proposal(lease.lease, count) as owe:
+                return cache.write(encode_and_owe(codec, self._ahead(lease, weights), owe))
+        except CorruptFileError:
+            self._transfer.read(lease.base, patience)  # which fetches again what went bad
+            with kept.proposal(lease.lease, count) as owe:
+                return cache.write(encode_and_owe(codec, self._ahead(lease, weights), owe))
+
+    def _ahead(self, lease: Lease, weights: Tensors) -> Iterator[Floats]:
+        """How far the weights are ahead of the base, frame by frame."""
+        reader = self._transfer.cache.reader(lease.base)
+        base = all_numbers(reader, len(canonical(weights_form(reader))))
+        trained = framed(weights[name] for name in sorted(weights))
+        for here, before in zip(trained, base, strict=True):
+            yield np.subtract(here, before)
 
     def _base(self, lease: Lease, patience: Patience) -> Tensors | None:
         """The weights to start from; None where the block is there already. From here on it is at
@@ -122,23 +139,14 @@ class HeldBlock:
                 self.versions.read(lease.block, lease.base_version, lease.base, patience)
             )
             if self._config.swarm.codec != "none":
-                base = self._with_owed(lease.block, base)
+                # What this worker's updates have not told of what it learned: begun from the
+                # version alone, it would learn that a second time, and tell it twice.
+                owed = KeptResidual(self._scratch, lease.block)
+                owed.add_to([base[name] for name in sorted(base)])
             self.fetch_seconds = clock.monotonic() - began
             faults.reached("downloaded")
         self.stands_at, self._whole = None, False
         return base
-
-    def _with_owed(self, block: int, base: Tensors) -> Tensors:
-        """A version, and what this worker's updates have not told of what it learned: begun from
-        the version alone, it would learn that a second time, and tell it twice."""
-        owed = KeptResidual(self._scratch, block).load(sum(part.size for part in base.values()))
-        names = sorted(base)
-        ends = np.cumsum([base[name].size for name in names])
-        parts = np.split(owed, ends[:-1])
-        return {
-            name: base[name] + part.reshape(base[name].shape)
-            for name, part in zip(names, parts, strict=True)
-        }
 
     def _trainer_of(self, block: int) -> LeaseTrainer:
         self._trainer = self._trainer or LeaseTrainer(
