@@ -44,6 +44,7 @@ class System:
 
 SYSTEMS = (
     System("blocktrain, none", "ours.py", ("none",)),
+    System("blocktrain, bf16", "ours.py", ("bf16",)),
     System("blocktrain, int8", "ours.py", ("int8",)),
     System("blocktrain, sparse", "ours.py", ("sparse",)),
     System("hivemind 1.1.12", "with_hivemind.py", (), (TORCH, "hivemind==1.1.12")),

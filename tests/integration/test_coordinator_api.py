@@ -42,6 +42,7 @@ from tests.support.coordinator import (
     weights_now,
 )
 
+from blocktrain.coordinator.api import HELD_BACK_SECONDS
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.server import write_certificate
 from blocktrain.coordinator.service import Service
@@ -71,6 +72,7 @@ from blocktrain.protocol.messages import (
     Token,
     TokenRequest,
     UploadState,
+    Wait,
 )
 from blocktrain.protocol.tensors import decode
 from blocktrain.protocol.trust import pinned_context
@@ -192,6 +194,30 @@ def api(tmp_path: Path) -> Iterator[Api]:
 
 
 # The way of a worker
+
+
+def test_whoever_waits_for_its_version_is_answered_when_it_is_made(api: Api):
+    worker = api.join()
+    lease = worker.lease()
+    worker.send(worker.make(lease))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(worker.lease, held_block=lease.block)
+        with pytest.raises(TimeoutError):
+            asked.result(HELD_BACK_SECONDS / 4)
+        api.service.round()
+        began = time.monotonic()
+        assert asked.result(SECONDS).base_version == lease.base_version + 1
+        assert time.monotonic() - began < HELD_BACK_SECONDS / 2
+
+
+def test_an_answer_is_not_held_back_for_ever(api: Api):
+    worker = api.join()
+    lease = worker.lease()
+    worker.send(worker.make(lease))
+    began = time.monotonic()
+    answer = worker.post("/v1/lease", LeaseRequest(held_block=lease.block))
+    assert isinstance(read(LeaseAnswer, answer).answer, Wait)
+    assert HELD_BACK_SECONDS <= time.monotonic() - began < 3 * HELD_BACK_SECONDS
 
 
 def test_hello_and_the_authority_need_no_authorization(shared: Api):

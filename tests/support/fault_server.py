@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from blocktrain.errors import RefusedError
-from blocktrain.protocol.messages import Blob, BlobAnswer, Message, Recipe, Refusal
+from blocktrain.protocol.messages import CHUNK_BYTES, Blob, BlobAnswer, Message, Recipe, Refusal
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import name_of
 
@@ -53,7 +53,7 @@ class FaultServer:
         self.urls: dict[str, str] | None = None  # told with every blob
         self.faults: list[Fault] = []
         self.seen: list[Seen] = []
-        self.bytes_sent = 0
+        self.bytes_sent = self.connections = 0
         self._answers: list[tuple[re.Pattern[str], Answer]] = []
         self._lock = threading.Lock()
         server = self
@@ -62,6 +62,10 @@ class FaultServer:
             protocol_version = "HTTP/1.1"
             timeout = 20
             disable_nagle_algorithm = True
+
+            def setup(self) -> None:
+                server.connections += 1
+                super().setup()
 
             def log_message(self, *arguments: object) -> None:
                 pass
@@ -90,7 +94,10 @@ class FaultServer:
 
     def hold(self, data: bytes) -> Blob:
         """Have a blob, cut into chunks as they are in a run."""
-        return Blobs(_Held(self.chunks)).write([data])  # type: ignore[arg-type]
+        pieces = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+        self.chunks.update({name_of(piece): piece for piece in pieces})
+        recipe = Recipe(size=len(data), chunks=tuple(map(name_of, pieces)))
+        return Blobs(_Held(self.chunks)).add_recipe(recipe)  # type: ignore[arg-type]
 
     def lines(self, beginning: str = "") -> list[str]:
         with self._lock:
@@ -179,7 +186,7 @@ class _QuietServer(ThreadingHTTPServer):
 
 
 class _Held:
-    """As much of a chunk store as writing a blob needs."""
+    """As much of a chunk store as adding a recipe needs."""
 
     def __init__(self, chunks: dict[str, bytes]) -> None:
         self._chunks = chunks

@@ -7,6 +7,8 @@ import httpx
 
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import Joined, RunDescription
+from blocktrain.worker.exchange import IDLE_SECONDS
+from blocktrain.worker.wire import Wire
 
 RUN, WORKER, SECRET = "run00001", "worker01", "c2VjcmV0"
 KEY = WorkerKey.create()
@@ -20,7 +22,7 @@ class Eager(Random):
 
 
 def impatient(context: ssl.SSLContext) -> httpx.Client:
-    return httpx.Client(verify=context, timeout=httpx.Timeout(1.0), trust_env=False)
+    return httpx.Client(transport=Wire(context, IDLE_SECONDS), timeout=httpx.Timeout(1.0))
 
 
 def described(**changes: object) -> RunDescription:

@@ -6,7 +6,6 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import BinaryIO
 
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.applications import Starlette
@@ -50,12 +49,15 @@ from blocktrain.protocol.messages import (
     TokenRequest,
     UpdateOffer,
     UploadState,
+    Wait,
 )
+from blocktrain.storage.chunks import Opened, at_hand
 
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 * 1024  # of a chunk on its way out: all of it that is in memory
 VERIFIED_AT_ONCE = 2  # updates: each has a chunk in memory and keeps a processor busy
+HELD_BACK_SECONDS = 1.0  # at most, of an answer that says to ask again soon
 EVENT_POLL_SECONDS = 0.5
 EVENTS_AT_ONCE = 500
 STATUS_OF = {
@@ -125,8 +127,21 @@ async def token(asked: Asked) -> Response:
 
 
 async def lease(asked: Asked) -> Response:
-    wanted = await asked.message(LeaseRequest)
-    answer = await asked.desk.ask(asked.service.leases.claim, asked.caller, wanted)
+    """Whoever would be told to ask again soon is answered when there is something to say, or after
+    a while: a version is then with its workers as soon as it is made."""
+    wanted, claim = await asked.message(LeaseRequest), asked.service.leases.claim
+    clock = asyncio.get_running_loop().time
+    until = clock() + HELD_BACK_SECONDS
+    while True:
+        version = asked.service.versions_made.expected()  # from before it is looked for
+        try:
+            answer = await asked.desk.ask(claim, asked.caller, wanted)
+            left, told = until - clock(), answer.answer
+            if not isinstance(told, Wait) or told.seconds > HELD_BACK_SECONDS or left <= 0:
+                break
+            await asyncio.wait([version], timeout=min(told.seconds, left))
+        finally:
+            version.cancel()
     faults.reached("claimed")
     return _answer(answer)
 
@@ -231,11 +246,13 @@ async def get_chunk(asked: Asked) -> Response:
     )
 
 
-async def _pieces(file: BinaryIO, start: int, end: int) -> AsyncIterator[bytes]:
+async def _pieces(file: Opened, start: int, end: int) -> AsyncIterator[bytes | memoryview]:
     with file:
         file.seek(start)
         while start < end:
-            piece = await run_in_threadpool(file.read, min(PIECE_BYTES, end - start))
+            length = min(PIECE_BYTES, end - start)
+            piece: bytes | memoryview | None = at_hand(file, length)
+            piece = piece or await run_in_threadpool(file.read, length)
             if not piece:
                 return  # cut short meanwhile; the receiver counts what it got
             start += len(piece)

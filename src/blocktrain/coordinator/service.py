@@ -1,13 +1,16 @@
 """One coordinator: all it can be asked, and the rounds it makes by itself."""
 
 import logging
+import math
 import threading
+import time
 
 from sqlalchemy.exc import DBAPIError
 
 from blocktrain.coordinator.leases import Leases
 from blocktrain.coordinator.members import Members
 from blocktrain.coordinator.merger import Merger
+from blocktrain.coordinator.news import News
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import Updates
@@ -27,6 +30,7 @@ class Service:
         self.leases = Leases(run, self.members)
         self.updates = Updates(run, self.members)
         self.merger = Merger(run)
+        self.versions_made = News()
         self.reports = Reports(run, self.members)
         self._stop, self._wake = threading.Event(), threading.Event()
         self._rounds = threading.Thread(target=self._make_rounds, name="rounds", daemon=True)
@@ -45,13 +49,15 @@ class Service:
 
     def round(self) -> None:
         self.leases.expire()
-        self.merger.merge_due()
+        if self.merger.merge_due():
+            self.versions_made.tell()
 
     def _make_rounds(self) -> None:
-        collected = self.run.clock()
+        collected, ended = self.run.clock(), -math.inf
         while not self._stop.is_set():
             self._wake.wait(ROUND_SECONDS)
-            self._stop.wait(SHORTEST_ROUND)  # what arrives close together is looked at once
+            # What arrives close together is looked at once; what arrives alone, at once.
+            self._stop.wait(max(0.0, ended + SHORTEST_ROUND - time.monotonic()))
             self._wake.clear()
             try:
                 self.round()
@@ -66,3 +72,4 @@ class Service:
                 # Whatever it is: a coordinator that answers but never merges would be worse.
                 log.exception("round failed, will try again")
                 self._stop.wait(ROUND_SECONDS)
+            ended = time.monotonic()

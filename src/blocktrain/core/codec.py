@@ -70,6 +70,10 @@ def framed(parts: Floats | Iterable[Floats]) -> Iterator[Floats]:
             raise ValueError(f"only float32 can be encoded, not {part.dtype}")
         left = part.reshape(-1)
         while left.size:
+            if not filled and left.size >= FRAME_NUMBERS:
+                yield left[:FRAME_NUMBERS]
+                left = left[FRAME_NUMBERS:]
+                continue
             taken = left[: FRAME_NUMBERS - filled]
             frame[filled : filled + taken.size] = taken
             left = left[taken.size :]
@@ -132,7 +136,10 @@ class Decoder:
         return (self.frame(index) for index in range(self.frame_count))
 
     def numbers(self, first: int, count: int) -> Floats:
-        """So many numbers from `first` on, wherever frames end."""
+        """So many numbers from `first` on, wherever frames end; not to be written to."""
+        index, skipped = divmod(first, FRAME_NUMBERS)
+        if count and skipped + count <= FRAME_NUMBERS:
+            return self._remembered(index)[skipped : skipped + count]
         result = np.empty(count, np.float32)
         done = 0
         while done < count:

@@ -4,7 +4,7 @@ With it, sparse updates of one worker add up to what it learned. The residual be
 caller, who keeps it between updates as a plain array; beside it one frame is in memory.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -53,3 +53,18 @@ class ErrorFeedback:
         data = encode_frame(self.codec, wanted)
         np.subtract(wanted, self.codec.decode(data, wanted.size), out=owed)
         return data
+
+
+def encode_and_owe(
+    codec: Codec, deltas: Floats | Iterable[Floats], owe: Callable[[Floats], object]
+) -> Iterator[bytes]:
+    """An encoded update of numbers that hold all that was owed before; what it leaves out of them
+    goes to `owe`, frame by frame."""
+
+    def frames() -> Iterator[tuple[int, bytes]]:
+        for delta in framed(deltas):
+            data = encode_frame(codec, delta)
+            owe(np.subtract(delta, codec.decode(data, delta.size)))
+            yield delta.size, data
+
+    return enclose(codec, frames())

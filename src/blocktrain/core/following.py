@@ -26,17 +26,19 @@ class Frame:
 
 def compress(current: Floats, target: Doubles, codec: Codec) -> Frame:
     """The frame nearest to the target that the codec can lead to from `current`."""
-    difference = encode_frame(codec, _that_counts(current, finite_floats(target - current)))
+    wanted = finite_floats(target - current)
+    _leave_out_what_moves_nothing(current, wanted)
+    difference = encode_frame(codec, wanted)
     following = follow(current, codec.decode(difference, current.size))
     # Of the rounding too: a step too small for its weight adds up until it is not.
     return Frame(difference, following, finite_floats(target - following))
 
 
-def _that_counts(current: Floats, wanted: Floats) -> Floats:
-    """Without what is too small to move its weight: what rounding left of earlier steps would take
-    the place of numbers that matter."""
+def _leave_out_what_moves_nothing(current: Floats, wanted: Floats) -> None:
+    """What is too small to move its weight: what rounding left of earlier steps would take the
+    place of numbers that matter."""
     with np.errstate(over="ignore"):
-        return np.where(current + wanted == current, np.float32(0), wanted)
+        np.copyto(wanted, np.float32(0), where=current + wanted == current)
 
 
 def follow(current: Floats, difference: Floats) -> Floats:

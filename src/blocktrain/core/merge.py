@@ -68,9 +68,11 @@ class WeightedMean:
         self._weight += weight
 
     def mean(self) -> Doubles:
+        """To be asked once: the sum becomes the mean."""
         if self._sum is None:
             raise ValueError("a mean of nothing")
-        return np.asarray(self._sum / self._weight)
+        mean, self._sum = self._sum, None
+        return np.divide(mean, self._weight, out=mean)
 
 
 @_UNWARNED

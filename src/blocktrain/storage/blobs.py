@@ -6,13 +6,18 @@ elsewhere may lie about its chunks; whoever reads through it gets a `ProtocolErr
 nothing of what is in a file.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
 
+from blake3 import blake3
 from pydantic import ValidationError
 
 from blocktrain.errors import ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, MOST_CHUNKS, Blob, Recipe
-from blocktrain.storage.chunks import Buffer, ChunkStore
+from blocktrain.storage.chunks import Buffer, ChunkStore, Incoming, Opened, altered
+
+KEPT_AT_ONCE = 4  # chunks of one file that are on their way to the disk
 
 
 class Blobs:
@@ -22,10 +27,10 @@ class Blobs:
         self.chunks = chunks
 
     def write(self, parts: Iterable[Buffer]) -> Blob:
-        writer = self.writer()
-        for part in parts:
-            writer.write(part)
-        return writer.finish()
+        with self.writer() as writer:
+            for part in parts:
+                writer.write(part)
+            return writer.finish()
 
     def writer(self) -> "BlobWriter":
         return BlobWriter(self)
@@ -48,7 +53,7 @@ class Blobs:
 
     def reader(self, blob: Blob | Recipe | str, *, checked: bool = True) -> "BlobReader":
         """A file by its name, by name and the size it must have, or by what it is made of. Not
-        `checked`: its chunks were hashed a moment ago, and will be again before they matter."""
+        `checked`: its pieces were hashed a moment ago, and will be again before they matter."""
         if isinstance(blob, Recipe):
             _check_fit(blob)
             return BlobReader(self.chunks, blob, checked)
@@ -64,34 +69,57 @@ class Blobs:
 
 
 class BlobWriter:
-    """A file that is written in parts of any length; it is one once `finish` has named it."""
+    """A file that is written in parts of any length; it is one once `finish` has named it. Parts
+    go on to the store as they come, and while the next ones come the store makes its disk hold
+    what it has. Nothing is left of a chunk that does not come to its end."""
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
-        self._names: list[str] = []
-        self._held = bytearray()
+        self._names: list[Future[str]] = []
+        self._keeping = ThreadPoolExecutor(KEPT_AT_ONCE)
+        self._chunk: Incoming | None = None
         self._size = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._keeping.shutdown()
+        if self._chunk:
+            self._chunk.__exit__(*exception)
 
     def write(self, part: Buffer) -> None:
         view = memoryview(part).cast("B")
         self._size += len(view)
         while view:
-            taken = view[: CHUNK_BYTES - len(self._held)]
-            self._held += taken
+            self._chunk = self._chunk or self._begun()
+            taken = view[: CHUNK_BYTES - self._chunk.size]
+            self._chunk.write(taken)
             view = view[len(taken) :]
-            if len(self._held) == CHUNK_BYTES:
-                self._store()
+            if self._chunk.size == CHUNK_BYTES:
+                self._store(self._chunk)
 
     def finish(self) -> Blob:
-        if self._held:
-            self._store()
-        return self._blobs.add_recipe(Recipe(size=self._size, chunks=tuple(self._names)))
+        if self._chunk:
+            self._store(self._chunk)
+        names = tuple(name.result() for name in self._names)
+        return self._blobs.add_recipe(Recipe(size=self._size, chunks=names))
 
-    def _store(self) -> None:
+    def _begun(self) -> Incoming:
         if len(self._names) == MOST_CHUNKS:
             raise ProtocolError(f"a blob has at most {MOST_CHUNKS} chunks")
-        self._names.append(self._blobs.chunks.put(self._held))
-        self._held = bytearray()
+        if len(self._names) > KEPT_AT_ONCE:  # a store that is slower than we are sets the pace
+            self._names[-1 - KEPT_AT_ONCE].result()
+        return self._blobs.chunks.incoming()
+
+    def _store(self, chunk: Incoming) -> None:
+        self._names.append(self._keeping.submit(_kept, chunk))
+        self._chunk = None
+
+
+def _kept(chunk: Incoming) -> str:
+    with chunk:
+        return chunk.keep()
 
 
 class BlobReader:
@@ -125,28 +153,49 @@ class BlobReader:
             yield part
             start += len(part)
 
-    def chunk(self, index: int) -> bytes:
-        """One chunk, which is not remembered."""
+    def parts(self, index: int, lengths: Sequence[int]) -> Iterator[memoryview]:
+        """One chunk, cut into parts of these lengths; a part lasts until the next one is asked for.
+        That the chunk was altered is noticed before its last part is given: what was made of those
+        before may not count until then."""
         name = self._recipe.chunks[index]
-        data = self._chunks.get(name) if self._checked else self._unchecked(name)
-        if len(data) != min(CHUNK_BYTES, self.size - index * CHUNK_BYTES):
-            raise ProtocolError(f"chunk {index} of a blob has {len(data)} bytes, not its recipe's")
-        return data
-
-    def _unchecked(self, name: str) -> bytes:
+        buffer, hashed, left = memoryview(bytearray(max(lengths))), blake3(), sum(lengths)
         file, size = self._chunks.open(name)
         with file:
-            return file.read(size)
+            self._check_size(index, size)
+            for length in lengths:
+                part = buffer[:length]
+                _read_into(file, part)
+                left -= length
+                if self._checked:
+                    hashed.update(part)
+                    if not left and hashed.hexdigest() != name:
+                        raise altered(name, self._chunks)
+                yield part
+
+    def chunk(self, index: int) -> bytes:
+        """One chunk, which is not remembered."""
+        data = self._chunks.get(self._recipe.chunks[index])
+        self._check_size(index, len(data))
+        return data
 
     def forget(self) -> None:
         """Let go of the remembered chunk."""
         self._held = None
+
+    def _check_size(self, index: int, found: int) -> None:
+        if found != min(CHUNK_BYTES, self.size - index * CHUNK_BYTES):
+            raise ProtocolError(f"chunk {index} of a blob has {found} bytes, not its recipe's")
 
     def _remembered(self, index: int) -> bytes:
         if self._held is None or self._held[0] != index:
             self._held = None  # two chunks at a time are one too many
             self._held = (index, self.chunk(index))
         return self._held[1]
+
+
+def _read_into(file: Opened, part: memoryview) -> None:
+    while part and (count := file.readinto(part)):
+        part = part[count:]
 
 
 def _canonical(recipe: Recipe) -> bytes:

@@ -15,8 +15,9 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BytesIO, FileIO
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self
+from typing import Protocol, Self
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -32,6 +33,7 @@ from blocktrain.errors import (
 from blocktrain.protocol.messages import CHUNK_BYTES
 
 Buffer = bytes | bytearray | memoryview
+Opened = FileIO | BytesIO
 
 NAME = re.compile(r"[0-9a-f]{64}")
 COMPARED_BYTES = 1024 * 1024  # at a time
@@ -51,7 +53,7 @@ class ChunkStore(Protocol):
         """The chunk, checked. NotFoundError, or CorruptFileError where it was altered."""
         ...
 
-    def open(self, name: str) -> tuple[BinaryIO, int]:
+    def open(self, name: str) -> tuple[Opened, int]:
         """The chunk to be read in parts, and its size. Unchecked, for those who check it
         themselves."""
         ...
@@ -101,8 +103,8 @@ class Incoming(Protocol):
 
     def write(self, part: Buffer) -> None: ...
 
-    def keep(self, name: str) -> None:
-        """Make it the chunk of this name; a ProtocolError where it is not."""
+    def keep(self, name: str | None = None) -> str:
+        """Make it a chunk, and return its name; a ProtocolError where it is not the given one."""
         ...
 
 
@@ -155,9 +157,9 @@ class LocalChunks:
             data = self._path(name).read_bytes()
         return verified(data, name, self)
 
-    def open(self, name: str) -> tuple[BinaryIO, int]:
+    def open(self, name: str) -> tuple[Opened, int]:
         with self._translated(name):
-            file = self._path(name).open("rb", buffering=0)
+            file = FileIO(self._path(name))
             return file, os.fstat(file.fileno()).st_size
 
     def has(self, names: Iterable[str]) -> set[str]:
@@ -204,7 +206,7 @@ class LocalChunks:
     def _scratch(self) -> Path:
         return self._partial / secrets.token_hex(16)
 
-    def _take(self, file: BinaryIO, scratch: Path, name: str) -> None:
+    def _take(self, file: FileIO, scratch: Path, name: str) -> None:
         """Give a file that was written whole its name."""
         path = self._path(name)
         with self._translated():
@@ -263,17 +265,33 @@ class _IncomingFile:
         with self._store._translated():
             _write_all(self._file, part)
 
-    def keep(self, name: str) -> None:
-        check_incoming(name, self._hash.hexdigest())
-        self._store._take(self._file, self._scratch, name)
+    def keep(self, name: str | None = None) -> str:
+        found = checked_incoming(self._hash.hexdigest(), name)
+        self._store._take(self._file, self._scratch, found)
+        return found
 
 
-def check_incoming(name: str, found: str) -> None:
-    if name != found:
+def at_hand(file: Opened, length: int) -> memoryview | None:
+    """The next bytes of an open chunk if that takes no waiting for a disk: what was written or read
+    a moment ago. None where it would, or where nobody can tell."""
+    if isinstance(file, BytesIO):
+        return memoryview(file.read(length))
+    buffer, place = bytearray(length), file.tell()
+    try:
+        count = os.preadv(file.fileno(), [buffer], place, os.RWF_NOWAIT)
+    except (AttributeError, OSError):
+        return None
+    file.seek(place + count)
+    return memoryview(buffer)[:count]
+
+
+def checked_incoming(found: str, wanted: str | None) -> str:
+    if wanted not in (None, found):
         raise ProtocolError("these bytes do not have the hash they are sent as")
+    return found
 
 
-def _write_all(file: BinaryIO, part: Buffer) -> None:
+def _write_all(file: FileIO, part: Buffer) -> None:
     view = memoryview(part)
     while view:
         view = view[file.write(view) :]
@@ -287,8 +305,12 @@ def checked_name_of(data: Buffer, known: str | None) -> str:
 
 def verified(data: bytes, name: str, store: object) -> bytes:
     if name_of(data) != name:
-        raise CorruptFileError(f"chunk {name} in {store} was altered: its hash is another")
+        raise altered(name, store)
     return data
+
+
+def altered(name: str, store: object) -> CorruptFileError:
+    return CorruptFileError(f"chunk {name} in {store} was altered: its hash is another")
 
 
 def not_found(name: str, store: object) -> NotFoundError:

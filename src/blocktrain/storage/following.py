@@ -5,7 +5,7 @@ result must have. Memory holds a chunk of the version and one of each difference
 the same pass.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from blocktrain.core.codec import Decoder
 from blocktrain.core.following import follow
@@ -13,22 +13,28 @@ from blocktrain.core.merge import Floats
 from blocktrain.protocol.messages import Blob
 from blocktrain.protocol.tensors import canonical
 from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.weights_file import (
-    chunk_numbers,
-    cuts,
-    first_number,
-    number_count,
-    weights_form,
-)
+from blocktrain.storage.weights_file import all_numbers, number_count, weights_form
 
 AT_ONCE = 4  # differences in one pass: more passes write more, fewer hold more
 
 
-def follow_blobs(blobs: Blobs, base: Blob, differences: Sequence[Blob]) -> Blob:
-    """The version that the differences lead to, in their order, from `base`."""
+def follow_blobs(
+    blobs: Blobs, base: Blob, differences: Sequence[Blob], into: memoryview | None = None
+) -> Blob:
+    """The version that the differences lead to, in their order, from `base`; in memory too where
+    there is room of its size."""
     for start in range(0, len(differences), AT_ONCE):
-        base = blobs.write(_followed(blobs, base, differences[start : start + AT_ONCE]))
+        parts = _followed(blobs, base, differences[start : start + AT_ONCE])
+        base = blobs.write(parts if into is None else _copied(parts, into))
     return base
+
+
+def _copied(parts: Iterable[bytes | memoryview], into: memoryview) -> Iterator[bytes | memoryview]:
+    for part in parts:
+        view = memoryview(part).cast("B")
+        into[: len(view)] = view
+        into = into[len(view) :]
+        yield view
 
 
 def _followed(
@@ -39,14 +45,13 @@ def _followed(
     header = canonical(form)
     decoders = [_decoder(blobs, blob, number_count(form)) for blob in differences]
     yield header
-    for index in range(reader.chunk_count):
-        numbers = chunk_numbers(reader, index, len(header))
-        first = first_number(index, len(header))
-        for cut in cuts(numbers.size):
-            yield _piece(numbers[cut], first + cut.start, decoders).data
+    first = 0
+    for numbers in all_numbers(reader, len(header)):
+        yield _frame(numbers, first, decoders).data
+        first += numbers.size
 
 
-def _piece(numbers: Floats, first: int, decoders: Sequence[Decoder]) -> Floats:
+def _frame(numbers: Floats, first: int, decoders: Sequence[Decoder]) -> Floats:
     for decoder in decoders:
         numbers = follow(numbers, decoder.numbers(first, numbers.size))
     return numbers

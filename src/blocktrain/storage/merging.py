@@ -1,9 +1,9 @@
 """Merging whole files: from a version and its updates to the next version, chunk by chunk.
 
-Beside the sums of one chunk, a chunk of the version and one of an update are in memory; so it
-grows neither with the files nor with the number of updates. How numbers are merged is the
-business of `core.merge`, and how a version is cut down to what a small difference leads to, that
-of `core.following`.
+Beside the sums of one chunk, a few pieces are in memory; so it grows neither with the files nor
+with the number of updates. One thread reads and adds up, another makes the next version of it. How
+numbers are merged is the business of `core.merge`, and how a version is cut down to what a small
+difference leads to, that of `core.following`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,18 +22,22 @@ from blocktrain.core.merge import (
     finite_floats,
     outer_step,
 )
-from blocktrain.errors import ProtocolError
+from blocktrain.errors import DivergedError, ProtocolError
 from blocktrain.protocol.messages import Blob, Recipe
 from blocktrain.protocol.tensors import TensorSpec, canonical, check_like
 from blocktrain.storage.blobs import BlobReader, Blobs, BlobWriter
+from blocktrain.storage.read_ahead import read_ahead
 from blocktrain.storage.weights_file import (
+    chunk_cuts,
     chunk_numbers,
-    cuts,
     finite,
     first_number,
     number_count,
     weights_form,
 )
+
+AHEAD = 8  # pieces that are added up before they are needed
+NOTHING = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -95,28 +99,39 @@ def merge_blobs(
     """Write the next version of `current`; it does not depend on the order of the updates."""
     owed = compression.owed if compression else None
     files = _Files.open(blobs, current, updates, velocity if outer.momentum else None, owed)
-    weights, speeds, debts = (_begun(blobs, files.header) for _ in range(3))
-    targets = _targets(files, outer, speeds)
-    difference = None
-    codec = compression.codec if compression else None
-    if codec:
-        frames = _compressed(_framed(targets), codec, weights, debts)
-        difference = blobs.write(enclose(codec, frames))
-    else:
-        for _, target in targets:
-            weights.write(finite_floats(target).data)
-    return Merged(
-        weights.finish(),
-        speeds.finish() if outer.momentum else None,
-        difference,
-        debts.finish() if codec else None,
-    )
+    try:
+        return _write(blobs, files, outer, compression.codec if compression else None)
+    except DivergedError:
+        files.check()  # what was altered on the disk is no update's fault
+        raise
 
 
-def _begun(blobs: Blobs, header: bytes) -> BlobWriter:
-    writer = blobs.writer()
-    writer.write(header)
-    return writer
+def _write(blobs: Blobs, files: "_Files", outer: Outer, codec: Codec | None) -> Merged:
+    with blobs.writer() as weights, blobs.writer() as speeds, blobs.writer() as debts:
+        for writer in (weights, speeds, debts):
+            writer.write(files.header)
+        pieces = _moving(read_ahead(_targets(files, outer, codec), AHEAD), speeds)
+        difference = None
+        if codec:
+            frames = _compressed(_framed(pieces), codec, weights, debts)
+            difference = blobs.write(enclose(codec, frames))
+        else:
+            for piece in pieces:
+                weights.write(finite_floats(piece.target).data)
+        return Merged(
+            weights.finish(),
+            speeds.finish() if outer.momentum else None,
+            difference,
+            debts.finish() if codec else None,
+        )
+
+
+def _moving(pieces: Iterable["_Piece"], speeds: BlobWriter) -> Iterator["_Piece"]:
+    """The same pieces; their velocities are written on the way."""
+    for piece in pieces:
+        if piece.speed is not None:
+            speeds.write(piece.speed.data)
+        yield piece
 
 
 @dataclass(frozen=True)
@@ -160,6 +175,14 @@ class _Files:
         speed, debt = (alike(blob) if blob else None for blob in (velocity, owed))
         return cls(weights, speed, debt, [opened(update) for update in ordered], canonical(form))
 
+    def check(self) -> None:
+        """Notice whatever was altered."""
+        files = [file for update in self.updates for file in update.files()]
+        files += [file for file in (self.current, self.velocity, self.owed) if file]
+        for file in files:
+            for index in range(file.chunk_count):
+                file.chunk(index)
+
 
 @dataclass(frozen=True)
 class _Weights:
@@ -170,15 +193,24 @@ class _Weights:
     weight: float
     share: float
 
-    def ends(self, index: int, header: int, current: Floats) -> Iterator[Floats | Doubles]:
+    @property
+    def needs_current(self) -> bool:
+        return self.start is not None
+
+    def files(self) -> list[BlobReader]:
+        return [self.end, *([self.start] if self.start else [])]
+
+    def ends(
+        self, index: int, header: int, current: Sequence[Floats]
+    ) -> Iterator[Floats | Doubles]:
         """What it makes of one chunk, in pieces."""
         ends = chunk_numbers(self.end, index, header)
-        starts = chunk_numbers(self.start, index, header) if self.start else None
-        for cut in cuts(current.size):
-            if starts is None:
-                yield ends[cut]
-            else:
-                yield caught_up(ends[cut], starts[cut], current[cut], self.share)
+        if self.start is None:
+            yield from ends
+            return
+        starts = chunk_numbers(self.start, index, header)
+        for end, start, here in zip(ends, starts, current, strict=True):
+            yield caught_up(end, start, here, self.share)
 
 
 @dataclass(frozen=True)
@@ -188,61 +220,93 @@ class _Learned:
     decoder: Decoder
     weight: float
     share: float
+    needs_current = True
 
-    def ends(self, index: int, header: int, current: Floats) -> Iterator[Floats | Doubles]:
+    def files(self) -> list[BlobReader]:
+        return []  # checked whenever they are read
+
+    def ends(self, index: int, header: int, current: Sequence[Floats]) -> Iterator[Doubles]:
         first = first_number(index, header)
-        for cut in cuts(current.size):
-            here = current[cut]
-            learned = self.decoder.numbers(first + cut.start, here.size).astype(np.float64)
-            yield here + self.share * learned
+        for here in current:
+            learned = self.decoder.numbers(first, here.size).astype(np.float64)
+            first += here.size
+            if self.share != 1.0:
+                learned *= self.share
+            learned += here
+            yield learned
 
 
-def _targets(files: _Files, outer: Outer, speeds: BlobWriter) -> Iterator[tuple[Floats, Doubles]]:
-    """The version and where the next one should be, in pieces; velocities are written meanwhile."""
+@dataclass(frozen=True)
+class _Piece:
+    """Some numbers of a version, where those of the next one should be, and their velocity."""
+
+    current: Floats
+    target: Doubles
+    speed: Floats | None = None
+
+
+def _targets(files: _Files, outer: Outer, codec: Codec | None) -> Iterator[_Piece]:
+    """What the next version is made of, chunk by chunk, in pieces that end where frames end, and
+    where chunks do."""
+    means_only = not codec and outer == Outer() and not any(u.needs_current for u in files.updates)
+    merged = _means if means_only else _merged
     for index in range(files.current.chunk_count):
-        for current, target, speed in _merged(files, index, outer):
-            if speed is not None:
-                speeds.write(speed.data)
-            yield current, target
+        yield from merged(files, index, outer)
 
 
-def _merged(
-    files: _Files, index: int, outer: Outer
-) -> Iterator[tuple[Floats, Doubles, Floats | None]]:
-    """One chunk of the version, of where the next one should be and of its velocity, in pieces."""
+def _means(files: _Files, index: int, outer: Outer) -> Iterator[_Piece]:
+    """One chunk where the version before does not matter, and so is not read."""
+    for mean in _added_up(files, index, []):
+        yield _Piece(NOTHING, mean)
+
+
+def _merged(files: _Files, index: int, outer: Outer) -> Iterator[_Piece]:
+    """One chunk."""
+
+    def numbers(reader: BlobReader) -> Iterator[Floats]:
+        return chunk_numbers(reader, index, len(files.header))
+
+    current = [piece.copy() for piece in numbers(files.current)]  # for every update, and to keep
+    nothing = [None] * len(current)
+    velocity = numbers(files.velocity) if files.velocity else nothing
+    owed = numbers(files.owed) if files.owed else nothing
+    means = _added_up(files, index, current)
+    for here, mean, before, debt in zip(current, means, velocity, owed, strict=True):
+        target, speed = outer_step(here, mean, before, outer)
+        yield _Piece(here, target if debt is None else target + debt, speed)
+
+
+def _added_up(files: _Files, index: int, current: Sequence[Floats]) -> Iterator[Doubles]:
+    """The means of all updates of one chunk; a sum goes when it was asked for."""
     header = len(files.header)
-    current = chunk_numbers(files.current, index, header)
-    pieces = cuts(current.size)
-    means = [WeightedMean() for _ in pieces]
+    sums = [WeightedMean() for _ in chunk_cuts(files.current, index, header)]
     for update in files.updates:
-        _add(means, update, update.ends(index, header, current))
-    velocity = chunk_numbers(files.velocity, index, header) if files.velocity else None
-    owed = chunk_numbers(files.owed, index, header) if files.owed else None
-    for cut in pieces:
-        # A sum goes when it is used: that makes room for what the writers gather.
-        mean_here = means.pop(0).mean()
-        before = None if velocity is None else velocity[cut]
-        here = current[cut].copy()  # a view would hold the whole chunk as long as it is held
-        target, speed = outer_step(here, mean_here, before, outer)
-        yield here, target if owed is None else target + owed[cut], speed
+        for mean, end in zip(sums, update.ends(index, header, current), strict=True):
+            mean.add(end, update.weight)
+    while sums:
+        yield sums.pop(0).mean()
 
 
-def _framed(pieces: Iterable[tuple[Floats, Doubles]]) -> Iterator[tuple[Floats, Doubles]]:
-    """The same numbers, cut as a codec cuts them; a frame lasts until the next one is asked for."""
-    current, target = np.empty(FRAME_NUMBERS, np.float32), np.empty(FRAME_NUMBERS)
-    filled = 0
-    for here, wanted in pieces:
-        done = 0
-        while done < here.size:
-            taken = min(here.size - done, FRAME_NUMBERS - filled)
-            current[filled : filled + taken] = here[done : done + taken]
-            target[filled : filled + taken] = wanted[done : done + taken]
-            done, filled = done + taken, filled + taken
-            if filled == FRAME_NUMBERS:
-                yield current, target
-                filled = 0
-    if filled:
-        yield current[:filled], target[:filled]
+def _framed(pieces: Iterable[_Piece]) -> Iterator[tuple[Floats, Doubles]]:
+    """Versions and targets, cut as a codec cuts them: the pieces of a frame that lies in several
+    chunks are put together."""
+    held: list[_Piece] = []
+    for piece in pieces:
+        held.append(piece)
+        if sum(each.target.size for each in held) == FRAME_NUMBERS:
+            yield _joined(held)
+            held = []
+    if held:
+        yield _joined(held)
+
+
+def _joined(pieces: Sequence[_Piece]) -> tuple[Floats, Doubles]:
+    if len(pieces) == 1:
+        return pieces[0].current, pieces[0].target
+    return (
+        np.concatenate([piece.current for piece in pieces]),
+        np.concatenate([piece.target for piece in pieces]),
+    )
 
 
 def _compressed(
@@ -254,11 +318,3 @@ def _compressed(
         weights.write(frame.following.data)
         debts.write(frame.owed.data)
         yield current.size, frame.difference
-
-
-def _add(
-    means: list[WeightedMean], update: _Weights | _Learned, ends: Iterator[Floats | Doubles]
-) -> None:
-    """One chunk of an update, none of which is left in memory afterwards."""
-    for mean, end in zip(means, ends, strict=True):
-        mean.add(end, update.weight)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from io import BytesIO
 from tempfile import SpooledTemporaryFile
-from typing import TYPE_CHECKING, BinaryIO, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import parse_qs, urlsplit
 
 from blocktrain.errors import (
@@ -28,7 +28,7 @@ from blocktrain.protocol.messages import CHUNK_BYTES
 from blocktrain.storage.chunks import (
     NAME,
     Buffer,
-    check_incoming,
+    checked_incoming,
     checked_name_of,
     name_of,
     not_found,
@@ -85,7 +85,7 @@ class S3Chunks:
     def incoming(self) -> "_IncomingObject":
         return _IncomingObject(self)
 
-    def open(self, name: str) -> tuple[BinaryIO, int]:
+    def open(self, name: str) -> tuple[BytesIO, int]:
         data = self.get(name)
         return BytesIO(data), len(data)
 
@@ -220,12 +220,11 @@ class _IncomingObject:
         except OSError as error:
             raise RunError(f"no room for a chunk on its way in: {error.strerror}") from None
 
-    def keep(self, name: str) -> None:
+    def keep(self, name: str | None = None) -> str:
         with UPLOADS:
             self._arrived.seek(0)
             data = self._arrived.read()
-            check_incoming(name, name_of(data))
-            self._store.put(data, name)
+            return self._store.put(data, checked_incoming(name_of(data), name))
 
 
 def _store(bucket: str, prefix: str, endpoint: str | None, region: str | None) -> "S3Store":

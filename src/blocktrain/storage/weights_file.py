@@ -6,10 +6,12 @@ the numbers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
+from blocktrain.core.codec import FRAME_NUMBERS, framed
 from blocktrain.core.codec_numbers import Floats
 from blocktrain.errors import ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES
@@ -17,7 +19,6 @@ from blocktrain.protocol.tensors import TensorSpec, canonical, parse_header
 from blocktrain.storage.blobs import BlobReader
 
 FLOAT = np.dtype("<f4")
-PIECE = 1 << 16  # numbers: what the arithmetic takes at a time, so that it stays in the cache
 
 
 def weights_form(reader: BlobReader) -> list[TensorSpec]:
@@ -34,19 +35,45 @@ def weights_form(reader: BlobReader) -> list[TensorSpec]:
 
 def finite(reader: BlobReader, form: Sequence[TensorSpec]) -> bool:
     """Whether every number of a weights file is one."""
-    start = len(canonical(form))
-    for index in range(reader.chunk_count):
-        numbers = chunk_numbers(reader, index, start)
-        if not all(np.isfinite(numbers[cut]).all() for cut in cuts(numbers.size)):
-            return False
-    return True
+    header = len(canonical(form))
+    return all(
+        np.isfinite(piece).all()
+        for index in range(reader.chunk_count)
+        for piece in chunk_numbers(reader, index, header)
+    )
 
 
-def chunk_numbers(reader: BlobReader, index: int, header: int) -> Floats:
-    """What one chunk holds of a file's numbers: whole ones, as header and chunks are multiples
-    of 8 bytes."""
-    skipped = max(0, header - index * CHUNK_BYTES)
-    return np.frombuffer(memoryview(reader.chunk(index))[skipped:], FLOAT)
+def all_numbers(reader: BlobReader, header: int) -> Iterator[Floats]:
+    """A file's numbers, frame by frame; a frame lasts until the next one is asked for."""
+    return framed(
+        piece
+        for index in range(reader.chunk_count)
+        for piece in chunk_numbers(reader, index, header)
+    )
+
+
+def chunk_numbers(reader: BlobReader, index: int, header: int) -> Iterator[Floats]:
+    """What one chunk holds of a file's numbers, cut as `chunk_cuts` says: whole numbers, as
+    header and chunks are multiples of 8 bytes. A piece lasts until the next one is asked for."""
+    pieces = chunk_cuts(reader, index, header)
+    lengths = [FLOAT.itemsize * size for size in pieces]
+    skipped = _chunk_length(reader, index) - sum(lengths)
+    parts = reader.parts(index, [skipped, *lengths])
+    next(parts)  # the header
+    return (np.frombuffer(part, FLOAT) for part in parts)
+
+
+def chunk_cuts(reader: BlobReader, index: int, header: int) -> list[int]:
+    """How many numbers of a chunk are in each piece: they end where a codec's frames end, so that
+    nearly all pieces are frames, and are small enough for the arithmetic to stay in the cache."""
+    first = first_number(index, header)
+    last = max(0, index * CHUNK_BYTES + _chunk_length(reader, index) - header) // FLOAT.itemsize
+    inner = range(first - first % FRAME_NUMBERS + FRAME_NUMBERS, last, FRAME_NUMBERS)
+    return [end - start for start, end in pairwise([first, *inner, last]) if end > start]
+
+
+def _chunk_length(reader: BlobReader, index: int) -> int:
+    return min(CHUNK_BYTES, reader.size - index * CHUNK_BYTES)
 
 
 def first_number(index: int, header: int) -> int:
@@ -57,7 +84,3 @@ def first_number(index: int, header: int) -> int:
 def number_count(form: Sequence[TensorSpec]) -> int:
     """Numbers of a weights file."""
     return sum(math.prod(spec.shape) for spec in form)
-
-
-def cuts(size: int) -> list[slice]:
-    return [slice(start, start + PIECE) for start in range(0, size, PIECE)]

@@ -8,6 +8,7 @@ Knows nothing of routes or of trying again.
 import ssl
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from urllib.request import getproxies
 
 import httpx
 from pydantic import ValidationError
@@ -17,6 +18,7 @@ from blocktrain.errors import ProtocolError, RefusedError
 from blocktrain.protocol.messages import Refusal
 from blocktrain.worker.clock import Clock
 from blocktrain.worker.retry import PassingError
+from blocktrain.worker.wire import Wire
 
 CONNECT_SECONDS = 10.0
 BETWEEN_BYTES_SECONDS = 30.0
@@ -36,6 +38,7 @@ IDLE_SECONDS = 4.0  # less than servers keep a connection that is not used
 def open_http(context: ssl.SSLContext) -> httpx.Client:
     return httpx.Client(
         verify=context,
+        transport=None if getproxies() else Wire(context, IDLE_SECONDS),  # httpx knows of proxies
         timeout=httpx.Timeout(BETWEEN_BYTES_SECONDS, connect=CONNECT_SECONDS),
         limits=httpx.Limits(max_connections=CONNECTIONS, keepalive_expiry=IDLE_SECONDS),
         headers={"User-Agent": f"blocktrain/{__version__}", "Accept-Encoding": "identity"},

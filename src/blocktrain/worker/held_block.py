@@ -13,7 +13,7 @@ import numpy as np
 from blocktrain.config import Config
 from blocktrain.core import faults
 from blocktrain.core.codec import codec_named, kept_in_last_words
-from blocktrain.core.codec_feedback import ErrorFeedback
+from blocktrain.core.codec_feedback import encode_and_owe
 from blocktrain.data.corpus import Corpus
 from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Blob, Lease, Predecessor, Recipe
@@ -116,15 +116,15 @@ class HeldBlock:
         """What was learned, and what earlier updates left out of that, in few bytes, in the cache.
         The update before it was settled. With its last words a worker leaves out little."""
         swarm, cache = self._config.swarm, self._transfer.cache
-        kept = kept_in_last_words(swarm.kept) if last_words else swarm.kept
-        codec = codec_named(swarm.codec, kept)
+        numbers = kept_in_last_words(swarm.kept) if last_words else swarm.kept
+        codec = codec_named(swarm.codec, numbers)
         assert codec is not None, "an update that is not encoded is written"
         names = sorted(learned.end)
-        residual = KeptResidual(self._scratch, learned.lease.block)
-        owed = residual.load(sum(learned.end[name].size for name in names))
-        news = (np.subtract(learned.end[name], learned.start[name]) for name in names)
-        blob = cache.write(ErrorFeedback(codec, owed).encode(news))
-        residual.propose(learned.lease.lease, owed)
+        news = [np.subtract(learned.end[name], learned.start[name]) for name in names]
+        kept = KeptResidual(self._scratch, learned.lease.block)
+        kept.add_to(news)
+        with kept.proposal(learned.lease.lease, sum(part.size for part in news)) as owe:
+            blob = cache.write(encode_and_owe(codec, news, owe))
         return Update(blob, cache.recipe(blob.name), learned.loss)
 
     def settled(self, lease: Lease, *, accepted: bool) -> None:
@@ -161,7 +161,10 @@ class HeldBlock:
             if before and lease.continues:
                 base = _moved(base, before, self._version(before.lease, patience))
             elif self.encodes:
-                base = self._with_owed(lease.block, base)
+                # What this worker's updates have not told of what it learned: begun from the
+                # version alone, it would learn that a second time, and tell it twice.
+                owed = KeptResidual(self._scratch, lease.block)
+                owed.add_to([base[name] for name in sorted(base)])
             self._start = base if self.encodes else {}
             self.fetch_seconds = clock.monotonic() - began
             faults.reached("downloaded")
@@ -172,18 +175,6 @@ class HeldBlock:
         return tensors.decode(
             self.versions.read(lease.block, lease.base_version, lease.base, patience)
         )
-
-    def _with_owed(self, block: int, base: Tensors) -> Tensors:
-        """A version, and what this worker's updates have not told of what it learned: begun from
-        the version alone, it would learn that a second time, and tell it twice."""
-        owed = KeptResidual(self._scratch, block).load(sum(part.size for part in base.values()))
-        names = sorted(base)
-        ends = np.cumsum([base[name].size for name in names])
-        parts = np.split(owed, ends[:-1])
-        return {
-            name: base[name] + part.reshape(base[name].shape)
-            for name, part in zip(names, parts, strict=True)
-        }
 
     def _trainer_of(self, block: int) -> LeaseTrainer:
         self._trainer = self._trainer or LeaseTrainer(

@@ -1,41 +1,52 @@
 """What the encoded updates of a block still owe, on disk between leases.
 
 A lease's new residual counts once its update was accepted; until then it waits under the lease's
-name. A cache like the moments: what cannot be read is as good as nothing owed.
+name. A cache like the moments: what cannot be read is as good as nothing owed, and the disk is not
+waited for. Both ways it passes through memory frame by frame.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
 
 from blocktrain.core.codec_numbers import Floats
 from blocktrain.errors import ProtocolError
-from blocktrain.protocol import tensors
-from blocktrain.storage.run_dir import write_atomically
+from blocktrain.protocol.tensors import header_bytes, parse_header
 
 NAME = "residual"
+PIECE = 1 << 16  # numbers at a time
 
 
 class KeptResidual:
     def __init__(self, folder: Path, block: int) -> None:
         self._path = folder / f"residual-{block}.safetensors"
 
-    def load(self, count: int) -> Floats:
-        """An array of the caller's own; zeros where nothing is kept."""
+    def add_to(self, parts: Sequence[Floats]) -> None:
+        """Add what is owed to these numbers, one array behind the other; nothing where what is kept
+        is not of their count."""
         try:
-            found = tensors.decode(bytearray(self._path.read_bytes()))[NAME]
-        except (OSError, ProtocolError, KeyError):
-            return np.zeros(count, np.float32)
-        fits = found.shape == (count,) and found.dtype == np.float32
-        return found if fits else np.zeros(count, np.float32)
+            with FileIO(self._path) as file:
+                if _is_of(file, sum(part.size for part in parts)):
+                    for part in parts:
+                        _add(part.reshape(-1), file)
+        except (OSError, ProtocolError):
+            return
 
-    def propose(self, lease: str, residual: Floats) -> None:
-        """What will be owed if the lease's update is accepted. Of the leases before, no news is to
-        be expected any more."""
+    @contextmanager
+    def proposal(self, lease: str, count: int) -> Iterator[Callable[[Floats], object]]:
+        """Takes, in pieces, what will be owed if the lease's update is accepted. Of the leases
+        before, no news is to be expected any more."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         for stale in self._path.parent.glob(f"{self._path.name}.*"):
             stale.unlink(missing_ok=True)
-        write_atomically(self._waiting(lease), b"".join(tensors.encode({NAME: residual})))
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        with partial.open("wb") as file:
+            file.write(header_bytes([(NAME, "F32", (count,))]))
+            yield lambda piece: file.write(piece.astype("<f4", copy=False).data)
+        partial.replace(self._waiting(lease))
 
     def settle(self, lease: str, *, accepted: bool) -> None:
         waiting = self._waiting(lease)
@@ -46,3 +57,27 @@ class KeptResidual:
 
     def _waiting(self, lease: str) -> Path:
         return self._path.with_name(f"{self._path.name}.{lease}")
+
+
+def _is_of(file: FileIO, count: int) -> bool:
+    """Whether a file holds a residual of so many numbers; then it stands at the first."""
+    size = file.seek(0, 2)
+
+    def read(offset: int, length: int) -> bytes:
+        file.seek(offset)
+        return file.read(length)
+
+    specs = parse_header(read, size)
+    if [(spec.name, spec.dtype, spec.shape) for spec in specs] != [(NAME, "F32", (count,))]:
+        return False
+    file.seek(specs[0].start)
+    return True
+
+
+def _add(numbers: Floats, file: FileIO) -> None:
+    buffer = np.empty(min(PIECE, numbers.size), "<f4")
+    for start in range(0, numbers.size, PIECE):
+        here = numbers[start : start + PIECE]
+        owed = buffer[: here.size]
+        file.readinto(owed.data)
+        np.add(here, owed, out=here)

@@ -8,11 +8,14 @@ that are missing. Knows nothing of what blobs mean, nor when they are needed.
 
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import httpx
+import numpy as np
 
 from blocktrain.core import faults
 from blocktrain.errors import (
@@ -48,7 +51,13 @@ class Sink(Protocol):
         """Numbers of the chunks that are not there yet."""
         ...
 
-    def put(self, index: int, name: str, data: bytearray) -> None: ...
+    def room(self, index: int, size: int) -> memoryview:
+        """Where a chunk may be received."""
+        ...
+
+    def put(self, index: int, name: str, data: memoryview) -> None:
+        """Take a chunk that has arrived in its room."""
+        ...
 
 
 class Transfer:
@@ -83,16 +92,14 @@ class Transfer:
             return False
         return chunks.has(needed) == needed
 
-    def read(self, blob: Blob, patience: Patience) -> bytearray:
-        """All of a blob, through the chunk cache; a chunk that went bad there is fetched again."""
-        self.fetch(blob, patience)
-        try:
-            return self._assembled(blob)
-        except CorruptFileError:
-            for name in self.cache.chunks_of(blob.name):
-                self.cache.chunks.delete(name)
-            self.fetch(blob, patience)
-            return self._assembled(blob)
+    def read(self, blob: Blob, patience: Patience) -> memoryview:
+        """All of a blob, in memory of the caller's own. What is downloaded for it is in the chunk
+        cache as well; a chunk that went bad there is fetched again."""
+        sink = _IntoMemory(self.cache, blob.size)
+        recipe = self.cache.recipe(blob.name) if self.has(blob) else None
+        if recipe is None or sink.missing(recipe):
+            self._download(blob, sink, patience)
+        return sink.data
 
     def fetch_file(self, blob: Blob, path: Path, patience: Patience) -> None:
         """Have a blob as a file of its own, which appears when it is complete."""
@@ -114,20 +121,18 @@ class Transfer:
             state = self.client.offer(offer, patience)
             on_offered()
             missing = list(dict.fromkeys(state.missing))
-            if not missing:
-                try:
-                    return self.client.commit(offer.claim.lease, patience)
-                except RefusedError as refused:
-                    if refused.code != "conflict":
-                        raise
-                    continue  # chunks went missing after all
             if not set(missing) <= set(recipe.chunks):
                 raise ProtocolError("the coordinator asks for chunks that the update does not have")
             links = Links(
                 state.urls, lambda: self.client.offer(offer, patience).urls, self.client.clock
             )
-
             self._put_chunks(missing, offer.claim.lease, links, patience)
+            try:
+                return self.client.commit(offer.claim.lease, patience)
+            except RefusedError as refused:
+                if refused.code != "conflict":
+                    raise
+                # Chunks went missing after all.
         raise ProtocolError(f"the coordinator still misses chunks after {MOST_ROUNDS} uploads")
 
     def keep_only(self, blobs: Iterable[Blob]) -> None:
@@ -140,13 +145,6 @@ class Transfer:
         for name in [name for name, _ in chunks.stored() if name not in needed]:
             chunks.delete(name)
 
-    def _assembled(self, blob: Blob) -> bytearray:
-        data, offset = bytearray(blob.size), 0
-        for part in self.cache.reader(blob).stream():
-            data[offset : offset + len(part)] = part
-            offset += len(part)
-        return data
-
     def _download(self, blob: Blob, sink: Sink, patience: Patience) -> None:
         answer = self.client.blob(blob.name, patience)
         recipe = answer.recipe
@@ -157,33 +155,31 @@ class Transfer:
         )
 
         def get(index: int, still_wanted: Callable[[], bool]) -> None:
-            size = min(CHUNK_BYTES, recipe.size - index * CHUNK_BYTES)
-            both = patience.also(still_wanted)
-            name = recipe.chunks[index]
-            sink.put(index, name, self._get_chunk(name, size, links, both))
+            name, size = recipe.chunks[index], recipe.size - index * CHUNK_BYTES
+            room = sink.room(index, min(CHUNK_BYTES, size))
+            self._get_chunk(name, room, links, patience.also(still_wanted))
+            sink.put(index, name, room)
 
         side_by_side(get, sink.missing(recipe), self._threads)
 
-    def _get_chunk(self, name: str, size: int, links: Links, patience: Patience) -> bytearray:
-        """A chunk that has the hash it is named by."""
-        held = bytearray()
+    def _get_chunk(self, name: str, room: memoryview, links: Links, patience: Patience) -> None:
+        """Fill the room with a chunk that has the hash it is named by."""
+        arriving = _Arriving(room)
 
-        def attempt(http: httpx.Client, url: str, headers: dict[str, str]) -> bytearray:
-            self._receive(http, url, headers, held, size, patience)
-            if name_of(held) != name:
-                held.clear()
+        def attempt(http: httpx.Client, url: str, headers: dict[str, str]) -> None:
+            self._receive(http, url, headers, arriving, patience)
+            if name_of(room) != name:
+                arriving.count = 0
                 raise PassingError(f"chunk {name} arrived damaged")
-            return held
 
-        return self._by_link_or_coordinator(name, "", links, patience, attempt)
+        self._by_link_or_coordinator(name, "", links, patience, attempt)
 
     def _put_chunks(self, names: list[str], lease: str, links: Links, patience: Patience) -> None:
         def put(name: str, still_wanted: Callable[[], bool]) -> None:
-            data = self.cache.chunks.get(name)
             both = patience.also(still_wanted)
 
             def attempt(http: httpx.Client, url: str, headers: dict[str, str]) -> None:
-                self._transmit(http, url, headers, data, both)
+                self._transmit(http, url, headers, name, both)
 
             self._by_link_or_coordinator(name, f"?lease={lease}", links, both, attempt)
             faults.reached("chunk-sent")
@@ -230,44 +226,46 @@ class Transfer:
         http: httpx.Client,
         url: str,
         headers: dict[str, str],
-        held: bytearray,
-        size: int,
+        arriving: "_Arriving",
         patience: Patience,
     ) -> None:
-        """Go on with a chunk of which `held` is there already."""
-        if held:
-            headers = {**headers, "Range": f"bytes={len(held)}-"}
+        """Go on with a chunk of which some may be there already."""
+        if arriving.count:
+            headers = {**headers, "Range": f"bytes={arriving.count}-"}
         clock = self.client.clock
         with exchange(http, clock, "GET", url, headers=headers) as response:
-            resumed = response.headers.get("Content-Range", "").startswith(f"bytes {len(held)}-")
+            place = response.headers.get("Content-Range", "")
+            resumed = place.startswith(f"bytes {arriving.count}-")
             if response.status_code != httpx.codes.PARTIAL_CONTENT or not resumed:
-                held.clear()
-            for piece in pieces(response, size - len(held), clock):
-                held += piece
+                arriving.count = 0
+            for piece in pieces(response, arriving.missing, clock):
+                arriving.add(piece)
                 self.traffic.count(down=len(piece))
                 self.throttle.take(len(piece))
                 _refuse_unwanted(patience)
-        if len(held) < size:
-            raise PassingError(f"chunk ended after {len(held)} of {size} bytes")
+        if arriving.missing:
+            raise PassingError(f"chunk ended after {arriving.count} of {len(arriving.room)} bytes")
 
     def _transmit(
         self,
         http: httpx.Client,
         url: str,
         headers: dict[str, str],
-        data: bytes,
+        name: str,
         patience: Patience,
     ) -> None:
+        """A chunk from the cache; whoever receives it checks it."""
+        file, size = self.cache.chunks.open(name)
+
         def flow() -> Iterator[bytes]:
-            for start in range(0, len(data), self.throttle.piece):
+            while piece := file.read(self.throttle.piece):
                 _refuse_unwanted(patience)
-                piece = data[start : start + self.throttle.piece]
                 self.throttle.take(len(piece))
                 self.traffic.count(up=len(piece))
                 yield piece
 
-        headers = {**headers, "Content-Length": str(len(data))}
-        with exchange(http, self.client.clock, "PUT", url, headers=headers, content=flow()):
+        headers = {**headers, "Content-Length": str(size)}
+        with file, exchange(http, self.client.clock, "PUT", url, headers=headers, content=flow()):
             return
 
 
@@ -275,6 +273,22 @@ def _refuse_unwanted(patience: Patience) -> None:
     """In the middle of a chunk, which may take long."""
     if not patience.wanted():
         raise PassingError("the transfer is no longer wanted")
+
+
+@dataclass
+class _Arriving:
+    """A chunk as far as it has come."""
+
+    room: memoryview
+    count: int = 0
+
+    @property
+    def missing(self) -> int:
+        return len(self.room) - self.count
+
+    def add(self, piece: bytes) -> None:
+        self.room[self.count : self.count + len(piece)] = piece
+        self.count += len(piece)
 
 
 class _IntoCache:
@@ -286,8 +300,57 @@ class _IntoCache:
         first = {name: index for index, name in reversed(list(enumerate(recipe.chunks)))}
         return sorted(index for name, index in first.items() if name not in there)
 
-    def put(self, index: int, name: str, data: bytearray) -> None:
+    def room(self, index: int, size: int) -> memoryview:
+        return memoryview(bytearray(size))
+
+    def put(self, index: int, name: str, data: memoryview) -> None:
         self._chunks.put(data, name)
+
+
+class _IntoMemory:
+    """All of a blob in one piece, and what was not in the cache there too."""
+
+    def __init__(self, cache: Blobs, size: int) -> None:
+        self.data = np.empty(size, np.uint8).data
+        self._chunks = cache.chunks
+        self._places: dict[str, list[int]] = {}
+
+    def missing(self, recipe: Recipe) -> list[int]:
+        self._places = defaultdict(list)
+        for index, name in enumerate(recipe.chunks):
+            self._places[name].append(index)
+        there = self._chunks.has(self._places)
+        return sorted(
+            places[0]
+            for name, places in self._places.items()
+            if name not in there or not self._loaded(name)
+        )
+
+    def room(self, index: int, size: int) -> memoryview:
+        start = index * CHUNK_BYTES
+        return self.data[start : start + size]
+
+    def put(self, index: int, name: str, data: memoryview) -> None:
+        self._chunks.put(data, name)
+        self._copy(name)
+
+    def _loaded(self, name: str) -> bool:
+        """Whether a chunk of the cache is good; then it is in its places."""
+        room = self.room(self._places[name][0], CHUNK_BYTES)
+        file, size = self._chunks.open(name)
+        with file:
+            good = size == len(room) == file.readinto(room) and name_of(room) == name
+        if good:
+            self._copy(name)
+        else:
+            self._chunks.delete(name)
+        return good
+
+    def _copy(self, name: str) -> None:
+        """Into all places of a chunk that is in the first of them."""
+        first, *others = self._places[name]
+        for place in others:
+            self.room(place, CHUNK_BYTES)[:] = self.room(first, CHUNK_BYTES)
 
 
 class _IntoFile:
@@ -314,7 +377,10 @@ class _IntoFile:
             if name_of(self._file.read(CHUNK_BYTES)) != name
         ]
 
-    def put(self, index: int, name: str, data: bytearray) -> None:
+    def room(self, index: int, size: int) -> memoryview:
+        return memoryview(bytearray(size))
+
+    def put(self, index: int, name: str, data: memoryview) -> None:
         with self._lock:
             self._file.seek(index * CHUNK_BYTES)
             self._file.write(data)

@@ -7,9 +7,12 @@ Knows nothing of what a version is for.
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from blocktrain.errors import CorruptFileError, DivergedError, ProtocolError, RefusedError
@@ -39,21 +42,19 @@ class Versions:
 
     def fetch(self, block: int, version: int, weights: Blob, patience: Patience) -> None:
         """Have a version in the chunk cache."""
-        if not self._transfer.has(weights):
-            moved = self._moved[block]
-            moved["raw"] += weights.size
-            before = self._transfer.traffic.down
-            followed = self._differ and self._follow(block, version, weights, patience)
-            moved["differences"] += self._transfer.traffic.down - before
-            if not followed:
-                before = self._transfer.traffic.down
+        if not self._followed(block, version, weights, patience, None):
+            with self._counted(block, "whole"):
                 self._transfer.fetch(weights, patience)
-                moved["whole"] += self._transfer.traffic.down - before
         self._note(block, Held(version, weights))
 
-    def read(self, block: int, version: int, weights: Blob, patience: Patience) -> bytearray:
-        self.fetch(block, version, weights, patience)
-        return self._transfer.read(weights, patience)
+    def read(self, block: int, version: int, weights: Blob, patience: Patience) -> memoryview:
+        """A version in memory, and in the chunk cache."""
+        data = np.empty(weights.size if self._differ else 0, np.uint8).data
+        if not self._followed(block, version, weights, patience, data):
+            with self._counted(block, "whole"):
+                data = self._transfer.read(weights, patience)
+        self._note(block, Held(version, weights))
+        return data
 
     def held(self, blocks: set[int]) -> list[Blob]:
         """What newer versions of these blocks may be reached from."""
@@ -72,22 +73,43 @@ class Versions:
             for block, counts in sorted(moved.items())
         )
 
-    def _follow(self, block: int, version: int, weights: Blob, patience: Patience) -> bool:
-        """Go from the version that is here to the one that is wanted; False: there is no way, or
+    def _followed(
+        self,
+        block: int,
+        version: int,
+        weights: Blob,
+        patience: Patience,
+        into: memoryview | None,
+    ) -> bool:
+        """Go from the version that is here to one that is not; False: there is no need, no way, or
         a longer one."""
+        if self._transfer.has(weights):
+            return False
+        self._moved[block]["raw"] += weights.size
         held = self._held.get(block)
         if held is None or held.version >= version or not self._transfer.has(held.weights):
             return False
+        client, cache = self._transfer.client, self._transfer.cache
         try:
-            client = self._transfer.client
             steps = client.differences(block, held.version, version, patience).differences
             if not steps or sum(step.size for step in steps) >= weights.size:
                 return False
-            for step in steps:
-                self._transfer.fetch(step, patience)
-            return follow_blobs(self._transfer.cache, held.weights, steps) == weights
+            with self._counted(block, "differences"):
+                for step in steps:
+                    self._transfer.fetch(step, patience)
+            return follow_blobs(cache, held.weights, steps, into) == weights
         except (CorruptFileError, DivergedError, ProtocolError, RefusedError):
             return False  # the whole version helps against all of these
+
+    @contextmanager
+    def _counted(self, block: int, kind: str) -> Iterator[None]:
+        """The bytes that come down meanwhile."""
+        before = self._transfer.traffic.down
+        try:
+            yield
+        finally:
+            if moved := self._transfer.traffic.down - before:
+                self._moved[block][kind] += moved
 
     def _note(self, block: int, held: Held) -> None:
         if self._differ and self._held.get(block) != held:

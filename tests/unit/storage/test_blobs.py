@@ -87,6 +87,33 @@ def test_a_stream_can_start_anywhere(blobs: Blobs, blob: Blob, start: int):
     assert b"".join(blobs.reader(blob).stream(start)) == DATA[start:]
 
 
+def test_a_chunk_can_be_read_in_parts(blobs: Blobs, blob: Blob):
+    reader = blobs.reader(blob)
+    lengths = [0, 10, 1_000_000, CHUNK_BYTES - 1_000_010]
+    assert (
+        b"".join(bytes(part) for part in reader.parts(1, lengths))
+        == DATA[CHUNK_BYTES : 2 * CHUNK_BYTES]
+    )
+
+
+def test_an_altered_chunk_gives_no_last_part(tmp_path: Path):
+    blobs = Blobs(LocalChunks(tmp_path, sync=False))
+    blob = blobs.write([DATA])
+    name = blobs.recipe(blob.name).chunks[0]
+    path = tmp_path / name[:2] / name[2:]
+    path.write_bytes(b"X" + path.read_bytes()[1:])
+    halves = [CHUNK_BYTES // 2] * 2
+    parts = blobs.reader(blob).parts(0, halves)
+    next(parts)
+    with pytest.raises(CorruptFileError):
+        next(parts)
+    unchecked = blobs.reader(blobs.recipe(blob.name), checked=False).parts(0, halves)
+    assert [len(part) for part in unchecked] == halves
+    path.write_bytes(path.read_bytes()[1:])
+    with pytest.raises(ProtocolError, match="not its recipe's"):
+        next(blobs.reader(blob).parts(0, halves))
+
+
 @pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, -1), (0, SIZE + 1), (SIZE, 1)])
 def test_reading_past_the_file_is_refused(blobs: Blobs, blob: Blob, offset: int, length: int):
     with pytest.raises(ValueError, match=str(SIZE)):

@@ -13,7 +13,7 @@ from blocktrain.core.codec import Codec
 from blocktrain.core.codec_dense import Bf16, Int8
 from blocktrain.core.codec_sparse import Sparse
 from blocktrain.core.merge import Contribution, Outer, merge_tensor
-from blocktrain.errors import DivergedError, ProtocolError
+from blocktrain.errors import CorruptFileError, DivergedError, ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob
 from blocktrain.protocol.tensors import decode, encode
 from blocktrain.storage.blobs import Blobs
@@ -121,6 +121,17 @@ def test_a_merge_takes_an_update_once(blobs: Blobs):
         merge_blobs(blobs, file, [Update("a", file, 1.0), Update("a", file, 1.0)], None, PLAIN)
     with pytest.raises(ValueError, match="nothing"):
         merge_blobs(blobs, file, [], None, PLAIN)
+
+
+def test_an_altered_chunk_is_no_updates_fault(blobs: Blobs):
+    """Though what it holds now cannot be merged."""
+    current, end, other = (blobs.write(encode(weights(seed))) for seed in range(3))
+    assert isinstance(blobs.chunks, LocalChunks)
+    name = blobs.recipe(end.name).chunks[0]
+    path = blobs.chunks.folder / name[:2] / name[2:]
+    path.write_bytes(path.read_bytes()[:-4] + np.float32(np.nan).tobytes())
+    with pytest.raises(CorruptFileError):
+        merge_blobs(blobs, current, [Update("a", end, 1.0), Update("b", other, 1.0)], None, DILOCO)
 
 
 def test_memory_does_not_grow_with_files_or_updates(blobs: Blobs):

@@ -1,49 +1,82 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from blocktrain.worker.kept_residual import KeptResidual
+from blocktrain.worker.kept_residual import PIECE, KeptResidual
 
 OWED = np.arange(5, dtype=np.float32)
 
 
+def load(kept: KeptResidual, count: int) -> np.ndarray:
+    """What is added to zeros, which lie in several arrays."""
+    zeros = np.zeros(count, np.float32)
+    kept.add_to([zeros[:2], zeros[2:2], zeros[2:]])
+    return zeros
+
+
+def propose(kept: KeptResidual, lease: str, owed: np.ndarray) -> None:
+    with kept.proposal(lease, owed.size) as owe:
+        owe(owed[:3])
+        owe(owed[3:])
+
+
 def test_nothing_is_owed_at_first(tmp_path: Path):
-    assert KeptResidual(tmp_path, 0).load(5).tolist() == [0.0] * 5
+    assert load(KeptResidual(tmp_path, 0), 5).tolist() == [0.0] * 5
 
 
 def test_what_is_left_out_counts_once_the_update_was_accepted(tmp_path: Path):
     kept = KeptResidual(tmp_path / "run", 0)
-    kept.propose("lease1", OWED)
-    assert not kept.load(5).any()
+    propose(kept, "lease1", OWED)
+    assert not load(kept, 5).any()
     kept.settle("lease1", accepted=True)
-    assert KeptResidual(tmp_path / "run", 0).load(5).tolist() == OWED.tolist()
-    assert not KeptResidual(tmp_path / "run", 1).load(5).any(), "another block's"
+    assert load(KeptResidual(tmp_path / "run", 0), 5).tolist() == OWED.tolist()
+    assert not load(KeptResidual(tmp_path / "run", 1), 5).any(), "another block's"
 
 
 def test_an_update_that_was_refused_changes_nothing(tmp_path: Path):
     kept = KeptResidual(tmp_path, 0)
-    kept.propose("lease1", OWED)
+    propose(kept, "lease1", OWED)
     kept.settle("lease1", accepted=True)
-    kept.propose("lease2", 2 * OWED)
+    propose(kept, "lease2", 2 * OWED)
     kept.settle("lease2", accepted=False)
-    assert kept.load(5).tolist() == OWED.tolist()
+    assert load(kept, 5).tolist() == OWED.tolist()
 
 
 def test_late_news_of_an_earlier_update_is_no_news(tmp_path: Path):
     kept = KeptResidual(tmp_path, 0)
-    kept.propose("lease1", OWED)
-    kept.propose("lease2", 2 * OWED)
+    propose(kept, "lease1", OWED)
+    propose(kept, "lease2", 2 * OWED)
     kept.settle("lease1", accepted=True)
-    assert not kept.load(5).any()
+    assert not load(kept, 5).any()
     kept.settle("lease2", accepted=True)
-    assert kept.load(5).tolist() == (2 * OWED).tolist()
+    assert load(kept, 5).tolist() == (2 * OWED).tolist()
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_cannot_be_read_or_does_not_fit_is_nothing_owed(tmp_path: Path):
     kept = KeptResidual(tmp_path, 0)
-    kept.propose("lease1", OWED)
+    propose(kept, "lease1", OWED)
     kept.settle("lease1", accepted=True)
-    assert kept.load(4).tolist() == [0.0] * 4
+    assert load(kept, 4).tolist() == [0.0] * 4
     next(tmp_path.iterdir()).write_bytes(b"damaged")
-    assert not kept.load(5).any()
+    assert not load(kept, 5).any()
+
+
+def test_an_update_that_could_not_be_made_owes_nothing(tmp_path: Path):
+    kept = KeptResidual(tmp_path, 0)
+    propose(kept, "lease1", OWED)
+    kept.settle("lease1", accepted=True)
+    with pytest.raises(ZeroDivisionError), kept.proposal("lease2", 5) as owe:
+        owe(1 / 0 * OWED)
+    kept.settle("lease2", accepted=True)
+    assert load(kept, 5).tolist() == OWED.tolist()
+
+
+def test_many_numbers_pass_through_in_pieces(tmp_path: Path):
+    kept, owed = KeptResidual(tmp_path, 0), np.arange(2 * PIECE + 3, dtype=np.float32)
+    propose(kept, "lease1", owed)
+    kept.settle("lease1", accepted=True)
+    weights = np.ones_like(owed)
+    kept.add_to([weights[: PIECE + 1].reshape(1, -1), weights[PIECE + 1 :]])
+    assert (weights == 1 + owed).all()

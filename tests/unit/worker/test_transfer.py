@@ -295,14 +295,22 @@ def offered(transfer: Transfer, data: bytes) -> UpdateOffer:
 
 
 def takes_updates(server: FaultServer) -> None:
-    def missing(body: bytes) -> UploadState:
-        chunks = UpdateOffer.model_validate_json(body).claim.recipe.chunks
-        return UploadState(
-            missing=tuple(name for name in chunks if name not in server.chunks), urls=server.urls
-        )
+    wanted: list[str] = []
 
-    server.on("POST /v1/updates", missing)
-    server.on("POST /v1/updates/lease000/commit", lambda body: PENDING)
+    def missing() -> tuple[str, ...]:
+        return tuple(name for name in wanted if name not in server.chunks)
+
+    def offered(body: bytes) -> UploadState:
+        wanted[:] = UpdateOffer.model_validate_json(body).claim.recipe.chunks
+        return UploadState(missing=missing(), urls=server.urls)
+
+    def commit(body: bytes) -> Message:
+        if missing():
+            raise RefusedError("conflict", f"{len(missing())} chunks are missing")
+        return PENDING
+
+    server.on("POST /v1/updates", offered)
+    server.on("POST /v1/updates/lease000/commit", commit)
 
 
 def test_an_update_goes_up_and_only_what_is_missing(server: FaultServer, transfer: Transfer):
@@ -319,7 +327,7 @@ def test_an_update_goes_up_and_only_what_is_missing(server: FaultServer, transfe
     assert all(line.endswith("?lease=lease000") for line in puts)
     assert transfer.traffic.up == len(LARGE) - CHUNK_BYTES
     assert server.lines("POST /v1/updates") == [
-        "POST /v1/updates", "POST /v1/updates", "POST /v1/updates/lease000/commit"
+        "POST /v1/updates", "POST /v1/updates/lease000/commit"
     ]  # fmt: skip
 
 

@@ -1,0 +1,162 @@
+"""HTTP/1.1 over kept connections, for bodies of many megabytes: an httpx transport.
+
+httpx's own hands a body on in records of TLS, each through a parser written in Python; receiving
+took most of a processor of a fast line. Here the standard library's client reads, and what arrived
+together is handed on together. Bodies that are sent say their length. Knows nothing of who is asked
+for what; any number of threads may use it.
+"""
+
+import http.client
+import selectors
+import ssl
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+
+PIECE_BYTES = 256 * 1024
+GATHER_SECONDS = 0.02  # for which bytes that came may wait for more
+
+Origin = tuple[str, str, int]
+
+
+class Wire(httpx.BaseTransport):
+    def __init__(self, context: ssl.SSLContext, idle_seconds: float) -> None:
+        """`idle_seconds`: for how long a connection that nobody uses is worth keeping."""
+        self._context, self._idle_seconds = context, idle_seconds
+        self._lock = threading.Lock()
+        self._idle: dict[Origin, list[tuple[float, http.client.HTTPConnection]]] = defaultdict(list)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        url, timeout = request.url, request.extensions["timeout"]
+        origin = (url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80))
+        connection = self._connection(origin, timeout["connect"])
+        try:
+            with _translated(httpx.ReadError):
+                connection.sock.settimeout(timeout["read"])
+                answer = _exchanged(connection, request)
+        except BaseException:
+            connection.close()
+            raise
+        body = _Body(self, origin, connection, answer)
+        return httpx.Response(answer.status, headers=answer.getheaders(), stream=body)
+
+    def close(self) -> None:
+        with self._lock:
+            idle = [connection for kept in self._idle.values() for _, connection in kept]
+            self._idle.clear()
+        for connection in idle:
+            connection.close()
+
+    def keep(self, origin: Origin, connection: http.client.HTTPConnection) -> None:
+        """A connection that may be used again."""
+        with self._lock:
+            self._idle[origin].append((time.monotonic(), connection))
+
+    def _connection(self, origin: Origin, patience: float) -> http.client.HTTPConnection:
+        while kept := self._kept(origin):
+            if _is_alive(kept):
+                return kept
+            kept.close()
+        scheme, host, port = origin
+        made = (
+            http.client.HTTPSConnection(host, port, timeout=patience, context=self._context)
+            if scheme == "https"
+            else http.client.HTTPConnection(host, port, timeout=patience)
+        )
+        with _translated(httpx.ConnectError):
+            made.connect()
+        return made
+
+    def _kept(self, origin: Origin) -> http.client.HTTPConnection | None:
+        """The one used last; those that were idle for too long are closed."""
+        oldest = time.monotonic() - self._idle_seconds
+        with self._lock:
+            idle = self._idle[origin]
+            found = idle.pop()[1] if idle and idle[-1][0] >= oldest else None
+            gone = [connection for since, connection in idle if since < oldest]
+            self._idle[origin] = [entry for entry in idle if entry[0] >= oldest]
+        for connection in gone:
+            connection.close()
+        return found
+
+
+class _Body(httpx.SyncByteStream):
+    """Its connection is kept once all of it was read, and closed if not."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        origin: Origin,
+        connection: http.client.HTTPConnection,
+        answer: http.client.HTTPResponse,
+    ) -> None:
+        self._wire, self._origin, self._connection = wire, origin, connection
+        self._answer, self._whole = answer, False
+
+    def __iter__(self) -> Iterator[bytes]:
+        with _translated(httpx.ReadError):
+            while piece := self._gathered():
+                yield piece
+        if self._answer.length:
+            raise httpx.RemoteProtocolError("the answer was cut short")
+        self._whole = True
+
+    def close(self) -> None:
+        if self._whole and not self._answer.will_close:
+            self._wire.keep(self._origin, self._connection)
+        else:
+            self._connection.close()
+        self._answer.close()
+
+    def _gathered(self) -> bytes:
+        parts: list[bytes] = []
+        size, until = 0, time.monotonic() + GATHER_SECONDS
+        while size < PIECE_BYTES and (part := self._answer.read1(PIECE_BYTES)):
+            parts.append(part)
+            size += len(part)
+            if time.monotonic() > until:
+                break
+        return b"".join(parts)
+
+
+def _exchanged(
+    connection: http.client.HTTPConnection, request: httpx.Request
+) -> http.client.HTTPResponse:
+    target = request.url.raw_path.decode("ascii")
+    connection.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
+    for name, value in request.headers.raw:
+        connection.putheader(name.decode("ascii"), value)
+    connection.endheaders()
+    assert isinstance(request.stream, httpx.SyncByteStream)
+    for part in request.stream:
+        try:
+            connection.send(part)
+        except OSError:
+            break  # whoever takes no more of it may have said why
+    answer = connection.getresponse()
+    if answer.length is None and not answer.chunked:  # or its head was cut short
+        raise http.client.HTTPException("the answer does not say where it ends")
+    return answer
+
+
+@contextmanager
+def _translated(error: type[httpx.TransportError]) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as late:
+        raise httpx.ReadTimeout(str(late) or "timed out") from None
+    except http.client.HTTPException as odd:
+        raise httpx.RemoteProtocolError(str(odd) or type(odd).__name__) from None
+    except OSError as failure:
+        raise error(str(failure)) from None
+
+
+def _is_alive(connection: http.client.HTTPConnection) -> bool:
+    """Nothing to be read where nothing was asked: neither an end nor a surprise."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection.sock, selectors.EVENT_READ)
+        return not selector.select(0)

@@ -1,0 +1,32 @@
+import asyncio
+import threading
+
+from blocktrain.coordinator.news import News
+
+
+def test_news_from_another_thread_is_heard_by_all_who_wait():
+    async def wait() -> None:
+        news = News()
+        expected = [news.expected() for _ in range(3)]
+        thread = threading.Thread(target=news.tell)
+        thread.start()
+        async with asyncio.timeout(10):
+            await asyncio.gather(*expected)
+        thread.join()
+        later = news.expected()
+        await asyncio.sleep(0.01)
+        assert not later.done(), "what was told before is no news"
+
+    asyncio.run(wait())
+
+
+def test_whoever_waits_no_longer_is_forgotten():
+    async def leave() -> News:
+        news = News()
+        news.expected().cancel()
+        await asyncio.sleep(0)
+        assert not news._expected
+        news.expected()
+        return news
+
+    asyncio.run(leave()).tell()  # to a loop that has ended

@@ -1,0 +1,126 @@
+"""Connections of an httpx client, against a real server. What passes through a transfer is tested
+with the transfer."""
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from tests.support.fault_server import Fault, FaultServer
+
+from blocktrain.protocol.messages import Hello
+from blocktrain.worker.wire import PIECE_BYTES, Wire
+
+IDLE = 0.5
+
+
+@pytest.fixture
+def http() -> Iterator[httpx.Client]:
+    context = ssl.create_default_context()
+    with httpx.Client(transport=Wire(context, IDLE), timeout=httpx.Timeout(2.0)) as client:
+        yield client
+
+
+@pytest.fixture
+def raw() -> Iterator[Callable[[bytes], str]]:
+    """A server that reads a head, says what it is told to, and hangs up; its address."""
+    listeners = []
+
+    def serve(answer: bytes) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+
+        def once() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        threading.Thread(target=once, daemon=True).start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    yield serve
+    for listener in listeners:
+        listener.close()
+
+
+def test_a_connection_is_used_again(http: httpx.Client, server: FaultServer):
+    for _ in range(3):
+        answer = http.get(server.address + "/v1/hello")
+        assert Hello.model_validate_json(answer.content).protocols == (1,)
+    assert server.connections == 1
+
+
+def test_a_connection_that_was_idle_for_long_is_not(http: httpx.Client, server: FaultServer):
+    http.get(server.address + "/v1/hello")
+    time.sleep(IDLE + 0.1)
+    assert http.get(server.address + "/v1/hello").status_code == 200
+    assert server.connections == 2
+
+
+def test_nor_is_one_whose_answer_nobody_read(http: httpx.Client, server: FaultServer):
+    blob = server.hold(bytes(3 * PIECE_BYTES))
+    name = next(name for name in server.chunks if name != blob.name)
+    with http.stream("GET", f"{server.address}/v1/chunks/{name}") as answer:
+        next(answer.iter_raw())
+    assert http.get(server.address + "/v1/hello").status_code == 200
+    assert server.connections == 2
+
+
+def test_many_bytes_arrive_in_large_pieces(http: httpx.Client, server: FaultServer):
+    data = bytes(range(256)) * (20 * PIECE_BYTES // 256)
+    blob = server.hold(data)
+    name = next(name for name in server.chunks if name != blob.name)
+    with http.stream("GET", f"{server.address}/v1/chunks/{name}") as answer:
+        pieces = list(answer.iter_raw())
+    assert b"".join(pieces) == data
+    assert len(pieces) < 20 * PIECE_BYTES / 16384
+
+
+def test_few_bytes_do_not_wait_for_more(http: httpx.Client, server: FaultServer):
+    server.faults = [Fault("GET /v1/hello", seconds_between=0.05)]
+    with http.stream("GET", server.address + "/v1/hello") as answer:
+        began = time.monotonic()
+        first = next(answer.iter_raw())
+        assert time.monotonic() - began < 1.0
+        assert 0 < len(first) < int(answer.headers["content-length"])
+
+
+def test_an_answer_that_is_cut_short_is_no_answer(http: httpx.Client, server: FaultServer):
+    server.faults = [Fault("GET /v1/hello", cut_after=3)]
+    with pytest.raises(httpx.TransportError):
+        http.get(server.address + "/v1/hello")
+
+
+@pytest.mark.parametrize("answer", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Le"])
+def test_what_is_no_answer_is_an_error_of_the_line(
+    http: httpx.Client, raw: Callable[[bytes], str], answer: bytes
+):
+    with pytest.raises(httpx.TransportError):
+        http.get(raw(answer))
+
+
+def test_a_refusal_before_the_end_of_what_is_sent_is_heard(
+    http: httpx.Client, raw: Callable[[bytes], str]
+):
+    address = raw(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno")
+    try:
+        answer = http.put(address, content=bytes(20_000_000))
+    except httpx.TransportError:
+        return  # the line was reset before the answer was read, as TCP may
+    assert (answer.status_code, answer.content) == (413, b"no")
+
+
+def test_silence_and_a_closed_port_are_errors_of_the_line(server: FaultServer):
+    server.faults = [Fault("GET /v1/hello", wait=threading.Event())]
+    wire = Wire(ssl.create_default_context(), IDLE)
+    with httpx.Client(transport=wire, timeout=httpx.Timeout(0.2)) as http:
+        with pytest.raises(httpx.TimeoutException):
+            http.get(server.address + "/v1/hello")
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        with pytest.raises(httpx.TransportError):
+            http.get(f"http://127.0.0.1:{port}/")
