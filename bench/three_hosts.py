@@ -1,9 +1,11 @@
 """Three hosts and a coordinator across an emulated WAN, beside one worker at home.
 
     PYTHONPATH=src:. python bench/three_hosts.py --out DIR --config configs/demo.toml \
-        [--data 'text:wikitext-2/*.txt'] [--round-trips 20 50 100] [--codecs none sparse]
+        [--data 'text:wikitext-2/*.txt'] [--round-trips 20 50 100] [--codecs none sparse] [--links]
 
-Needs Linux and root: every host is a network namespace (tests/support/wan.py). For every codec and
+Needs Linux and root: every host is a network namespace (tests/support/wan.py). With --links it
+needs neither: every worker reaches the coordinator through a proxy with the same delay and rate
+(tests/support/tcp_link.py), without loss, and bytes are those inside of TCP. For every codec and
 round trip a real coordinator and three real workers train the run over HTTPS; one host is killed
 at a third of it and comes back at half. Bytes are those of all packets on the workers' lines,
 both directions, headers and repetitions and all. Waiting is the share of a worker's time, from
@@ -24,12 +26,16 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.tcp_link import TcpLink
 from tests.support.wan import Wan, why_not
 
 from blocktrain.config import Config, load_config
+from blocktrain.protocol.invite import Invite
 from quality import provenance
 
 COMMAND = [sys.executable, "-m", "blocktrain.cli.main"]
@@ -41,11 +47,36 @@ POLL_SECONDS = 0.2
 Event = dict[str, Any]
 
 
+class Links(ExitStack):
+    """Hosts that are processes of this machine, each worker behind a line to the coordinator."""
+
+    def __init__(self, round_trip_ms: float, mbit: float) -> None:
+        super().__init__()
+        self._lines = {
+            host: self.enter_context(TcpLink(PORT, round_trip_ms, mbit)) for host in WORKERS
+        }
+
+    def address(self, host: str) -> str:
+        return "127.0.0.1"
+
+    def popen(self, host: str, command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
+        return subprocess.Popen(command, **options)
+
+    def traffic(self, host: str) -> TcpLink:
+        return self._lines[host]
+
+    def invite(self, host: str, invite: str) -> str:
+        """To the near end of the host's line."""
+        near = f"https://127.0.0.1:{self._lines[host].port}"
+        return replace(Invite.decode(invite), addresses=(near,)).encode()
+
+
 class Swarm:
     """One run: its processes in their hosts, its folder, and what the workers told."""
 
-    def __init__(self, wan: Wan, folder: Path, config: Path) -> None:
+    def __init__(self, wan: Wan | Links, folder: Path, config: Path, args: Any) -> None:
         self._wan, self._folder, self._config = wan, folder, config
+        self._device, self._threads = args.device, args.threads
         self._running: dict[str, subprocess.Popen[Any]] = {}
 
     def start_coordinator(self) -> None:
@@ -56,7 +87,10 @@ class Swarm:
         self.invite = json.loads(self._first_line(process))["invite"]
 
     def start_worker(self, host: str) -> None:
-        command = ["worker", self.invite, "--json", "--name", host, "--device", "cpu"]
+        invite = self.invite
+        if isinstance(self._wan, Links):
+            invite = self._wan.invite(host, invite)
+        command = ["worker", invite, "--json", "--name", host, "--device", self._device]
         self._running[host] = self._start(host, [*command, "--folder", self._folder / host])
 
     def kill_worker(self, host: str) -> None:
@@ -78,7 +112,7 @@ class Swarm:
         return all(process.poll() is not None for process in self._running.values())
 
     def _start(self, host: str, arguments: list[Any], log: str = "") -> "subprocess.Popen[Any]":
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
         with self._log(log or host).open("ab") as file:
             return self._wan.popen(
                 host, [*COMMAND, *map(str, arguments)], stdout=file, stderr=file, env=environment
@@ -141,8 +175,8 @@ def train_across(swarm: Swarm, whole: int) -> None:
             to_do.pop()[1](LEAVER)
 
 
-def score(run: Path, windows: int | None) -> float:
-    command = [*COMMAND, "eval", str(run), "--split", "test", "--json", "--device", "cpu"]
+def score(run: Path, windows: int | None, device: str) -> float:
+    command = [*COMMAND, "eval", str(run), "--split", "test", "--json", "--device", device]
     command += ["--windows", str(windows), "--draws", "1"] if windows else ["--draws", "1"]
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return float(told["ce"])
@@ -153,8 +187,12 @@ def measured(folder: Path, config: Config, args: argparse.Namespace, trip: float
     (folder / "config.toml").write_text(config.to_toml())
     whole = config.units * config.train.steps * config.train.batch * config.model.window
     hosts = [COORDINATOR, *WORKERS]
-    with Wan(hosts, trip, args.mbit, args.loss, congestion=args.congestion) as wan:
-        swarm = Swarm(wan, folder, folder / "config.toml")
+    with (
+        Links(trip, args.mbit)
+        if args.links
+        else Wan(hosts, trip, args.mbit, args.loss, congestion=args.congestion)
+    ) as wan:
+        swarm = Swarm(wan, folder, folder / "config.toml", args)
         swarm.start_coordinator()
         swarm.fetch(folder / "first")
         began = time.monotonic()
@@ -166,8 +204,8 @@ def measured(folder: Path, config: Config, args: argparse.Namespace, trip: float
     return {
         "codec": config.swarm.codec,
         "round_trip_ms": trip,
-        "untrained": score(folder / "first", args.windows),
-        "ce": score(folder / "model", args.windows),
+        "untrained": score(folder / "first", args.windows, args.score_device),
+        "ce": score(folder / "model", args.windows, args.score_device),
         "seconds": seconds,
         "bytes_up": sum(line.up.bytes for line in lines.values()),
         "bytes_down": sum(line.down.bytes for line in lines.values()),
@@ -177,14 +215,14 @@ def measured(folder: Path, config: Config, args: argparse.Namespace, trip: float
     }
 
 
-def at_home(folder: Path, config: Config, windows: int | None) -> float:
+def at_home(folder: Path, config: Config, windows: int | None, device: str) -> float:
     """CE of the same blocks, each trained alone on this machine."""
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(config.to_toml())
     command = [*COMMAND, "train", "--config", str(folder / "config.toml")]
-    command += ["--out", str(folder / "model")]
+    command += ["--out", str(folder / "model"), "--set", f"train.device={device}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return score(folder / "model", windows)
+    return score(folder / "model", windows, device)
 
 
 def print_table(report: dict[str, Any]) -> None:
@@ -207,7 +245,8 @@ def opened(path: Path, config: Config, args: argparse.Namespace) -> dict[str, An
     """What was measured before with the same settings; runs are added to it."""
     settings = {
         "cpus": os.cpu_count(), "config": config.to_toml(), "windows": args.windows,
-        "mbit": args.mbit, "loss": args.loss, "congestion": args.congestion,
+        "mbit": args.mbit, "loss": args.loss, "congestion": args.congestion, "links": args.links,
+        "device": args.device, "threads": args.threads, "home_device": args.score_device,
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
@@ -229,8 +268,12 @@ def main() -> None:
     parser.add_argument("--loss", type=float, default=0.001)
     parser.add_argument("--windows", type=int, help="score at most so many of test")
     parser.add_argument("--congestion", choices=["bbr", "cubic", "reno"])
+    parser.add_argument("--links", action="store_true", help="proxies, where there are no hosts")
+    parser.add_argument("--device", default="cpu", help="of the workers")
+    parser.add_argument("--threads", type=int, default=1, help="of every worker")
+    parser.add_argument("--score-device", default="cpu", help="of scores and the run at home")
     args = parser.parse_args()
-    if reason := why_not():
+    if not args.links and (reason := why_not()):
         sys.exit(f"no WAN can be made here: {reason}")
     config = load_config(args.config, args.set)
     if args.data:
@@ -239,7 +282,10 @@ def main() -> None:
     report = opened(kept, config, args)
     with tempfile.TemporaryDirectory() as scratch:
         if "home" not in report:
-            report["home"] = at_home(Path(scratch) / "home", config, args.windows)
+            report["home"] = at_home(
+                Path(scratch) / "home", config, args.windows, args.score_device
+            )
+            kept.write_text(json.dumps(report, indent=1))
         for codec, trip in itertools.product(args.codecs, args.round_trips):
             folder = Path(scratch) / f"{codec}-{trip:.0f}"
             run = measured(folder, config.with_settings(swarm__codec=codec), args, trip)
