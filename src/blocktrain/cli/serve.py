@@ -18,6 +18,13 @@ from blocktrain.cli import options
     help="What clients must present; repeatable. Without one, whoever reaches the port may ask.",
 )
 @click.option(
+    "--tls-cert", type=click.Path(path_type=Path), metavar="FILE",
+    help="Certificate (PEM, its chain included) of the HTTP port; with --tls-key. Default: no TLS.",
+)  # fmt: skip
+@click.option(
+    "--tls-key", type=click.Path(path_type=Path), metavar="FILE", help="The certificate's key."
+)
+@click.option(
     "--stages",
     default="",
     metavar="HOST:PORT,...",
@@ -52,6 +59,8 @@ def command(
     run: Path,
     listen: str,
     api_keys: tuple[str, ...],
+    tls_cert: Path | None,
+    tls_key: Path | None,
     stages: str,
     keys: Path | None,
     plain_tcp: bool,
@@ -82,5 +91,7 @@ def command(
         most_requests=most_requests,
         most_bytes=most_bytes,
         patience_seconds=patience,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
     )
     serve_router(settings, click.echo)

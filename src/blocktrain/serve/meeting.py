@@ -197,5 +197,10 @@ def parted(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def whole(host: str, port: int) -> str:
+    """The address that `parted` takes apart."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _bounds(context: ssl.SSLContext | None) -> dict[str, Any]:
     return {"ssl_shutdown_timeout": FAREWELL_SECONDS} if context else {}
