@@ -112,6 +112,8 @@ def test_the_page_streams_an_answer_and_says_what_it_cost(address: str) -> None:
         assert len(set(lengths)) > 5 and lengths == sorted(lengths)  # as it came, not at the end
         assert "traversals" in page.inner_text(".cost") and "block 1" in page.inner_text(".cost")
         assert page.inner_text("#health") == "ready, 1 stage"
+        page.set_viewport_size({"width": 360, "height": 740})
+        assert page.evaluate("document.documentElement.scrollWidth") == 360  # a phone's whole width
     assert complaints == []
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+PROGRAMS = ("chromium", "google-chrome")
 ALONE = [
     "--no-sandbox",  # which a root's browser cannot have
     "--disable-gpu",
