@@ -44,9 +44,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def address(
-    run: Path, pair: Pair, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
+def address(run: Path, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a server over TLS, its blocks in processes of their own."""
     address = f"127.0.0.1:{free_port()}"
     tls = ("--tls-cert", pair.certificate, "--tls-key", pair.key)

@@ -70,7 +70,9 @@ async def serve(
     if not settings.keys:
         log.warning("no API key is set: whoever reaches this port may ask")
     if in_the_clear(listener.getsockname()[0], tls):
-        log.warning("no TLS: API keys and texts travel in the clear (--tls-cert and --tls-key end that)")
+        log.warning(
+            "no TLS: API keys and texts travel in the clear (--tls-cert and --tls-key end that)"
+        )
     await web_server(engine, settings, listener, tls).serve(sockets=[listener])
 
 
