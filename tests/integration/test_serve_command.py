@@ -117,8 +117,9 @@ def test_the_page_streams_an_answer_and_says_what_it_cost(address: str) -> None:
 
 GROWTH = """() => {
   window.lengths = [];
-  const note = () => window.lengths.push(document.querySelector(".said p")?.textContent.length ?? 0);
-  new MutationObserver(note).observe(document.getElementById("talk"), {childList: true, subtree: true});
+  const talk = document.getElementById("talk");
+  const note = () => window.lengths.push(talk.querySelector(".said p")?.textContent.length ?? 0);
+  new MutationObserver(note).observe(talk, {childList: true, subtree: true});
 }"""
 
 
