@@ -1,5 +1,6 @@
 """blocktrain serve: an OpenAI-compatible server over the blocks of a run."""
 
+import logging
 from pathlib import Path
 
 import click
@@ -94,4 +95,7 @@ def command(
         tls_cert=tls_cert,
         tls_key=tls_key,
     )
+    logging.basicConfig(format="%(message)s")
+    if settings.stages:  # the operator wants to see who comes, not only who goes
+        logging.getLogger("blocktrain.serve.pipeline").setLevel(logging.INFO)
     serve_router(settings, click.echo)
