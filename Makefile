@@ -5,13 +5,19 @@ BIN := $(VENV)/bin
 export BLOCKTRAIN_CACHE ?= $(CURDIR)/.cache
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test fuzz check format clean bench-quality bench-speed bench-memory
+.PHONY: demo test browser fuzz check format clean bench-quality bench-speed bench-memory
 
 demo: $(VENV)/installed
 	$(BIN)/blocktrain demo --out runs/demo
 
-test: check
+test: check browser
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# For the chat page's test, which says so and is skipped where there is none and none can be had.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+		{ test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -qq -y chromium; } || \
+		echo "no browser: the chat page is not tested"
 
 # Thousands of generated requests, most of them malformed, instead of the few hundred of `test`.
 fuzz: $(VENV)/installed

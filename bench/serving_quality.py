@@ -38,6 +38,8 @@ MODES: dict[str, dict[str, Any]] = {
     "sweep K=1": {"mode": "sweep", "passes": 1},
     "sweep K=2": {"mode": "sweep", "passes": 2},
     "sweep K=4": {"mode": "sweep", "passes": 4},
+    "sweep K=1, drafted": {"mode": "sweep", "passes": 1, "drafts": "head"},
+    "sweep K=4, drafted": {"mode": "sweep", "passes": 4, "drafts": "head"},
     "sweep converged": {"mode": "sweep", "passes": 0},
     "speculative": {"mode": "speculative"},
     "speculative, n-grams": {"mode": "speculative", "drafts": "ngram"},

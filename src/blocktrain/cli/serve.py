@@ -1,5 +1,6 @@
 """blocktrain serve: an OpenAI-compatible server over the blocks of a run."""
 
+import logging
 from pathlib import Path
 
 import click
@@ -16,6 +17,13 @@ from blocktrain.cli import options
     multiple=True,
     envvar="BLOCKTRAIN_API_KEY",
     help="What clients must present; repeatable. Without one, whoever reaches the port may ask.",
+)
+@click.option(
+    "--tls-cert", type=click.Path(path_type=Path), metavar="FILE",
+    help="Certificate (PEM, its chain included) of the HTTP port; with --tls-key. Default: no TLS.",
+)  # fmt: skip
+@click.option(
+    "--tls-key", type=click.Path(path_type=Path), metavar="FILE", help="The certificate's key."
 )
 @click.option(
     "--stages",
@@ -53,6 +61,8 @@ def command(
     run: Path,
     listen: str,
     api_keys: tuple[str, ...],
+    tls_cert: Path | None,
+    tls_key: Path | None,
     stages: str,
     keys: Path | None,
     plain_tcp: bool,
@@ -85,5 +95,10 @@ def command(
         most_requests=most_requests,
         most_bytes=most_bytes,
         patience_seconds=patience,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
     )
+    logging.basicConfig(format="%(message)s")
+    if settings.stages:  # the operator wants to see who comes, not only who goes
+        logging.getLogger("blocktrain.serve.pipeline").setLevel(logging.INFO)
     serve_router(settings, click.echo)

@@ -58,6 +58,8 @@ def pick(log_probs_V: np.ndarray, sampling: Sampling, position: int) -> int:
 
 def kept(scaled_V: np.ndarray, sampling: Sampling) -> np.ndarray:
     """Which bytes top-k and top-p leave: never none, and of equals all or none."""
+    if not np.isfinite(scaled_V.max()):
+        return np.ones(len(scaled_V), bool)  # no distribution: whoever made it is told elsewhere
     least = -np.inf
     if 0 < sampling.top_k < len(scaled_V):
         least = np.partition(scaled_V, -sampling.top_k)[-sampling.top_k]

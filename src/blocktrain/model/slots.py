@@ -135,6 +135,7 @@ class SlotCache:
         if end > self.model.window:
             raise ValueError(f"position {end} is past the model's window")
         self._make_room(max(slots) + 1, end)
+        self._wipe([slot for slot, start in zip(slots, starts, strict=True) if not start])
         at = self._places(slots, starts, lengths, end)
         return [
             SlotBlockView(
@@ -152,6 +153,16 @@ class SlotCache:
         for layers, tail in self._blocks:
             for layer in (*layers, *tail):
                 layer.grow(self.slots, self.room)
+
+    def _wipe(self, slots: Sequence[int]) -> None:
+        """For a fresh context: a mask hides whatever number was there, but not what is none."""
+        if not slots:
+            return
+        chosen = self._consecutive(slots)
+        for layers, tail in self._blocks:
+            for layer in (*layers, *tail):
+                layer.k_STD[chosen] = 0
+                layer.v_STD[chosen] = 0
 
     def _places(
         self, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int], end: int

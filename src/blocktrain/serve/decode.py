@@ -21,6 +21,8 @@ from blocktrain.serve.output import Output
 from blocktrain.serve.request import Account, Piece, Request
 from blocktrain.serve.work import Row
 
+LEAST_LIKELY = np.log(0.01)  # beside the likeliest byte: below, a draft does not stay
+
 
 @dataclass(frozen=True)
 class Step:
@@ -79,6 +81,8 @@ class Decoding(ABC):
         right = 0 if row.refinement else _agreeing(drafts, found)
         self._held = len(text) - self._base + 1 + right
         self.account.traversals += 1
+        if not row.refinement:
+            found = self._reconciled(found, drafts, right, log_probs_RV)
         settled = self._settle(found, right)
         text += bytes(found[:settled].tolist())
         if len(text) - self._base >= self._window:
@@ -103,6 +107,12 @@ class Decoding(ABC):
         self.account.output_bytes = self._output.shown
         self.account.reason = self._output.reason
         return piece
+
+    def _reconciled(
+        self, found: np.ndarray, drafts: np.ndarray, right: int, log_probs_RV: np.ndarray
+    ) -> np.ndarray:
+        """What was found, where it need not be exact behind the drafts that were right."""
+        return found
 
     @abstractmethod
     def _plan(self, most: int) -> tuple[list[int], int, bool]:
@@ -146,11 +156,13 @@ class Speculative(Decoding):
 
 
 class Sweep(Decoding):
-    """All bytes that fit at once, in a number of traversals: the first starts from nothing, every
-    other from what the one before guessed. What is exact grows by at least a byte each time.
+    """All bytes that fit at once, in a number of traversals: the first starts from nothing or from
+    the first block's own text, every other from what the one before guessed. What is exact grows
+    by at least a byte each time.
 
-    Where the traversals are counted, blocks refine in each of them: that gives the better text.
-    Where they are not, only a traversal without it tells how much of the text is exact.
+    Where the traversals are counted, guesses that came from nothing are refined by every block, and
+    drafts stay where they are likely: both give the better text. Where they are not, only a
+    traversal that does neither tells how much of the text is exact.
     """
 
     def __init__(self, request: Request, window: int, account: Account) -> None:
@@ -159,9 +171,24 @@ class Sweep(Decoding):
         self._passes = 0
 
     def _plan(self, most: int) -> tuple[list[int], int, bool]:
-        if not self._passes:
-            return [MASK] * most, 0, True
-        return self._guesses[:most], 0, self.request.passes > 0
+        drafted = self.request.drafts == "head"
+        if self._passes:
+            return self._guesses[:most], 0, self.request.passes > 0 and not drafted
+        return ([], most, False) if drafted else ([MASK] * most, 0, True)
+
+    def _reconciled(
+        self, found: np.ndarray, drafts: np.ndarray, right: int, log_probs_RV: np.ndarray
+    ) -> np.ndarray:
+        """Behind the first draft that was wrong every byte was predicted after drafts, and the
+        drafts were made one after another: replaced one by one, they would not fit together."""
+        if not self.request.passes:
+            return found
+        after = np.arange(right + 1, len(drafts))
+        best = log_probs_RV[after].max(axis=1)
+        likely = log_probs_RV[after, drafts[after]] >= best + LEAST_LIKELY
+        fitting = found.copy()
+        fitting[after[likely]] = drafts[after[likely]]
+        return fitting
 
     def _settle(self, found: np.ndarray, right: int) -> int:
         self._passes += 1

@@ -34,7 +34,7 @@ from blocktrain.serve.pipeline import Pipeline
 from blocktrain.serve.request import Account, Piece, Request
 from blocktrain.serve.routing import Route
 from blocktrain.serve.steps import FailureHead, Step
-from blocktrain.serve.work import Row, Work, apart, joined
+from blocktrain.serve.work import Row, Work, apart, finite, joined
 
 MOST_REPLAYS = 5  # in a row, without an answer between them
 WATCH_SECONDS = 0.25
@@ -250,6 +250,9 @@ class Engine:
             active = rows[part.rows[0].request]
             if active.gone or active.route is None:
                 continue  # cancelled, or lost a stage, meanwhile
+            if not finite(part):
+                active.fail(UnavailableError("block 0 computed what is no number"))
+                continue
             active.fly(part.rows[0], self._clock(), self._limits.flight_seconds)
             if active.route:
                 self._flights[active.key] = active

@@ -22,9 +22,10 @@ from blocktrain.train.device import Compute
 
 
 class Front:
-    """`drafts_sweeps`: a whole output starts as the first block's own text, byte after byte, and
-    not as guesses made all at once from nothing. That is better text for more time here. A cascade
-    does it unless told otherwise: it has not learned to guess from nothing."""
+    """`drafts_sweeps`: every whole output starts as the first block's own text, byte after byte;
+    else it does where its request wants it so, and otherwise as guesses made all at once from
+    nothing. Drafts are better text for more time here. A cascade drafts: it has not learned to
+    guess from nothing."""
 
     def __init__(self, first: StageCompute, *, drafts_sweeps: bool | None = None) -> None:
         self.first = first

@@ -63,7 +63,7 @@ class Keyring:
     def _holds(self, role: str, name: str) -> bool:
         if not (self.folder / f"{name}.pem").exists():
             return False
-        certificate = _read_certificate(self.folder / f"{name}.pem")
+        certificate = read_certificate(self.folder / f"{name}.pem")
         if _own_member(certificate)[0] != role:
             raise ConfigError(f"{name} is the name of another member, who is no {role}")
         soon = datetime.fromtimestamp(self._clock(), UTC) + RENEWED_BEFORE
@@ -136,7 +136,7 @@ def _context(
     for file in (authority, certificate, key):
         if not file.exists():
             raise ConfigError(f"{file} is missing; `blocktrain keys` makes it")
-    _check(certificate, _read_certificate(authority), roles, clock)
+    _check(certificate, read_certificate(authority), roles, clock)
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -152,7 +152,7 @@ def _context(
 
 def _check(path: Path, authority: x509.Certificate, roles: Sequence[str], clock: Clock) -> None:
     """Tell now, in words, what every other member would only refuse."""
-    certificate = _read_certificate(path)
+    certificate = read_certificate(path)
     try:
         certificate.verify_directly_issued_by(authority)
     except (InvalidSignature, ValueError, TypeError):
@@ -165,7 +165,7 @@ def _check(path: Path, authority: x509.Certificate, roles: Sequence[str], clock:
         raise ConfigError(f"{path} expired on {ended}; `blocktrain keys` makes a new one")
 
 
-def _read_certificate(path: Path) -> x509.Certificate:
+def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError:

@@ -8,6 +8,7 @@ nothing of what is said afterwards.
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Collection
@@ -66,7 +67,7 @@ async def dial(
     except ssl.SSLError as error:
         raise UntrustedError(f"{address} is not of this ring: {error}") from None
     except (OSError, UnicodeError) as error:
-        raise UnreachableError(f"{address} cannot be reached: {error}") from None
+        raise UnreachableError(f"{address} cannot be reached: {_plainly(error)}") from None
 
 
 class Server:
@@ -195,6 +196,17 @@ def parted(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{address!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
+
+
+def whole(host: str, port: int) -> str:
+    """The address that `parted` takes apart."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _plainly(error: Exception) -> str:
+    """What the system says; asyncio would name the address once more."""
+    number = getattr(error, "errno", None) or 0
+    return os.strerror(number) if number > 0 else str(getattr(error, "strerror", None) or error)
 
 
 def _bounds(context: ssl.SSLContext | None) -> dict[str, Any]:

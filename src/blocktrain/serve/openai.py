@@ -196,7 +196,7 @@ def _ask(
             most_bytes,
             mode=_one_of("mode", MODES, asked.mode or Request.mode),
             passes=Request.passes if asked.passes is None else asked.passes,
-            drafts=_one_of("drafts", DRAFTS, asked.drafts or Request.drafts),
+            drafts=_one_of("drafts", DRAFTS, asked.drafts) if asked.drafts else Request.drafts,
             sampling=_sampling(asked, (seed + choice) % SEEDS),
             stop=(*_stops(asked.stop), *own_stops),
             top_log_probs=max(top_log_probs, 0),

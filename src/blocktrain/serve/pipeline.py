@@ -82,7 +82,7 @@ class Pipeline:
         """What stands in the way of a route, in words; empty when nothing does."""
         blocks = missing(self.places, self._blocks)
         if blocks:
-            gone = "; ".join(f"{address}: {why}" for address, why in self._why.items())
+            gone = "; ".join(_named(address, why) for address, why in self._why.items())
             return f"no stage holds block {', '.join(map(str, blocks))}" + (gone and f" ({gone})")
         return "" if self.route() is not None else "the stages do not reach each other"
 
@@ -128,7 +128,7 @@ class Pipeline:
                 connection = await self._dial(address)
             except BlocktrainError as error:
                 if self._why.get(address) != str(error):
-                    log.warning("stage %s: %s", address, error)
+                    log.warning("stage %s", _named(address, str(error)))
                 self._why[address] = str(error)
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, LONGEST_REDIAL_SECONDS)
@@ -148,7 +148,7 @@ class Pipeline:
             return
         self._stages[address] = connection
         self._places[address] = Place(address, held[0], held[-1] + 1)
-        log.info("stage %s is there, blocks %s", address, held)
+        log.info("stage %s is there, blocks %s", address, ", ".join(map(str, held)))
         listener.joined()
         try:
             await self._introduce()
@@ -168,9 +168,7 @@ class Pipeline:
             for following in self.places:
                 if following.first == place.stop:
                     meta = {"address": following.address}
-                    with suppress(
-                        BlocktrainError
-                    ):  # who is gone is noticed where it is listened to
+                    with suppress(BlocktrainError):  # its own listener notices who is gone
                         await self._stage(place.address).send(Message(Kind.DIAL, meta=meta))
 
     def _deliver(self, address: str, message: Message, listener: Listener) -> None:
@@ -180,3 +178,8 @@ class Pipeline:
             listener.failed(address, read_failure(message))
         else:
             raise ProtocolError(f"a stage sent {message.kind.name}")
+
+
+def _named(address: str, why: str) -> str:
+    """An error with its address, once."""
+    return why if why.startswith(address) else f"{address}: {why}"

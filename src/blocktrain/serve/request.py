@@ -18,7 +18,7 @@ class Request:
     most_bytes: int
     mode: str = "speculative"
     passes: int = 1  # traversals of a sweep; 0: as many as it takes to converge
-    drafts: str = "head"  # where a speculative request gets its drafts from
+    drafts: str = ""  # whose drafts: of DRAFTS, or what the mode does by itself
     sampling: Sampling = GREEDY
     stop: tuple[bytes, ...] = ()
     top_log_probs: int = 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import ssl
 import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
@@ -16,9 +17,10 @@ from blocktrain.serve.blocks import Blocks, StoredBlocks
 from blocktrain.serve.connection import Connection, Hello
 from blocktrain.serve.engine import Engine, Limits
 from blocktrain.serve.front import Front
+from blocktrain.serve.https import https_context
 from blocktrain.serve.keys import ROUTER, STAGE, Keyring, client_context
 from blocktrain.serve.local_stages import LocalStages
-from blocktrain.serve.meeting import dial, parted
+from blocktrain.serve.meeting import dial, parted, whole
 from blocktrain.serve.openai import Limits as ApiLimits
 from blocktrain.serve.pipeline import Pipeline
 from blocktrain.serve.server import serve
@@ -43,6 +45,8 @@ class RouterSettings:
     most_requests: int
     most_bytes: int
     patience_seconds: float
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
 
 
 def serve_router(
@@ -56,11 +60,17 @@ def serve_router(
         )
     for address in settings.stages:
         parted(address)  # mistyped, it would only be dialled in vain
+    tls = https_context(settings.tls_cert, settings.tls_key)
     source = source or StoredBlocks(RunDir.open(settings.run), settings.weights)
-    asyncio.run(_serve(settings, source, tell))
+    asyncio.run(_serve(settings, source, tls, tell))
 
 
-async def _serve(settings: RouterSettings, source: Blocks, tell: Callable[[str], None]) -> None:
+async def _serve(
+    settings: RouterSettings,
+    source: Blocks,
+    tls: ssl.SSLContext | None,
+    tell: Callable[[str], None],
+) -> None:
     listener = bound_socket(*parted(settings.listen))
     async with AsyncExitStack() as stack:
         stages, keys = settings.stages, None if settings.plain_tcp else settings.keys
@@ -75,16 +85,15 @@ async def _serve(settings: RouterSettings, source: Blocks, tell: Callable[[str],
         running = asyncio.ensure_future(engine.run())
         stack.push_async_callback(_cancelled, running)
         host, port = listener.getsockname()[:2]
-        tell(
-            f"serving {engine.model} at http://{host}:{port}/v1, a page to try it at http://{host}:{port}/"
-        )
+        address = f"{'https' if tls else 'http'}://{whole(host, port)}"
+        tell(f"serving {engine.model} at {address}/v1, a page to try it at {address}/")
         api = Settings(
             keys=settings.api_keys,
             limits=ApiLimits(output_bytes=settings.most_bytes),
             at_once=settings.most_requests,
             queue=settings.most_requests,
         )
-        serving = asyncio.ensure_future(serve(engine, api, listener))
+        serving = asyncio.ensure_future(serve(engine, api, listener, tls))
         await asyncio.wait([running, serving], return_when=asyncio.FIRST_COMPLETED)
         serving.cancel()
         if running.done():

@@ -1,15 +1,17 @@
-"""A server as a process: a socket, the routes. TLS is a proxy's, where clients are far."""
+"""A server as a process: a socket, TLS where the operator has a certificate, the routes."""
 
 import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from blocktrain.serve.answering import Engine
 from blocktrain.serve.api import Settings, create_app
+from blocktrain.serve.https import in_the_clear
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +60,28 @@ class AnnouncedStop(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-async def serve(engine: Engine, settings: Settings, listener: socket.socket) -> None:
+async def serve(
+    engine: Engine,
+    settings: Settings,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None = None,
+) -> None:
     """Answer until a signal says stop, on the loop that the engine runs on."""
     if not settings.keys:
         log.warning("no API key is set: whoever reaches this port may ask")
-    await web_server(engine, settings, listener).serve(sockets=[listener])
+    if in_the_clear(listener.getsockname()[0], tls):
+        log.warning(
+            "no TLS: API keys and texts travel in the clear (--tls-cert and --tls-key end that)"
+        )
+    await web_server(engine, settings, listener, tls).serve(sockets=[listener])
 
 
-def web_server(engine: Engine, settings: Settings, listener: socket.socket) -> uvicorn.Server:
+def web_server(
+    engine: Engine,
+    settings: Settings,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None = None,
+) -> uvicorn.Server:
     bound_what_is_kept(listener, settings.patience)
 
     class Protocol(TimedHeaders):
@@ -82,6 +98,8 @@ def web_server(engine: Engine, settings: Settings, listener: socket.socket) -> u
         server_header=False,
         proxy_headers=False,  # who asks is known by key, not by address
     )
+    config.load()
+    config.ssl = tls
     return AnnouncedStop(config)
 
 

@@ -192,8 +192,8 @@ class Stage:
         hop, rest = step.next_hop() if step.hops else ("", step)
         try:
             message = step_message(rest, Kind.STEP if hop else Kind.RESULT)
-        except ProtocolError as error:  # numbers that are none
-            return self._fail([step], "failed", str(error))
+        except ProtocolError as error:
+            return self._push_apart(step, error)
         if not hop:
             if router := self._routers.get(step.router):
                 await self._tell(router, message)
@@ -202,6 +202,15 @@ class Stage:
             await (await self._links.to(hop)).send(message)
         except BlocktrainError as error:
             self._fail([step], "unreachable", f"{self.name} does not reach {hop}: {error}", hop)
+
+    def _push_apart(self, step: Step, why: ProtocolError) -> None:
+        """Some request's numbers are none: it fails, and the others go on without it."""
+        rows = step.work.rows
+        if len(rows) == 1:
+            self._fail([step], "failed", f"{self.name}: {why}")
+            return
+        for work in apart(step.work, [self._compute.carried(row) for row in rows]):
+            self._start(self._push(step.of(work)))
 
     async def _warm(self, address: str) -> None:
         try:

@@ -17,7 +17,7 @@ from blocktrain.serve.blocks import Blocks, StoredBlocks
 from blocktrain.serve.compute import StageCompute
 from blocktrain.serve.connection import Connection, Hello
 from blocktrain.serve.keys import AUTHORITY, ROUTER, STAGE, client_context, server_context
-from blocktrain.serve.meeting import Server, dial, parted
+from blocktrain.serve.meeting import Server, dial, parted, whole
 from blocktrain.serve.stage import Stage
 from blocktrain.serve.tenants import Limits
 from blocktrain.storage.run_dir import RunDir
@@ -94,7 +94,7 @@ async def _serve(settings: StageSettings, source: Blocks, tell: Callable[[str], 
     _stop_on_signals(running)
     if settings.until_stdin_closes:
         _stop_with_stdin(running, asyncio.get_running_loop())
-    tell(f"{listener.getsockname()[0]}:{server.port}")
+    tell(whole(*listener.getsockname()[:2]))
     try:
         await running
     except asyncio.CancelledError:

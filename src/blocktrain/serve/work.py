@@ -73,5 +73,9 @@ def apart(work: Work, carried: Sequence[int]) -> list[Work]:
     return [Work((row,), *own) for row, *own in zip(work.rows, states, readouts, strict=True)]
 
 
+def finite(work: Work) -> bool:
+    return bool(np.isfinite(work.state).all() and np.isfinite(work.readout_RV).all())
+
+
 def with_ids(row: Row, ids: np.ndarray) -> Row:
     return replace(row, ids=ids)

@@ -78,3 +78,15 @@ def test_the_likeliest_come_first_with_their_log_probabilities():
     found = likeliest(log_probs, 5)
     assert list(found) == np.argsort(-log_probs)[:5].tolist()
     assert list(found.values()) == sorted(found.values(), reverse=True)
+
+
+@given(SAMPLINGS, st.sampled_from([np.nan, np.inf, -np.inf]), st.booleans())
+def test_what_is_no_distribution_gives_some_byte_and_changes_no_other(
+    sampling: Sampling, bad: float, everywhere: bool
+):
+    sound = distributions(2, 1)
+    broken = sound.copy()
+    broken[0, slice(None) if everywhere else 7] = bad
+    found = picks(broken, [sampling] * 2, [3, 4])
+    assert 0 <= found[0] < 256
+    assert found[1] == pick(sound[1], sampling, 4)

@@ -113,3 +113,21 @@ def test_layers_without_a_local_filter_have_slots_too():
     view = slots_of(config).view([0], [0], [4])[0]
     found = read(block, torch.tensor([[1, 2, 3, 4]]), view)[0]
     assert torch.allclose(found, alone(block, [1, 2, 3, 4]), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["end_to_end", "denoise"])
+def test_what_was_no_number_is_nothing_to_the_next_in_its_slot(kind: str):
+    """Behind a mask a number counts nothing, but what is none would."""
+    block, cache = BLOCKS[kind], slots_of(tiny(kind))
+    first, other = [*range(40)], [*range(100, 130)]
+    (view,) = cache.view([0], [0], [40])
+    read(block, torch.tensor([first]), view)
+    for layer in view.layers:
+        layer.layer.k_STD.fill_(torch.nan)
+        layer.layer.v_STD.fill_(torch.nan)
+    (view,) = cache.view([0, 1], [0, 0], [2, 30])
+    read(block, torch.tensor([[*first[:2], *[0] * 28], other]), view)
+    (view,) = cache.view([0, 1], [2, 30], [1, 1])
+    found = read(block, torch.tensor([[first[2]], [5]]), view)
+    torch.testing.assert_close(found[0, 0], alone(block, first[:3])[2], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found[1, 0], alone(block, [*other, 5])[30], atol=1e-5, rtol=1e-4)

@@ -26,6 +26,7 @@ from blocktrain.serve.work import Row
 ROOT = Path(__file__).resolve().parents[3]
 WINDOW = 16
 KINDS = ("denoise", "cascade", "end_to_end")
+MODES = 5  # whose text is the sequential one
 
 
 @lru_cache
@@ -37,7 +38,7 @@ def model(kind: str) -> Stack:
 def exact(prompt: bytes, count: int, sampling: Sampling) -> list[Request]:
     """A request in every mode whose text is the sequential one."""
     modes = [("ar", 1, "head"), ("speculative", 1, "head"), ("speculative", 1, "ngram"),
-             ("sweep", 0, "head")]  # fmt: skip
+             ("sweep", 0, ""), ("sweep", 0, "head")]  # fmt: skip
     return [
         Request(prompt, count, mode, passes, drafts, sampling) for mode, passes, drafts in modes
     ]
@@ -81,7 +82,7 @@ def test_filtered_sampling_is_the_same_in_every_mode_and_company(
     stack = model(kind)
     together = [request for prompt in prompts for request in exact(prompt, 9, sampling)]
     alone = [answers(stack, [Request(p, 9, "ar", sampling=sampling)])[0] for p in prompts]
-    assert answers(stack, together) == [text for text in alone for _ in range(4)]
+    assert answers(stack, together) == [text for text in alone for _ in range(MODES)]
 
 
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
@@ -97,15 +98,30 @@ def test_however_a_sweep_starts_it_ends_the_same(kind: str, drafted: bool):
 
 
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
-def test_a_sweep_is_as_many_traversals_as_it_is_asked_for(kind: str):
+@pytest.mark.parametrize("drafts", ["", "head"])
+def test_a_sweep_is_as_many_traversals_as_it_is_asked_for(kind: str, drafts: str):
     stack = model(kind)
-    requests = [Request(b"abc", 10, "sweep", passes) for passes in (1, 2, 4)]
+    requests = [Request(b"abc", 10, "sweep", passes, drafts) for passes in (1, 2, 4)]
     found = run_locally(*ring(stack), requests)
     assert [account.traversals for _, account in found] == [1, 2, 4]
     assert [len(data) for data, _ in found] == [10, 10, 10]
     sequential = answers(stack, [Request(b"abc", 10, "ar")])[0]
     for passes, (data, _) in zip((1, 2, 4), found, strict=True):
         assert data[:passes] == sequential[:passes]
+
+
+def test_a_sweep_keeps_drafts_that_are_likely_behind_the_first_that_is_wrong():
+    """The model would say `abcde` after drafts `aXYZ`: Y is likely enough, Z is not."""
+    asked = Request(b"", 5, "sweep", passes=1, drafts="head")
+    decoding = new_decoding(asked, 32, Pace(), Account())
+    step = decoding.step()
+    assert step is not None and (step.drafts, step.refine) == (4, False)
+    log_probs = np.full((5, 256), np.log(1e-4), np.float32)
+    log_probs[np.arange(5), list(b"abcde")] = np.log(0.5)
+    log_probs[np.arange(1, 4), list(b"XYZ")] = np.log([0.3, 0.01, 0.004])
+    ids = np.array([*step.ids, *b"aXYZ"], np.uint16)
+    assert decoding.take(Row(1, 0, ids, 5), log_probs).data == b"abYde"
+    assert decoding.finished
 
 
 def test_a_model_that_agrees_with_its_first_block_takes_all_drafts():

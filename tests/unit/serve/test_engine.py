@@ -2,12 +2,15 @@
 survive."""
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
+import torch
 from tests.support.models import awake_stack
 from tests.support.serving import of_kind, stage
 
@@ -15,6 +18,7 @@ from blocktrain.config import load_config
 from blocktrain.errors import OverloadedError, UnavailableError, UnreachableError
 from blocktrain.model import generate
 from blocktrain.model.stack import Stack
+from blocktrain.protocol.framing import Kind, Message
 from blocktrain.protocol.listening import bound_socket
 from blocktrain.serve.active import MOST_UNREAD
 from blocktrain.serve.connection import Connection
@@ -30,9 +34,12 @@ from blocktrain.serve.tenants import Limits as CacheLimits
 ROOT = Path(__file__).resolve().parents[3]
 WINDOW = 16
 PROMPT, LONG = b"some words", 40
+POISON = 10  # a byte that no expected answer has
 SAMPLING = Sampling(1.0, seed=3)
 PATIENT = Limits(requests=8, patience_seconds=20.0)
 SECONDS = 30.0
+
+Reach = Callable[[str], Awaitable[Connection]]
 
 
 @lru_cache
@@ -54,8 +61,8 @@ def request(mode: str = "ar", **more: object) -> Request:
 class Ring:
     """Stages at their ports; one may be stopped, and stages kept from reaching each other."""
 
-    def __init__(self, kind: str) -> None:
-        self.stack = model(kind)
+    def __init__(self, kind: str, stack: Stack | None = None) -> None:
+        self.stack = stack or model(kind)
         self.stages: dict[str, Stage] = {}
         self.servers: dict[str, Server] = {}
         self.runs: dict[str, asyncio.Task[None]] = {}
@@ -78,20 +85,24 @@ class Ring:
         await self.servers.pop(address).close()
         self.runs.pop(address).cancel()
 
-    def engine(self, limits: Limits = PATIENT, wire: str = "fp32") -> Engine:
-        hello = {"role": ROUTER, "name": "a router"}
+    def engine(
+        self, limits: Limits = PATIENT, wire: str = "fp32", reach: Reach | None = None
+    ) -> Engine:
         units = len(self.stack.blocks)
-        pipeline = Pipeline(list(self.servers), units, self._reach(hello, set()))
+        pipeline = Pipeline(list(self.servers), units, reach or self.reach)
         front = Front(stage(self.stack, range(1)))
         return Engine("a model", front, pipeline, "a router", wire, limits)
+
+    async def reach(self, address: str) -> Connection:
+        """As a router does."""
+        hello = {"role": ROUTER, "name": "a router"}
+        return await dial(address, None, hello, roles=[STAGE])
 
     def held(self) -> int:
         """Requests that any stage still holds something of."""
         return sum(len(held._compute.requests) for held in self.stages.values())
 
-    def _reach(
-        self, hello: dict[str, object], cut: set[str]
-    ) -> Callable[[str], Awaitable[Connection]]:
+    def _reach(self, hello: dict[str, object], cut: set[str]) -> Reach:
         async def reach(address: str) -> Connection:
             if address in cut:
                 raise UnreachableError("no way there")
@@ -161,6 +172,103 @@ def test_stages_that_say_the_same_address_do_not_end_the_router() -> None:
         async with running(ring, ring.engine()) as engine:
             assert await answer(engine, request()) == expected("denoise")
             assert [stage["address"] for stage in engine.status()["stages"]] == [first]
+
+    asyncio.run(scenario())
+
+
+def test_a_stage_that_leaves_while_others_are_introduced_is_only_missed() -> None:
+    """While the first of two like stages is told of the last one, the second is gone."""
+
+    async def scenario() -> None:
+        ring = Ring("denoise")
+        like = [ring.start(range(1, 2)), ring.start(range(1, 2))]
+        last = ring.start(range(2, 3))
+
+        async def reach(address: str) -> Connection:
+            if address == last:
+                await until(lambda: known() == set(like))
+            connection = await ring.reach(address)
+            send = connection.send
+
+            async def send_late(message: Message) -> None:
+                if message.kind is Kind.DIAL and known() > set(like):
+                    (other,) = set(like) - {address}
+                    await ring.stop(other)
+                    await until(lambda: other not in known())
+                await send(message)
+
+            connection.send = send_late  # type: ignore[method-assign]
+            return connection
+
+        engine = ring.engine(reach=reach)
+
+        def known() -> set[str]:
+            return {stage["address"] for stage in engine.status()["stages"]}
+
+        async with running(ring, engine), asyncio.timeout(SECONDS):
+            await until(lambda: len(ring.servers) == 2)
+            assert await answer(engine, request()) == expected("denoise")
+            assert known() == set(ring.servers)
+
+    asyncio.run(scenario())
+
+
+def test_stages_that_leave_after_their_hello_do_not_end_the_router() -> None:
+    async def scenario() -> None:
+        ring = Ring("denoise")
+        ring.start(range(1, 2))
+        ring.start(range(2, 3))
+        fickle = bound_socket("127.0.0.1", 0)
+        address = f"127.0.0.1:{fickle.getsockname()[1]}"
+        hello = {"role": STAGE, "name": "fickle", "blocks": [1], "address": ""}
+        visits: list[Connection] = []
+
+        async def leave(connection: Connection) -> None:
+            visits.append(connection)
+
+        ring.servers[address] = Server(fickle, None, lambda: hello, leave, roles=[ROUTER])
+        ring.runs[address] = asyncio.create_task(asyncio.sleep(0))
+
+        async def reach(dialled: str) -> Connection:
+            connection = await ring.reach(dialled)
+            if dialled == address:
+                await connection.closed.wait()  # when it is introduced it is gone
+            return connection
+
+        async with running(ring, ring.engine(reach=reach)) as engine, asyncio.timeout(SECONDS):
+            await until(lambda: len(visits) > 2)
+            assert await answer(engine, request()) == expected("denoise")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("denoise", 1), ("cascade", 0), ("end_to_end", 0)])
+def test_what_is_no_number_fails_its_own_request_and_no_other(kind: str, unit: int) -> None:
+    """A block that makes nothing of one byte, met by one request among others, again and again in
+    the same slots."""
+
+    async def scenario() -> None:
+        assert POISON not in expected(kind)
+        stack = copy.deepcopy(model(kind))
+        with torch.no_grad():
+            stack.blocks[unit].embed.weight[POISON] = torch.nan  # type: ignore[union-attr, index]
+        ring = Ring(kind, stack)
+        if kind != "end_to_end":
+            ring.start(range(1, 3))
+        cursed = replace(request("speculative"), prompt=PROMPT[:-1] + bytes([POISON]))
+        filtered = replace(SAMPLING, top_p=0.9)
+        async with running(ring, ring.engine()) as engine, asyncio.timeout(SECONDS):
+            for sampling in (SAMPLING, filtered):
+                curse = asyncio.gather(
+                    *(answer(engine, replace(cursed, sampling=sampling)) for _ in range(2)),
+                    return_exceptions=True,
+                )
+                texts = await asyncio.gather(*(answer(engine, request()) for _ in range(3)))
+                assert texts == [expected(kind)] * 3
+                for error in await curse:
+                    assert isinstance(error, UnavailableError)
+                    assert f"block {unit}" in str(error)
+            await until(lambda: ring.held() == 0)
 
     asyncio.run(scenario())
 

@@ -149,9 +149,10 @@ function line(facts) {
 }
 
 function bar(stages) {
+  const whole = stages.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
   const parts = stages.map(([name, seconds]) => {
     const part = element("i");
-    part.style.flexGrow = seconds;
+    part.style.flexGrow = seconds / whole;
     part.title = name;
     return part;
   });

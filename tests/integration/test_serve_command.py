@@ -1,0 +1,130 @@
+"""`blocktrain serve` as an operator runs it: behind TLS, with its page in a real browser."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from openai import OpenAI
+from tests.conftest import ROOT
+from tests.support.browser import chromium
+from tests.support.certificate import Pair, written
+from tests.support.processes import Processes, free_port
+
+from blocktrain.cli.main import cli
+from blocktrain.config import load_config
+from blocktrain.errors import ConfigError
+from blocktrain.model.generate import Sampling, generate
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.train.assemble import load_stack
+from blocktrain.train.device import resolve
+from blocktrain.train.session import open_session
+
+SECONDS = 60.0  # processes that load torch on a busy machine take their time
+KEY = "a key for tests"
+LONG = 60  # bytes
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained a little, so that it says letters."""
+    small = ["model.layers=2", "model.blocks=2", "train.steps=40", "train.device=cpu"]
+    config = load_config(ROOT / "configs" / "tiny.toml", small)
+    folder = tmp_path_factory.mktemp("served") / "small"
+    session = open_session(config, folder)
+    session.train_in_turn(list(range(config.units)), lambda progress: None, lambda: False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return written(tmp_path_factory.mktemp("tls"), time.time())
+
+
+@pytest.fixture(scope="module")
+def address(run: Path, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a server over TLS, its blocks in processes of their own."""
+    address = f"127.0.0.1:{free_port()}"
+    tls = ("--tls-cert", pair.certificate, "--tls-key", pair.key)
+    with (
+        Processes(tmp_path_factory.mktemp("server")) as processes,
+        httpx.Client(base_url=f"https://{address}", verify=pair.client_context()) as client,
+    ):
+        server = processes.serve(run, address, "--api-key", KEY, *tls)
+
+        def ready() -> bool:
+            try:
+                return client.get("/health").status_code == 200
+            except httpx.TransportError:
+                assert server.code is None, server.log.read_text()
+                return False
+
+        processes.wait_for("the server answers", ready, SECONDS)
+        assert f"serving small at https://{address}/v1" in server.log.read_text()
+        yield address
+
+
+def test_openais_client_over_tls_is_told_the_models_own_bytes(
+    run: Path, pair: Pair, address: str
+) -> None:
+    stack = load_stack(RunDir.open(run), resolve("cpu", "fp32"))
+    text = bytes(generate(stack, b"The ", LONG, Sampling(1.0, seed=5)))
+    with OpenAI(
+        base_url=f"https://{address}/v1",
+        api_key=KEY,
+        max_retries=0,
+        http_client=httpx.Client(verify=pair.client_context(), timeout=SECONDS),
+    ) as client:
+        answer = client.completions.create(
+            model="small", prompt="The ", max_tokens=LONG, temperature=1.0, seed=5
+        )
+    assert answer.choices[0].text == text.decode(errors="replace")
+
+
+def test_nobody_else_is_believed_and_nothing_is_said_in_the_clear(address: str) -> None:
+    with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+        httpx.get(f"https://{address}/health")
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.get(f"http://{address}/health")
+
+
+def test_the_page_streams_an_answer_and_says_what_it_cost(address: str) -> None:
+    complaints: list[str] = []
+    with chromium() as browser:
+        page = browser.new_page(ignore_https_errors=True)
+        page.on("console", lambda said: complaints.append(said.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(f"https://{address}/")
+        page.fill("#key", KEY)
+        page.fill("#most", str(LONG))
+        page.fill("#seed", "5")
+        page.select_option("#mode", "ar")
+        page.evaluate(GROWTH)
+        page.fill("#prompt", "Hello")
+        page.press("#prompt", "Enter")
+        page.wait_for_selector(".cost")
+        assert page.inner_text(".asked") == "Hello"
+        lengths = page.evaluate("window.lengths")
+        assert len(set(lengths)) > 5 and lengths == sorted(lengths)  # as it came, not at the end
+        assert "traversals" in page.inner_text(".cost") and "block 1" in page.inner_text(".cost")
+        assert page.inner_text("#health") == "ready, 1 stage"
+        page.set_viewport_size({"width": 360, "height": 740})
+        assert page.evaluate("document.documentElement.scrollWidth") == 360  # a phone's whole width
+    assert complaints == []
+
+
+GROWTH = """() => {
+  window.lengths = [];
+  const talk = document.getElementById("talk");
+  const note = () => window.lengths.push(talk.querySelector(".said p")?.textContent.length ?? 0);
+  new MutationObserver(note).observe(talk, {childList: true, subtree: true});
+}"""
+
+
+def test_a_certificate_alone_is_refused_before_anything_is_loaded(run: Path, pair: Pair) -> None:
+    alone = {"BLOCKTRAIN_SERVE_TLS_CERT": str(pair.certificate)}
+    result = CliRunner().invoke(cli, ["serve", str(run)], env=alone)
+    assert isinstance(result.exception, ConfigError)
+    assert "--tls-cert and --tls-key go together" in str(result.exception)
