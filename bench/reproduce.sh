@@ -2,7 +2,7 @@
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive \
-#     cascade stale uneven cascade-counts workers codecs serving serving-gpu
+#     cascade stale uneven cascade-counts workers codecs three-hosts serving serving-gpu
 #
 # SEEDS and CODECS choose among the runs of workers and codecs.
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. Needs only
@@ -18,7 +18,7 @@ mkdir -p "$out"
 export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 BLOCKTRAIN_CACHE=${BLOCKTRAIN_CACHE:-$out/cache}
 runs=${RUNS:-$out/runs}
 crew="swarm.quorum=6"  # a version waits for everyone who trains the block
-often="swarm.most_steps=25 swarm.kept=154"  # sparse needs many small updates, 100 times smaller each
+often="swarm.most_steps=25 swarm.kept=120"  # sparse: many small updates, and last words that say more
 
 quality() { # NAME CONFIG SOURCE OPTIONS...
   local name=$1 config=$2 source=$3
@@ -72,6 +72,12 @@ for part in "$@"; do
       for measure in wan concurrency failover; do serving denoise $measure; done ;;
     serving-gpu) python3 bench/serving_gpu.py --out "$out" --text "$data/wikitext-2/test.txt" \
       --run "${MODELS:-$out/models}/denoise" | tee "$out/serving-gpu.log" ;;
+    three-hosts)  # LINKS=--links where there are no namespaces, THREADS of each worker
+      PYTHONPATH=$PYTHONPATH:. python3 bench/three_hosts.py --out "$out/three-hosts" \
+        --config configs/wikitext2-small.toml --data "text:$data/wikitext-2/*.txt" \
+        --set swarm.grace_seconds=2 --round-trips ${TRIPS:-50} --codecs ${CODECS:-int8} \
+        --threads ${THREADS:-1} --score-device ${SCORE_DEVICE:-cpu} ${LINKS:-} |
+        tee "$out/three-hosts.log" ;;
     *) echo "no part named $part" >&2 && exit 2 ;;
   esac
 done
