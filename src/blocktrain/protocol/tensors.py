@@ -99,14 +99,14 @@ def canonical(specs: Iterable[TensorSpec]) -> bytes:
     return header_bytes((spec.name, spec.dtype, spec.shape) for spec in specs)
 
 
-def encode(tensors: Mapping[str, Array]) -> Iterator[bytes]:
-    """A canonical file, piece by piece."""
+def encode(tensors: Mapping[str, Array]) -> Iterator[bytes | memoryview]:
+    """A canonical file, piece by piece; pieces are views of the tensors."""
     yield header_bytes((name, _dtype_name(name, t), t.shape) for name, t in tensors.items())
     for _, tensor in sorted(tensors.items()):
         little = tensor.astype(tensor.dtype.newbyteorder("<"), order="C", copy=False)
         data = little.reshape(-1).view(np.uint8)
         for start in range(0, data.size, PIECE_BYTES):
-            yield data[start : start + PIECE_BYTES].tobytes()
+            yield data[start : start + PIECE_BYTES].data
 
 
 def decode(data: Buffer) -> dict[str, Array]:
