@@ -37,12 +37,12 @@ class Update:
 
 @dataclass(frozen=True)
 class Learned:
-    """A lease's end, and what it was trained from: arrays of their own, to be encoded while the
-    block is trained on."""
+    """A lease's end, and what no update has told yet of the way there: arrays of their own, to be
+    encoded while the block is trained on."""
 
     lease: Lease
-    start: Tensors
     end: Tensors
+    news: Tensors
     loss: float
 
 
@@ -107,22 +107,22 @@ class HeldBlock:
         return Update(blob, cache.recipe(blob.name), trained.loss)
 
     def take_learned(self, lease: Lease, trained: Trained) -> Learned:
-        """What is to be encoded; the block may be trained on at once."""
+        """What is to be encoded: what was learned, and what earlier updates left out, the last of
+        which is settled. The block may be trained on at once."""
         end = {name: array.copy() for name, array in trained.weights.items()}
-        self._learned = Learned(lease, self._start, end, trained.loss)
+        news = {name: np.subtract(end[name], self._start[name]) for name in sorted(end)}
+        KeptResidual(self._scratch, lease.block).add_to(list(news.values()))
+        self._learned = Learned(lease, end, news, trained.loss)
         return self._learned
 
     def encode(self, learned: Learned, *, last_words: bool) -> Update:
-        """What was learned, and what earlier updates left out of that, in few bytes, in the cache.
-        The update before it was settled. With its last words a worker leaves out little."""
+        """News in few bytes, in the cache. With its last words a worker leaves out little."""
         swarm, cache = self._config.swarm, self._transfer.cache
         numbers = kept_in_last_words(swarm.kept) if last_words else swarm.kept
         codec = codec_named(swarm.codec, numbers)
         assert codec is not None, "an update that is not encoded is written"
-        names = sorted(learned.end)
-        news = [np.subtract(learned.end[name], learned.start[name]) for name in names]
+        news = [learned.news[name] for name in sorted(learned.news)]
         kept = KeptResidual(self._scratch, learned.lease.block)
-        kept.add_to(news)
         with kept.proposal(learned.lease.lease, sum(part.size for part in news)) as owe:
             blob = cache.write(encode_and_owe(codec, news, owe))
         return Update(blob, cache.recipe(blob.name), learned.loss)
@@ -157,9 +157,12 @@ class HeldBlock:
         elif lease.base != self.stands_at:
             clock = self._transfer.client.clock
             began = clock.monotonic()
-            base = self._version(lease, patience)
-            if before and lease.continues:
-                base = _moved(base, before, self._version(before.lease, patience))
+            base = tensors.decode(
+                self.versions.read(lease.block, lease.base_version, lease.base, patience)
+            )
+            if before and lease.continues:  # the base has all this worker did before that lease
+                for name, news in before.news.items():
+                    base[name] += news
             elif self.encodes:
                 # What this worker's updates have not told of what it learned: begun from the
                 # version alone, it would learn that a second time, and tell it twice.
@@ -171,18 +174,8 @@ class HeldBlock:
         self.stands_at, self._whole = None, False
         return base
 
-    def _version(self, lease: Lease, patience: Patience) -> Tensors:
-        return tensors.decode(
-            self.versions.read(lease.block, lease.base_version, lease.base, patience)
-        )
-
     def _trainer_of(self, block: int) -> LeaseTrainer:
         self._trainer = self._trainer or LeaseTrainer(
             self._config, block, self._corpus, self._compute, self._scratch
         )
         return self._trainer
-
-
-def _moved(version: Tensors, before: Learned, its_base: Tensors) -> Tensors:
-    """A version, and what a lease made of an older one."""
-    return {name: before.end[name] + (version[name] - its_base[name]) for name in version}

@@ -39,6 +39,12 @@ def row(weights: Tensors) -> np.ndarray:
     return np.concatenate([weights[name].reshape(-1) for name in sorted(weights)])
 
 
+def shaped(numbers: np.ndarray, like: Tensors) -> Tensors:
+    names = sorted(like)
+    parts = np.split(numbers.astype(np.float32), np.cumsum([like[n].size for n in names])[:-1])
+    return {name: part.reshape(like[name].shape) for name, part in zip(names, parts, strict=True)}
+
+
 @pytest.fixture
 def script(
     server: FaultServer,
@@ -109,6 +115,35 @@ def test_what_others_learned_is_taken_in_while_the_own_update_is_under_way(
     expected = row(trainer.weights()) - row(begun)
     owed = (row(after_three) - row(first)) - learned(script, 0, first)
     np.testing.assert_allclose(learned(script, 1, first), expected + owed, rtol=0.02, atol=1e-5)
+
+
+def test_what_became_a_version_is_not_added_once_more(script: LastWords, watched: Watched):
+    """Each lease continues the one before; meanwhile the update before that one is merged, alone,
+    so that the worker's own weights are what it should go on from."""
+    script.config = script.config.with_settings(swarm__codec="int8")
+    base = script.first_weights()
+    first, _ = straight(script, 0)
+
+    def version(updates: int) -> Blob:
+        told = sum(learned(script, number, first) for number in range(updates))
+        return script.server.hold(b"".join(tensors.encode(shaped(row(first) + told, first))))
+
+    script.answers = [
+        lambda: script.lease(base, 0, 2),
+        lambda: script.lease(base, 2, 2, continues="lease001"),
+        script.after(
+            1, lambda: script.lease(version(1), 4, 2, base_version=1, continues="lease002")
+        ),
+        script.after(
+            2, lambda: script.lease(version(2), 6, 2, base_version=2, continues="lease003")
+        ),
+        script.after(4, Finished),
+    ]
+    assert watched.run()
+    _, last = straight(script, 8)
+    told = sum(learned(script, number, first) for number in range(4))
+    moved = np.linalg.norm(row(last) - row(first))
+    assert np.linalg.norm(row(first) + told - row(last)) < 0.02 * moved
 
 
 def test_a_lease_that_continues_what_is_lost_is_given_back(script: LastWords, watched: Watched):
