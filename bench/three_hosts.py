@@ -268,6 +268,7 @@ def main() -> None:
     parser.add_argument("--loss", type=float, default=0.001)
     parser.add_argument("--windows", type=int, help="score at most so many of test")
     parser.add_argument("--congestion", choices=["bbr", "cubic", "reno"])
+    parser.add_argument("--home", type=float, help="CE at home, where that was measured before")
     parser.add_argument("--links", action="store_true", help="proxies, where there are no hosts")
     parser.add_argument("--device", default="cpu", help="of the workers")
     parser.add_argument("--threads", type=int, default=1, help="of every worker")
@@ -281,6 +282,8 @@ def main() -> None:
     kept = args.out / "three-hosts.json"
     report = opened(kept, config, args)
     with tempfile.TemporaryDirectory() as scratch:
+        if args.home is not None:
+            report["home"] = args.home
         if "home" not in report:
             report["home"] = at_home(
                 Path(scratch) / "home", config, args.windows, args.score_device
