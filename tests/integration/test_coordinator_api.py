@@ -220,6 +220,16 @@ def test_an_answer_is_not_held_back_for_ever(api: Api):
     assert HELD_BACK_SECONDS <= time.monotonic() - began < 3 * HELD_BACK_SECONDS
 
 
+def test_whoever_has_more_to_send_is_answered_at_once(api: Api):
+    worker = api.join()
+    lease = worker.lease()
+    worker.send(worker.make(lease))
+    began = time.monotonic()
+    answer = worker.post("/v1/lease", LeaseRequest(held_block=lease.block, at_once=True))
+    assert isinstance(read(LeaseAnswer, answer).answer, Wait)
+    assert time.monotonic() - began < HELD_BACK_SECONDS / 2
+
+
 def test_hello_and_the_authority_need_no_authorization(shared: Api):
     assert read(Hello, shared.http.get("/v1/hello")) == Hello(
         run=shared.service.run.id, protocols=(PROTOCOL,)

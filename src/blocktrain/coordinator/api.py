@@ -131,7 +131,7 @@ async def lease(asked: Asked) -> Response:
     a while: a version is then with its workers as soon as it is made."""
     wanted, claim = await asked.message(LeaseRequest), asked.service.leases.claim
     clock = asyncio.get_running_loop().time
-    until = clock() + HELD_BACK_SECONDS
+    until = clock() + (0.0 if wanted.at_once else HELD_BACK_SECONDS)
     while True:
         version = asked.service.versions_made.expected()  # from before it is looked for
         try:

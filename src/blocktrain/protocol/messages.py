@@ -99,11 +99,13 @@ class Token(Message):
 class LeaseRequest(Message):
     """`held_block`: the block the worker still has in memory, with its optimizer.
     `trained`: the lease it has come to the end of, and from there can go on; the update follows.
+    `at_once`: it follows once this is answered, so that no better answer is to be waited for.
     `transfer_seconds`: what its last download and upload took together."""
 
     blocks: tuple[BlockIndex, ...] | None = None
     held_block: BlockIndex | None = None
     trained: Identifier | None = None
+    at_once: bool = False
     steps_per_second: float | None = Field(default=None, gt=0, lt=1e6)
     transfer_seconds: float = Field(default=0.0, ge=0, lt=1e6)
 

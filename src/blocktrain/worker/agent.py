@@ -200,6 +200,7 @@ class Agent:
             blocks=self._blocks,
             held_block=self._block.index,
             trained=ended.lease if ended else None,
+            at_once=self._trained is not None,
             steps_per_second=self._steps_per_second,
             transfer_seconds=self._block.fetch_seconds + self._uploader.send_seconds,
         )
