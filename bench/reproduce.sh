@@ -2,7 +2,8 @@
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive \
-#     cascade stale uneven cascade-counts workers codecs three-hosts serving serving-gpu
+#     cascade stale uneven cascade-counts workers codecs three-hosts best serving \
+#     serving-gpu
 #
 # SEEDS and CODECS choose among the runs of workers and codecs.
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. Needs only
@@ -63,6 +64,13 @@ for part in "$@"; do
       --kinds cascade --grid model.blocks=2,4,6,12 ;;
     speed | memory) python3 "bench/$part.py" --config configs/wikitext2-38m.toml --out "$out" |
       tee "$out/$part.log" ;;
+    best)
+      quality best wikitext2-38m 'wikitext-2/*.txt' --kinds end-to-end cascade --splits test \
+        --grid model.dropout=0.1
+      PYTHONPATH=src:. python3 bench/serving.py quality "$runs"/best/cascade-* \
+        --reference "$runs"/best/end-to-end-* --out "$out/serving-best" --device cuda \
+        --text "$data/wikitext-2/test.txt" --modes ar speculative "sweep K=1" "sweep K=2" "sweep K=4" |
+        tee "$out/serving-best.log" ;;
     serving)
       for name in denoise cascade; do
         serving $name quality --reference "${MODELS:-$out/models}/end-to-end"

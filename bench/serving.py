@@ -33,6 +33,7 @@ from blocktrain.train.device import Compute, resolve
 from quality import provenance
 from serving_quality import (
     INDEPENDENT,
+    MODES,
     Model,
     fixed_prompts,
     held_differences,
@@ -142,7 +143,7 @@ def quality(args: argparse.Namespace) -> Row:
     model, judge = Model.load(args.run, compute, args.readout), load_judge(args.reference, compute)
     rows = []
     for temperature in (0.0, 1.0):
-        rows += measured(model, judge, args.prompts, temperature, args.bytes)
+        rows += measured(model, judge, args.prompts, temperature, args.bytes, args.modes)
     print(table(rows, JUDGED))
     for temperature in (0.0, 1.0):
         ce = {row["mode"]: row["ce"] for row in rows if row["temperature"] == temperature}
@@ -222,6 +223,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True, help="prompts and scored text")
     parser.add_argument("--reference", type=Path, help="a run trained end to end")
     parser.add_argument("--bytes", type=int, default=128, help="of an answer")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--prompt-bytes", type=int, default=64)
     parser.add_argument("--prompt-count", type=int, default=64)
     parser.add_argument("--readout", default="product", choices=["product", "final"])

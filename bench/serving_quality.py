@@ -114,14 +114,19 @@ def guessed_independently(model: Model, asked: Sequence[Request]) -> list[tuple[
 
 
 def measured(
-    model: Model, judge: Stack, prompts: Sequence[bytes], temperature: float, most_bytes: int
+    model: Model,
+    judge: Stack,
+    prompts: Sequence[bytes],
+    temperature: float,
+    most_bytes: int,
+    modes: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """Every mode on the same prompts, with the same seeds."""
+    """Modes, ar among them, on the same prompts, with the same seeds."""
     answers = {
         mode: run_locally(
             model.front, model.stages, requests(prompts, mode, temperature, most_bytes)
         )
-        for mode in MODES
+        for mode in modes
     }
     as_ar = requests(prompts, "ar", temperature, most_bytes)
     answers[INDEPENDENT] = guessed_independently(model, as_ar)
