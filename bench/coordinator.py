@@ -67,7 +67,7 @@ class Worker:
         self.headers = {"authorization": f"Bearer {self.joined.token}"}
 
     def lease(self) -> Lease | None:
-        answer = self._post("/v1/lease", LeaseRequest().model_dump_json())
+        answer = self._post("/v1/lease", LeaseRequest(steps_per_second=1.0).model_dump_json())
         found = LeaseAnswer.model_validate_json(answer).answer
         return found if isinstance(found, Lease) else None
 

@@ -25,6 +25,7 @@ from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import claimed
 from blocktrain.core.codec_dense import Int8
 from blocktrain.core.merge import Outer
+from blocktrain.core.swarm import PendingUpdate
 from blocktrain.data.corpus import load_corpus
 from blocktrain.data.windows import evaluation_windows
 from blocktrain.protocol.identity import WorkerKey
@@ -204,6 +205,19 @@ def test_a_coordinator_is_killed_while_versions_are_compressed(
         _check_versions_follow(swarm.run)
 
 
+def pending_of(run: Run, rows: Sequence[Any]) -> list[PendingUpdate]:
+    """Merged updates as they waited."""
+    with run.ledger.read() as tx:
+        found = [(row, tx.lease(row.lease)) for row in rows]
+    return [
+        PendingUpdate(
+            row.lease, row.worker, row.base_version, row.steps, row.committed, lease.continues
+        )
+        for row, lease in found
+        if lease is not None
+    ]
+
+
 def _check_versions_follow(run: Run) -> None:
     """Merged again, every version and what it owes is what the one before it and its updates
     give; and differences lead there."""
@@ -216,20 +230,27 @@ def _check_versions_follow(run: Run) -> None:
         if number == 0:
             continue
         before = versions[block, number - 1]
+        waited = pending_of(run, [r for r in sent if (r.block, r.merged_into) == (block, number)])
+        factors = plan.chain_factors(waited)
         merged = [
             Update(
                 row.lease,
                 claimed(row).recipe,
                 row.steps * run.batch_bytes,
-                share=plan.weight(run.config.swarm, number - 1, row.base_version),
+                share=factors[row.lease]
+                * plan.weight(run.config.swarm, number - 1, row.base_version),
                 encoded=True,
             )
             for row in sent
             if (row.block, row.merged_into) == (block, number)
         ]
-        again = merge_blobs(
-            run.blobs, before.weights, merged, None, Outer(), Compression(Int8(), before.owed)
-        )
+        final = made.merged_batches == run.config.train.steps
+        compression = Compression(None if final else Int8(), before.owed)
+        again = merge_blobs(run.blobs, before.weights, merged, None, Outer(), compression)
+        if final:
+            assert (again.weights, made.owed) == (made.weights, None)
+            assert number not in differences[block]
+            continue
         difference = differences[block][number]
         assert (again.weights, again.owed) == (made.weights, made.owed)
         assert again.difference == difference

@@ -38,15 +38,18 @@ class Leases:
             tx.lock_blocks()
             if asked.trained:
                 tx.trained_lease(asked.trained, caller.worker)
+            elif _begins_anew(asked):
+                tx.reopen_unsent(caller.worker)
             tx.expect_claim(caller.worker)
             self.members.seen(tx, caller, now)
-            if held := tx.open_lease_of(caller.worker):
-                return LeaseAnswer(answer=self._described(tx, held, now))
-            blocks = tx.block_states()
-            return LeaseAnswer(
-                answer=self._answer(tx, caller, blocks, asked, now),
-                last_words=_nothing_left(blocks, caller, asked),
+            held, blocks = tx.open_lease_of(caller.worker), tx.block_states()
+            last_words = _nothing_left(blocks, caller, asked)
+            answer = (
+                self._described(tx, held, now)
+                if held
+                else self._answer(tx, caller, blocks, asked, now)
             )
+            return LeaseAnswer(answer=answer, last_words=last_words)
 
     def _answer(
         self,
@@ -180,6 +183,11 @@ def own_lease(tx: Transaction, caller: Caller, lease: str, fence: int) -> Found:
     if held.fence != fence:
         raise RefusedError("conflict", "the fencing token is not this lease's")
     return held
+
+
+def _begins_anew(asked: LeaseRequest) -> bool:
+    """Whether a worker has trained nothing yet since it was started."""
+    return asked.held_block is None and asked.steps_per_second is None
 
 
 def _nothing_left(blocks: list[BlockState], caller: Caller, asked: LeaseRequest) -> bool:

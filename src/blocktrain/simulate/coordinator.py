@@ -142,6 +142,9 @@ class VirtualCoordinator:
         """The next version. What arrived while it was made waits for the one after."""
         self.learner.merged(block, merged)
         block.pending = block.pending[len(merged) :]
+        for lease in block.pending:
+            if lease.before in merged:
+                lease.base_version = block.version + 1
         for lease in merged:
             count_out(block.workers, lease.worker)
             block.settled(lease)

@@ -364,7 +364,28 @@ class Transaction:
         for item in merged:
             self._tell(statements.MERGE_UPDATE, of_lease=item.lease, into=version + 1)
             self._tell(statements.CREDIT_WORKER, of_worker=item.worker, steps=item.steps)
+        self._rebase(leases_of, version + 1)
         return True
+
+    def _rebase(self, merged: Sequence[str], version: int) -> None:
+        """What came in meanwhile and continues what was merged counts as trained from that."""
+        continuing = select(leases.c.id).where(leases.c.continues.in_(merged))
+        self._run(
+            update(updates)
+            .where(updates.c.state == "pending", updates.c.base_version < version)
+            .where(updates.c.lease.in_(continuing))
+            .values(base_version=version)
+        )
+
+    def reopen_unsent(self, worker: str) -> None:
+        """Leases of a worker that began anew, of whose updates nothing was heard: it is to have
+        them again."""
+        heard_of = select(updates.c.lease).where(updates.c.lease == leases.c.id).exists()
+        self._run(
+            update(leases)
+            .where(leases.c.worker == worker, leases.c.state == "sending", ~heard_of)
+            .values(state="open")
+        )
 
     def version(self, block: int, version: int | None = None) -> Version:
         """A version of a block; the current one where none is named."""

@@ -111,6 +111,8 @@ class Agent:
                 finished = self._work()
             finally:
                 self._uploader.abandon("the worker ended")
+                if self._trained:
+                    self._trained[1].give_back("the worker ended")
         if finished:
             self._tell("finished", "the run is finished")
         else:
@@ -188,6 +190,7 @@ class Agent:
         """Wait until it is time to ask for work; False: it is time to leave."""
         if self._last_failure and self._failures >= MOST_FAILURES:
             raise self._last_failure
+        self._uploader.check()
         self._stand_back(math.inf)
         if not self._block.encodes:
             self._uploader.offered(self._while_wanted().wanted)

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 from blocktrain.core import faults
-from blocktrain.errors import BlocktrainError
+from blocktrain.errors import BlocktrainError, ProtocolError, RefusedError, UnreachableError
 from blocktrain.protocol.messages import Lease, Receipt, UpdateOffer
 from blocktrain.worker.keeper import Keeper
 from blocktrain.worker.transfer import Transfer
@@ -57,14 +57,18 @@ class Uploader:
 
     def finish(self, wanted: Callable[[], bool] = lambda: True) -> bool:
         """Wait until all is sent; False: it was no longer wanted before that. What no retry helps
-        against, such as a full disk, is raised here."""
+        against, such as a full disk, is raised here, and by `check`."""
         while self._thread and self._thread.is_alive():
             if not wanted():
                 return False
             self._thread.join(POLL_SECONDS)
+        self.check()
+        return True
+
+    def check(self) -> None:
+        """Raise what no retry helps against."""
         if self._broken:
             raise self._broken
-        return True
 
     def abandon(self, reason: str) -> None:
         """Give up what is still being sent, and its lease with it."""
@@ -77,15 +81,19 @@ class Uploader:
         patience = client.patience(self._seconds, lambda: not self._abandoned)
         began = client.clock.monotonic()
         try:
-            receipt = self._transfer.send(prepare(), patience, self._offered.set)
+            offer = prepare()
+            if self._abandoned:
+                return
+            receipt = self._transfer.send(offer, patience, self._offered.set)
             self.send_seconds = client.clock.monotonic() - began
-        except BlocktrainError as error:
-            if not self._abandoned:
-                self._on_failure(keeper.lease, error)
-        except Exception as error:
-            self._broken = error
-        else:
             faults.reached("sent")
             self._on_receipt(keeper.lease, receipt)
+        except (UnreachableError, RefusedError, ProtocolError) as error:
+            if not self._abandoned:
+                self._on_failure(keeper.lease, error)
+                keeper.give_back(str(error))
+        except Exception as error:
+            self._broken = error
+            keeper.give_back(str(error))
         finally:
             keeper.release()

@@ -38,11 +38,15 @@ class Wire(httpx.BaseTransport):
             with _translated(httpx.ReadError):
                 connection.sock.settimeout(timeout["read"])
                 answer = _exchanged(connection, request)
+            # As they came: a proxy may write more into a header than ASCII.
+            headers = [
+                (name.encode("latin-1"), v.encode("latin-1")) for name, v in answer.getheaders()
+            ]
+            body = _Body(self, origin, connection, answer)
+            return httpx.Response(answer.status, headers=headers, stream=body)
         except BaseException:
             connection.close()
             raise
-        body = _Body(self, origin, connection, answer)
-        return httpx.Response(answer.status, headers=answer.getheaders(), stream=body)
 
     def close(self) -> None:
         with self._lock:
@@ -95,7 +99,8 @@ class _Body(httpx.SyncByteStream):
         answer: http.client.HTTPResponse,
     ) -> None:
         self._wire, self._origin, self._connection = wire, origin, connection
-        self._answer, self._whole = answer, False
+        self._answer, self._whole = answer, answer.length == 0
+        self._failure: Exception | None = None
 
     def __iter__(self) -> Iterator[bytes]:
         with _translated(httpx.ReadError):
@@ -106,20 +111,29 @@ class _Body(httpx.SyncByteStream):
         self._whole = True
 
     def close(self) -> None:
+        self._answer.close()
         if self._whole and not self._answer.will_close:
             self._wire.keep(self._origin, self._connection)
         else:
             self._connection.close()
-        self._answer.close()
 
     def _gathered(self) -> bytes:
+        """What has come, and what comes right behind it. A failure is told after what came before
+        it was handed on: a download goes on from there."""
+        if self._failure:
+            raise self._failure
         parts: list[bytes] = []
         size, until = 0, time.monotonic() + GATHER_SECONDS
-        while size < PIECE_BYTES and (part := self._answer.read1(PIECE_BYTES)):
-            parts.append(part)
-            size += len(part)
-            if time.monotonic() > until:
-                break
+        try:
+            while size < PIECE_BYTES and (part := self._answer.read1(PIECE_BYTES)):
+                parts.append(part)
+                size += len(part)
+                if time.monotonic() > until:
+                    break
+        except (OSError, http.client.HTTPException) as failure:
+            if not parts:
+                raise
+            self._failure = failure
         return b"".join(parts)
 
 
@@ -132,12 +146,15 @@ def _exchanged(
         connection.putheader(name.decode("ascii"), value)
     connection.endheaders()
     assert isinstance(request.stream, httpx.SyncByteStream)
+    broken = False
     for part in request.stream:
         try:
             connection.send(part)
         except OSError:
-            break  # whoever takes no more of it may have said why
+            broken = True  # whoever takes no more of it may have said why
+            break
     answer = connection.getresponse()
+    answer.will_close = answer.will_close or broken
     if answer.length is None and not answer.chunked:  # or its head was cut short
         raise http.client.HTTPException("the answer does not say where it ends")
     return answer

@@ -41,6 +41,6 @@ def test_a_log_is_cut_where_the_worker_came_back(bench):
 
 def test_waiting_is_all_time_without_a_step_by_what_came_before_it(bench):
     waits = bench.waits(FIRST)
-    assert waits == pytest.approx({"joined": 1.0, "leased": 3.0, "training": 0.5, "trained": 0.5})
+    assert waits == pytest.approx({"joined": 1.0, "leased": 3.0, "training": 1.0})
     assert sum(waits.values()) == pytest.approx(16.0 - 11.0)
     assert bench.waiting_share([FIRST, SECOND]) == pytest.approx(1 - 14.0 / 20.0)

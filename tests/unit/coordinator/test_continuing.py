@@ -73,8 +73,7 @@ def test_who_asks_again_gets_the_lease_it_has(service: Service):
     first = member.lease(blocks=(0,), **STEPS)
     second = go_on(member, first)
     assert go_on(member, first).lease == second.lease
-    assert member.lease().lease == second.lease  # it was started again, and knows of nothing
-    assert member.lease().continues == first.lease
+    assert member.lease(**STEPS).continues == first.lease
 
 
 def test_nobody_gets_further_than_one_update_ahead(service: Service):
@@ -116,6 +115,53 @@ def test_what_one_worker_learned_in_turn_adds_up_in_one_version(service: Service
     learned(bob, other, 3.0)
     assert service.merger.merge_due() == 1
     assert grown(service) == pytest.approx((2 * 1.5 + 3.0) / 3)
+
+
+def test_what_comes_in_while_its_predecessor_is_merged_is_not_late(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    member = join(service)
+    first = member.lease(blocks=(0,), **STEPS)
+    second = go_on(member, first)
+    learned(member, first, 1.0)
+    merged = service.merger._merged
+
+    def slowly(*arguments, **options):  # type: ignore[no-untyped-def]
+        monkeypatch.undo()
+        assert learned(member, second, 0.5) == "pending"
+        return merged(*arguments, **options)
+
+    monkeypatch.setattr(service.merger, "_merged", slowly)
+    assert service.merger.merge_due() == 1
+    with service.run.ledger.read() as tx:
+        (waiting,) = tx.block_states()[0].pending
+    assert (waiting.lease, waiting.base_version) == (second.lease, 1)
+    service.merger.merge_due()
+    assert grown(service) == pytest.approx(1.5)
+
+
+def test_a_worker_that_begins_anew_gets_what_it_never_sent_again(service: Service):
+    member = join(service)
+    first = member.lease(blocks=(0,), **STEPS)
+    second = go_on(member, first)
+    assert member.lease().lease == first.lease  # nothing was heard of its update
+    assert go_on(member, first).lease == second.lease
+    learned(member, first, 1.0)
+    assert member.lease().lease == second.lease
+
+
+def test_last_words_are_asked_for_again_when_the_answer_was_lost(service: Service):
+    member = join(service)
+    trained = None
+    while trained is None or trained.first_batch + trained.steps < 40:
+        trained = member.lease(held_block=0, blocks=(0,), steps_per_second=1.0)
+        if trained.first_batch + trained.steps < 40:
+            learned(member, trained, 0.1)
+            service.merger.merge_due()
+    asked = {"held_block": 0, "trained": trained.lease, "steps_per_second": 1.0}
+    answers = [member.ask(**asked) for _ in range(2)]
+    assert [answer.last_words for answer in answers] == [True, True]
+    assert answers[0].answer.block == answers[1].answer.block == 1
 
 
 def test_an_update_whose_predecessor_was_refused_counts_by_itself(service: Service):

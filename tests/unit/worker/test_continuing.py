@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.fault_server import Fault, FaultServer
-from tests.unit.worker.test_agent import CPU, Script, Watched
+from tests.unit.worker.test_agent import CPU, SOON, Script, Watched
 
 from blocktrain.config import Config
 from blocktrain.core.codec import Decoder
@@ -165,6 +165,21 @@ def test_a_worker_that_leaves_sends_what_it_has_trained(script: LastWords, watch
     watched.on_event = lambda e: agent.stop() if e.kind == "training" and e.step == 3 else None
     assert not agent.run()
     assert len(script.claims) == 1
+
+
+def test_a_disk_that_is_full_while_an_update_is_made_ends_the_worker(
+    script: LastWords, watched: Watched, monkeypatch: pytest.MonkeyPatch
+):
+    base = script.first_weights()
+    script.answers = [lambda: script.lease(base, 0, 2)] + [lambda: SOON] * 50
+
+    def full(*arguments, **options):  # type: ignore[no-untyped-def]
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("blocktrain.worker.held_block.HeldBlock.encode", full)
+    with pytest.raises(OSError, match="No space left"):
+        watched.run()
+    assert "No space left" in script.returned[0]
 
 
 def test_last_words_hold_more(server: FaultServer, script: LastWords, watched: Watched):
