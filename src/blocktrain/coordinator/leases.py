@@ -67,7 +67,6 @@ class Leases:
             asked.held_block,
             asked.blocks,
             patient=plan.is_patient(self.run.config.swarm, asked.transfer_seconds),
-            hurried=plan.is_hurried(self.run.config.swarm, asked.transfer_seconds),
             trained=asked.trained,
         )
         if chosen is None:
@@ -121,8 +120,7 @@ class Leases:
     ) -> Found:
         swarm = self.run.config.swarm
         continues = asked.trained
-        hurried = plan.is_hurried(swarm, asked.transfer_seconds)
-        if not plan.may_continue(block, caller.worker, continues, hurried=hurried):
+        if not plan.may_continue(block, caller.worker, continues):
             continues = None
         start, stride = plan.place_in_schedule(
             block, caller.worker, continuing=continues is not None

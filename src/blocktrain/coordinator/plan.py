@@ -16,7 +16,6 @@ from blocktrain.core.swarm import BlockView, Waiting
 
 STAY = 0.5  # of the run: how far ahead of the slowest block a worker's own may be before it moves
 PATIENCE = 0.25  # of a lease's time that a worker spends on its own transfers without moving
-HURRY = 0.05  # of a lease's time; transfers that take longer are not waited for
 QUORUM_LEASES = 2.0  # of a lease's time that the first update waits for a quorum
 MERGE_WAIT = 0.3  # seconds; the worker's own update is about to become a version
 IDLE_WAIT = 5.0
@@ -37,7 +36,6 @@ def choose_block(
     allowed: Collection[int] | None,
     *,
     patient: bool = True,
-    hurried: bool = True,
     trained: Hashable = None,
 ) -> Block | None:
     """The block to hand out, or None where there is nothing this worker could do now.
@@ -56,7 +54,7 @@ def choose_block(
         block
         for block in open_to
         if worker not in block.finishing
-        or (block.index == held and may_continue(block, worker, trained, hurried=hurried))
+        or (block.index == held and may_continue(block, worker, trained))
     ]
     if not free:
         return None
@@ -70,15 +68,11 @@ def choose_block(
     return slowest
 
 
-def may_continue(block: BlockView[Any], worker: str, trained: Hashable, *, hurried: bool) -> bool:
+def may_continue(block: BlockView[Any], worker: str, trained: Hashable) -> bool:
     """Whether a worker may train on from the end of a lease whose update is on its way: only where
-    that is all that the newest version lacks of what it has done, so that nobody gets further than
-    that from what the others learn. Where there are others, their work is worth a short wait; one
-    who is alone would wait for its own weights."""
-    if trained is None or set(block.unmerged(worker)) != {trained}:
-        return False
-    alone = len(block.workers) == (worker in block.workers)
-    return alone or hurried
+    that is all that the newest version lacks of what it has done. Nobody gets further than that
+    from what the others learn."""
+    return trained is not None and set(block.unmerged(worker)) == {trained}
 
 
 def place_in_schedule(
@@ -89,11 +83,6 @@ def place_in_schedule(
     stride = len(block.workers) + (worker not in block.workers)
     ahead = sum(block.unmerged(worker).values()) if continuing else 0
     return block.merged_batches + ahead * stride, stride
-
-
-def is_hurried(swarm: SwarmConfig, transfer_seconds: float) -> bool:
-    """Whether a worker's update takes so long that it trains on rather than wait for it."""
-    return transfer_seconds > HURRY * swarm.lease_seconds
 
 
 def is_patient(swarm: SwarmConfig, transfer_seconds: float) -> bool:

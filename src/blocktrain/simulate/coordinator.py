@@ -59,14 +59,11 @@ class VirtualCoordinator:
             self.learner.taken(already)
             return already
         patient = plan.is_patient(self.swarm, transfer_seconds)
-        hurried = plan.is_hurried(self.swarm, transfer_seconds)
         name = trained.lease if trained else None
-        block = plan.choose_block(
-            self.blocks, worker, held, None, patient=patient, hurried=hurried, trained=name
-        )
+        block = plan.choose_block(self.blocks, worker, held, None, patient=patient, trained=name)
         if block is None:
             return None
-        before = trained if plan.may_continue(block, worker, name, hurried=hurried) else None
+        before = trained if plan.may_continue(block, worker, name) else None
         wanted = plan.lease_steps(self.swarm, steps_per_second, block.to_hand_out)
         first_batch, steps = block.take(wanted)
         deadline = now + plan.lease_seconds(self.swarm, steps, steps_per_second, transfer_seconds)

@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.coordinator import Member, SetClock, first_weights, join, running, weights_now
 
-from blocktrain.config import SwarmConfig
 from blocktrain.coordinator.plan import (
     base_of,
     chain_factors,
-    is_hurried,
     may_continue,
     place_in_schedule,
 )
@@ -108,8 +106,7 @@ def test_what_one_worker_learned_in_turn_adds_up_in_one_version(service: Service
     """A third of the steps are another's: its weight in the mean is a third."""
     ann, bob = join(service), join(service)
     first, other = ann.lease(blocks=(0,), **STEPS), bob.lease(blocks=(0,), **STEPS)
-    assert isinstance(ann.ask(held_block=0, trained=first.lease, **STEPS).answer, Wait)
-    second = go_on(ann, first, transfer_seconds=5.0)
+    second = go_on(ann, first)
     learned(ann, first, 1.0)
     learned(ann, second, 0.5)
     learned(bob, other, 3.0)
@@ -263,25 +260,14 @@ def block(**changes: Any) -> BlockState:
 
 def test_a_worker_may_continue_what_is_all_that_is_missing():
     sent = block(sending=(("ann", "one", 10), ("bob", "two", 10)))
-    assert may_continue(sent, "ann", "one", hurried=True)
-    assert not may_continue(sent, "ann", "two", hurried=True)
-    assert not may_continue(sent, "ann", None, hurried=True)
+    assert may_continue(sent, "ann", "one")
+    assert not may_continue(sent, "ann", "two")
+    assert not may_continue(sent, "ann", None)
     waiting = block(pending=(PendingUpdate("one", "ann", 3, 10, 5.0),))
-    assert may_continue(waiting, "ann", "one", hurried=True)
-    assert not may_continue(
-        block(), "ann", "one", hurried=True
-    )  # it is merged: there is nothing to add
+    assert may_continue(waiting, "ann", "one")
+    assert not may_continue(block(), "ann", "one")  # it is merged: there is nothing to add
     both = block(sending=(("ann", "two", 10),), pending=(PendingUpdate("one", "ann", 3, 10, 5.0),))
-    assert not may_continue(both, "ann", "two", hurried=True)
-
-
-def test_who_is_not_alone_waits_for_the_others_unless_transfers_take_long():
-    sent = block(sending=(("ann", "one", 10),))
-    assert not may_continue(sent, "ann", "one", hurried=False)
-    alone = block(sending=(("ann", "one", 10),), workers=frozenset({"ann"}))
-    assert may_continue(alone, "ann", "one", hurried=False)
-    assert not is_hurried(SwarmConfig(lease_seconds=30.0), 1.5)
-    assert is_hurried(SwarmConfig(lease_seconds=30.0), 1.6)
+    assert not may_continue(both, "ann", "two")
 
 
 def test_the_schedule_goes_on_as_if_all_had_gone_equally_far():

@@ -192,20 +192,12 @@ def test_encoded_updates_are_merged_as_they_arrive(config: Config, corpus: Corpu
     settings = {**CHURN, "train__steps": 30, "simulate__availability": 1.0}
     whole, _ = play(scenario(config, **settings), corpus)
     packed, _ = play(scenario(config, **settings, swarm__codec=codec), corpus)
-    assert packed.virtual_seconds == whole.virtual_seconds  # all are near, and wait for each other
+    assert (
+        packed.virtual_seconds < whole.virtual_seconds
+    )  # nobody waits for what its update becomes
     assert packed.ce is not None and whole.ce is not None
     assert packed.ce != whole.ce
     first = packed.samples[0].ce
     assert first is not None and packed.ce < first - 0.1
     if codec == "bf16":
         assert packed.ce == pytest.approx(whole.ce, abs=0.05)
-
-
-def test_far_away_nobody_waits_for_what_its_update_becomes(config: Config, corpus: Corpus):
-    settings = {**CHURN, "train__steps": 30, "simulate__availability": 1.0}
-    settings |= {"simulate__latency_seconds": 1.0}
-    whole, _ = play(scenario(config, **settings), corpus)
-    packed, _ = play(scenario(config, **settings, swarm__codec="bf16"), corpus)
-    assert packed.virtual_seconds < whole.virtual_seconds
-    assert packed.ce is not None and whole.ce is not None
-    assert packed.ce == pytest.approx(whole.ce, abs=0.1)
