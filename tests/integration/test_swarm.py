@@ -137,7 +137,7 @@ def test_sparse_both_ways_and_a_worker_that_is_restarted(home: Path):
         assert moved["down_raw"] > 2 * whole
         assert 0 < moved["down_differences"] < made * whole / 50
         assert moved["up_raw"] >= made * whole
-        assert moved["up"] < moved["up_raw"] / 50
+        assert moved["up"] < moved["up_raw"] / 30  # last words are longer
         weights = tensors.decode(b"".join(blobs.reader(held[block].weights).stream()))
         for name, tensor in weights.items():
             assert np.array_equal(fetched[f"block.{block}.{name}"], tensor), name

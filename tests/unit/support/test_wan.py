@@ -124,6 +124,8 @@ def test_nothing_is_left_behind_even_when_whoever_made_it_is_killed() -> None:
         "from tests.support.wan import Wan\n"
         "with Wan(['a'], 10, 100) as wan:\n"
         "    ends = wan.popen('a', ['sleep', '600'])\n"
+        "    while open(f'/proc/{ends.pid}/comm').read().strip() != 'sleep':\n"
+        "        time.sleep(0.01)  # on its way into the host it is in none\n"
         "    print(ends.pid, flush=True)\n"
         "    time.sleep(600)\n"
     )
