@@ -127,6 +127,11 @@ class TrainConfig:
     steps: int = setting(2500, "optimizer steps per block", low=1)
     batch: int = setting(64, "windows per optimizer step", low=1)
     accumulate: int = setting(1, "micro-batches a step is split into", low=1)
+    optimizer: str = setting(
+        "adamw",
+        "muon: the layers' matrices by orthogonalised momentum, all else by AdamW",
+        choices=("adamw", "muon"),
+    )
     lr: float = setting(1e-3, "peak learning rate", low=0.0)
     lr_floor: float = setting(0.05, "final learning rate as a share of the peak", low=0.0, high=1.0)
     warmup: int = setting(100, "steps of linear warm-up", low=0)

@@ -34,10 +34,14 @@ class Context(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """A bias-free linear map that computes in the dtype of its input, weights kept as they are."""
+    """A bias-free linear map that computes in the dtype of its input, weights kept as they are.
 
-    def __init__(self, inputs: int, outputs: int, *, zero: bool = False) -> None:
+    `parts`: as many maps of one shape, whose outputs stand side by side.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, parts: int = 1, zero: bool = False) -> None:
         super().__init__(inputs, outputs, bias=False)
+        self.parts = parts
         if zero:
             nn.init.zeros_(self.weight)
         else:
@@ -74,7 +78,7 @@ class SwiGLU(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         hidden = max(8, round(hidden * 2 / 3 / 8) * 8)
-        self.up = Linear(width, 2 * hidden)
+        self.up = Linear(width, 2 * hidden, parts=2)
         self.down = Linear(hidden, width, zero=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,7 +108,7 @@ class Layer(nn.Module):
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        self.qkv = Linear(width, 3 * width)
+        self.qkv = Linear(width, 3 * width, parts=3)
         self.out = Linear(width, width, zero=True)
         hidden = int(width * mlp_ratio)
         self.mlp: nn.Module = (

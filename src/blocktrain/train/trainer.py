@@ -30,14 +30,13 @@ from blocktrain.train.device import Compute
 from blocktrain.train.evaluate import solo_ce
 from blocktrain.train.graph import GraphedStep
 from blocktrain.train.objective import Batch, new_objective
+from blocktrain.train.optimizer import new_optimizer
 from blocktrain.train.predecessors import Predecessors
 from blocktrain.train.prefix import Published
 from blocktrain.train.schedule import learning_rate
 
 DATA_STREAM, STEP_STREAM = 2, 3
 REPORT_EVERY = 10
-NOT_DECAYED = ("taps", "sigma_in", "log_scale")
-ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class BlockTrainer:
         # On a CUDA device the rate is read there, so that a captured step can go on using it.
         self._lr = torch.tensor(settings.lr, device=compute.device)
         self._course = config.course(block)
-        self.optimizer = _optimizer(self.module, config, self._lr)
+        self.optimizer = new_optimizer(self.module, settings, self._lr)
         graphed = settings.cuda_graph and not settings.checkpoint_layers
         self._graph = GraphedStep() if graphed and compute.device.type == "cuda" else None
         self.step = 0
@@ -200,17 +199,17 @@ class BlockTrainer:
     def moments(self) -> Tensors:
         """The optimizer's state, once it has made a step."""
         return {
-            f"{name}.{key}": _to_numpy(self.optimizer.state[parameter][key])
+            f"{name}.{key}": _to_numpy(moment)
             for name, parameter in self.module.named_parameters()
-            for key in ADAM_STATE
+            for key, moment in self.optimizer.state[parameter].items()
         }
 
     def take_moments(self, moments: Tensors) -> None:
-        for name, parameter in self.module.named_parameters():
-            self.optimizer.state[parameter] = {
-                key: torch.from_numpy(moments[f"{name}.{key}"]).to(parameter.device)
-                for key in ADAM_STATE
-            }
+        parameters = dict(self.module.named_parameters())
+        for full_name, moment in moments.items():
+            name, _, key = full_name.rpartition(".")
+            state = self.optimizer.state[parameters[name]]
+            state[key] = torch.from_numpy(moment).to(parameters[name].device)
 
     def weights(self) -> Tensors:
         return {name: _to_numpy(p) for name, p in self.module.named_parameters()}
@@ -341,26 +340,6 @@ class BlockTrainer:
                 " non-finite loss or gradient; the weights are those before them."
                 " Lower train.lr, or train.precision=fp32"
             )
-
-
-def _optimizer(module: nn.Module, config: Config, lr: Tensor) -> torch.optim.Optimizer:
-    settings = config.train
-    matrices: list[Tensor] = []
-    others: list[Tensor] = []
-    for name, parameter in module.named_parameters():
-        spared = any(part in NOT_DECAYED for part in name.split("."))
-        (others if spared else matrices).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=lr,
-        betas=(settings.beta1, settings.beta2),
-        fused=True,
-        capturable=lr.device.type == "cuda",
-    )
 
 
 def _to_numpy(tensor: Tensor) -> npt.NDArray[np.float32]:

@@ -1,0 +1,124 @@
+"""How a gradient becomes a step: AdamW, or Muon for the matrices of the layers beside it.
+
+Muon steps along the momentum with all its singular values made alike: one moment in memory instead
+of two, and no direction of a matrix starves. Where `found_inf` is set on an optimizer, its step
+leaves weights and moments as they are; nothing in a step waits for the host, so that a CUDA graph
+can hold it. Knows nothing of losses or schedules: the rate is a tensor that others fill.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from blocktrain.config import TrainConfig
+from blocktrain.model.layer import Layer, Linear
+
+NOT_DECAYED = ("taps", "sigma_in", "log_scale")
+MOMENTUM = 0.95
+# A quintic that takes singular values from (0, 1] to about 1 in five turns: steepest at zero,
+# exact nowhere, and exact is not needed (Jordan et al., 2024).
+QUINTIC, TURNS = (3.4445, -4.7750, 2.0315), 5
+# An orthogonal matrix times this has entries as large as AdamW's steps, so that one learning rate
+# serves both (Liu et al., 2025).
+LIKE_ADAMW = 0.2
+
+
+def new_optimizer(module: nn.Module, settings: TrainConfig, lr: Tensor) -> torch.optim.Optimizer:
+    by_muon = list(_matrices_of_layers(module)) if settings.optimizer == "muon" else []
+    taken = {id(matrix.weight) for matrix in by_muon}
+    decayed: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, parameter in module.named_parameters():
+        spared = any(part in NOT_DECAYED for part in name.split("."))
+        if id(parameter) not in taken:
+            (others if spared else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=lr,
+        betas=(settings.beta1, settings.beta2),
+        fused=True,
+        capturable=lr.device.type == "cuda",
+    )
+    return Muon(by_muon, adamw, lr, settings.weight_decay) if by_muon else adamw
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps matrices itself and everything else by an AdamW; both keep their state in one place."""
+
+    def __init__(
+        self, matrices: list[Linear], beside: torch.optim.AdamW, lr: Tensor, weight_decay: float
+    ) -> None:
+        weights = [matrix.weight for matrix in matrices]
+        super().__init__(weights, {"lr": lr, "weight_decay": weight_decay})
+        self.found_inf: Tensor | None = None
+        self._matrices, self._beside = matrices, beside
+        self.state = beside.state
+        self.param_groups.extend(beside.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        if self.found_inf is not None:
+            self._beside.found_inf = self.found_inf  # type: ignore[attr-defined]
+        self._beside.step()
+        group = self.param_groups[0]
+        taken = 1.0 if self.found_inf is None else 1.0 - self.found_inf
+        rate = group["lr"] * taken
+        for alike in self._alike():
+            directions = torch.cat([self._direction(matrix) for matrix in alike])
+            steps = orthogonal(directions).split([matrix.parts for matrix in alike])
+            scale = LIKE_ADAMW * max(directions.shape[1:]) ** 0.5
+            for matrix, step in zip(alike, steps, strict=True):
+                weight = matrix.weight
+                weight.mul_(1.0 - rate * group["weight_decay"])
+                weight.sub_(step.reshape(weight.shape) * (rate * scale))
+
+    def _alike(self) -> Iterator[list[Linear]]:
+        """Matrices whose parts have one shape: they are made orthogonal together."""
+        by_shape: dict[tuple[int, int], list[Linear]] = defaultdict(list)
+        for matrix in self._matrices:
+            rows, columns = matrix.weight.shape
+            by_shape[rows // matrix.parts, columns].append(matrix)
+        yield from by_shape.values()
+
+    def _direction(self, matrix: Linear) -> Tensor:
+        """Gradient and momentum together (Nesterov), a matrix for each part."""
+        gradient = matrix.weight.grad
+        assert gradient is not None
+        state = self.state[matrix.weight]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(gradient)
+        momentum, kept = state["momentum"], MOMENTUM
+        if self.found_inf is not None:
+            bad = self.found_inf.bool()
+            gradient = torch.where(bad, 0.0, gradient)
+            momentum.mul_(torch.where(bad, 1.0, kept))
+        else:
+            momentum.mul_(kept)
+        momentum.add_(gradient)
+        return (gradient + kept * momentum).view(matrix.parts, -1, gradient.size(1))
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Each matrix with its singular values taken to about one."""
+    x = matrices.bfloat16() if matrices.device.type == "cuda" else matrices
+    upright = x.size(1) > x.size(2)
+    if upright:
+        x = x.mT
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    a, b, c = QUINTIC
+    for _ in range(TURNS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if upright else x).to(matrices.dtype)
+
+
+def _matrices_of_layers(module: nn.Module) -> Iterator[Linear]:
+    for layer in module.modules():
+        if isinstance(layer, Layer):
+            yield from (part for part in layer.modules() if isinstance(part, Linear))
