@@ -46,6 +46,8 @@ class Contender:
 
 
 def contenders(config: Config) -> list[Contender]:
+    """The plain loop steps by AdamW, so all do; what Muon costs is a contender's own question."""
+    config = config.with_settings(train__optimizer="adamw")
     model = config.model
     depth = model.layers // model.blocks
     whole = config.with_settings(objective__kind="end_to_end")
@@ -54,6 +56,11 @@ def contenders(config: Config) -> list[Contender]:
     last, own = cascade.units - 1, cascade.depths[-1]
     return [
         Contender("end_to_end", f"end-to-end, {model.layers} layers", whole),
+        Contender(
+            "muon",
+            f"end-to-end, {model.layers} layers, by Muon",
+            whole.with_settings(train__optimizer="muon"),
+        ),
         Contender("causal", f"causal LM, {depth} layers", _of_depth(whole, depth)),
         Contender("denoise", f"denoising block, {depth} layers", block),
         Contender("fitting", f"causal LM, {own} layers", _of_depth(whole, own)),

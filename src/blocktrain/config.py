@@ -88,12 +88,12 @@ class ObjectiveConfig:
     tail: int = setting(
         4, "private layers a block of a cascade predicts through; the last block needs none", low=0
     )
-    stagger: float = setting(
-        0.0,
-        "share of the steps by which the learning rate of a cascade's first block ends before the"
-        " last one's, so that later blocks build on settled ones",
+    lead: float = setting(
+        0.5,
+        "share of a cascade's steps by which each block keeps behind the one it builds on: 0 trains"
+        " all at once, 1 one after another",
         low=0.0,
-        high=0.9,
+        high=1.0,
     )
     refresh_every: int = setting(
         50, "steps a block of a cascade trains before it looks for newer blocks before it", low=1
@@ -128,11 +128,13 @@ class TrainConfig:
     batch: int = setting(64, "windows per optimizer step", low=1)
     accumulate: int = setting(1, "micro-batches a step is split into", low=1)
     optimizer: str = setting(
-        "adamw",
+        "muon",
         "muon: the layers' matrices by orthogonalised momentum, all else by AdamW",
         choices=("adamw", "muon"),
     )
-    lr: float = setting(1e-3, "peak learning rate", low=0.0)
+    lr: float = setting(
+        4e-3, "peak learning rate; AdamW alone wants a fourth to a half of it", low=0.0
+    )
     lr_floor: float = setting(0.05, "final learning rate as a share of the peak", low=0.0, high=1.0)
     warmup: int = setting(100, "steps of linear warm-up", low=0)
     weight_decay: float = setting(0.1, "AdamW weight decay of matrices", low=0.0)
@@ -258,11 +260,19 @@ class Config:
         """Most layers any one unit trains, its tail counted."""
         return max(depth + self.tail_layers(unit) for unit, depth in enumerate(self.depths))
 
-    def course(self, unit: int) -> float:
-        """Share of the steps in which a unit's learning rate runs its course."""
-        if self.objective.kind != "cascade" or self.units == 1:
-            return 1.0
-        return 1.0 - self.objective.stagger * (self.units - 1 - unit) / (self.units - 1)
+    @property
+    def lead(self) -> float:
+        """How far each unit keeps behind the one it builds on."""
+        return self.objective.lead if self.objective.kind == "cascade" else 0.0
+
+    def first_step(self, unit: int) -> int:
+        """How many steps the first unit has made when this one begins, if all are equally fast."""
+        return round(unit * self.lead * self.train.steps)
+
+    @property
+    def last_step(self) -> int:
+        """What the first unit would have made when the last one ends."""
+        return self.first_step(self.units - 1) + self.train.steps
 
     @property
     def warnings(self) -> list[str]:

@@ -35,6 +35,7 @@ def measured(config: Config, corpus: Corpus) -> dict[str, Any]:
         "bounds": list(config.partition().bounds),
         "denoise": losses(config, 1, corpus),
         "end_to_end": losses(config.with_settings(objective__kind="end_to_end"), 0, corpus),
+        "adamw": losses(config.with_settings(train__optimizer="adamw", train__lr=3e-3), 1, corpus),
     }
 
 
@@ -55,5 +56,5 @@ def test_numbers_are_the_pinned_ones(config: Config, corpus: Corpus):
     pinned = json.loads(PINNED.read_text())
     for exact in ("seeds", "batches"):
         assert found[exact] == pinned[exact]
-    for rounded in ("table", "bounds", "denoise", "end_to_end"):
+    for rounded in ("table", "bounds", "denoise", "end_to_end", "adamw"):
         assert found[rounded] == pytest.approx(pinned[rounded], abs=1e-4), rounded

@@ -196,11 +196,13 @@ def test_other_kinds_have_no_tail(kind: str):
     assert [config.tail_layers(unit) for unit in range(config.units)] == [0] * config.units
 
 
-def test_the_blocks_of_a_staggered_cascade_settle_one_after_another():
-    settings = {"model": {"layers": 8, "blocks": 4}, "objective": {"stagger": 0.6}}
-    cascade = from_dict({**settings, "objective": {**settings["objective"], "kind": "cascade"}})
-    assert [cascade.course(block) for block in range(4)] == pytest.approx([0.4, 0.6, 0.8, 1.0])
-    assert [from_dict(settings).course(block) for block in range(4)] == [1.0] * 4
+def test_the_blocks_of_a_cascade_begin_one_after_another():
+    settings = {"model": {"layers": 8, "blocks": 4}, "objective": {"lead": 0.5}}
+    settings["train"] = {"steps": 100}
+    cascade = from_dict({**settings, "objective": {"lead": 0.5, "kind": "cascade"}})
+    assert [cascade.first_step(block) for block in range(4)] == [0, 50, 100, 150]
+    assert cascade.last_step == 250
+    assert from_dict(settings).last_step == 100
 
 
 def test_the_codecs_of_the_settings_are_those_there_are():

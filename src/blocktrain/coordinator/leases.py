@@ -68,6 +68,7 @@ class Leases:
             asked.blocks,
             patient=plan.is_patient(self.run.config.swarm, asked.transfer_seconds),
             trained=asked.trained,
+            lead=self.run.config.lead,
         )
         if chosen is None:
             return _wait(blocks, caller)

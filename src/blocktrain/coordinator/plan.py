@@ -1,7 +1,8 @@
 """Who trains what next, and when updates become a version: pure decisions, no clock, no files.
 
 Blocks that lag go first; a worker stays with its block while that is useful, because its
-optimizer state is warm there. Blocks never wait for each other. Simulation runs the same code.
+optimizer state is warm there. Blocks never wait for each other, but for those of a cascade whose
+`lead` keeps them behind the one they build on. Simulation runs the same code.
 """
 
 import math
@@ -37,6 +38,7 @@ def choose_block(
     *,
     patient: bool = True,
     trained: Hashable = None,
+    lead: float = 0.0,
 ) -> Block | None:
     """The block to hand out, or None where there is nothing this worker could do now.
 
@@ -46,7 +48,7 @@ def choose_block(
     """
     open_to = [
         block
-        for block in blocks
+        for block in (_far_enough_behind(blocks, lead) if lead else blocks)
         if block.to_hand_out and (allowed is None or block.index in allowed)
     ]
     # Better to go on from what it has just made than from the version before.
@@ -58,14 +60,33 @@ def choose_block(
     ]
     if not free:
         return None
-    slowest = min(free, key=lambda block: (_share(block), len(block.workers), block.index))
+
+    def place(block: Block) -> float:
+        return _share(block) + lead * block.index
+
+    slowest = min(free, key=lambda block: (place(block), len(block.workers), block.index))
     for block in open_to:
-        if block.index == held and _share(block) <= _share(slowest) + STAY:
+        if block.index == held and place(block) <= place(slowest) + STAY:
             if block in free:
                 return block
             if patient:
                 return None
     return slowest
+
+
+def _far_enough_behind(blocks: Sequence[Block], lead: float) -> list[Block]:
+    """Blocks that the one before is ahead of by its lead, or will never be further ahead of."""
+    by_index = {block.index: block for block in blocks}
+    found = []
+    for block in blocks:
+        before = by_index.get(block.index - 1)
+        if (
+            before is None
+            or before.merged_batches == before.total_batches
+            or _share(block) + lead <= before.merged_batches / before.total_batches
+        ):
+            found.append(block)
+    return found
 
 
 def may_continue(block: BlockView[Any], worker: str, trained: Hashable) -> bool:

@@ -5,7 +5,7 @@ plan takes either, because it asks for no more than a `BlockView`.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 
@@ -80,7 +80,7 @@ class BlockState:
     workers: frozenset[str]  # that hold a lease of it, or sent an update that waits
     finishing: frozenset[str]  # of these, whose update of the current version is on its way in
     pending: tuple[PendingUpdate, ...]
-    sending: tuple[tuple[str, str, int], ...] = field(default=())  # worker, lease, steps
+    sending: tuple[tuple[str, str, int], ...] = ()  # worker, lease, steps
 
     @property
     def to_hand_out(self) -> int:

@@ -27,9 +27,14 @@ class VirtualCoordinator:
     it, beside a real coordinator, does."""
 
     def __init__(
-        self, swarm: SwarmConfig, blocks: int, batches: int, learner: Learner | None = None
+        self,
+        swarm: SwarmConfig,
+        blocks: int,
+        batches: int,
+        learner: Learner | None = None,
+        lead: float = 0.0,
     ) -> None:
-        self.swarm, self.learner = swarm, learner or NothingLearned()
+        self.swarm, self.learner, self.lead = swarm, learner or NothingLearned(), lead
         self.blocks = [VirtualBlock(index, batches) for index in range(blocks)]
         self.given = self.met = self.missed = self.returned = 0
         self.refused: Counter[str] = Counter()
@@ -60,7 +65,9 @@ class VirtualCoordinator:
             return already
         patient = plan.is_patient(self.swarm, transfer_seconds)
         name = trained.lease if trained else None
-        block = plan.choose_block(self.blocks, worker, held, None, patient=patient, trained=name)
+        block = plan.choose_block(
+            self.blocks, worker, held, None, patient=patient, trained=name, lead=self.lead
+        )
         if block is None:
             return None
         before = trained if plan.may_continue(block, worker, name) else None

@@ -29,4 +29,6 @@ def simulate(scenario: Scenario, coordinator: VirtualCoordinator | None = None) 
 
 
 def new_coordinator(scenario: Scenario, learner: Learner | None = None) -> VirtualCoordinator:
-    return VirtualCoordinator(scenario.swarm, scenario.units, scenario.train.steps, learner)
+    return VirtualCoordinator(
+        scenario.swarm, scenario.units, scenario.train.steps, learner, scenario.lead
+    )

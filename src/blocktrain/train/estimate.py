@@ -14,6 +14,7 @@ from blocktrain.core.codec import codec_named, largest_encoded_size
 from blocktrain.core.vocabulary import BYTES
 from blocktrain.model.stack import new_block
 from blocktrain.train.feature_cache import cache_bytes
+from blocktrain.train.optimizer import moment_numbers
 
 # Sustained bf16 FLOP/s in training at these widths, not the datasheet's peak.
 DEVICES = {
@@ -25,7 +26,7 @@ DEVICES = {
     "h100": 2.5e14,
     "h200": 2.5e14,
 }
-ADAM_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments
+FP32_BYTES = 4
 FROZEN_BYTES = {"bf16": 2, "int8": 1}
 
 
@@ -112,7 +113,8 @@ def _before(config: Config, unit: int) -> int:
 
 def _fixed_bytes(config: Config, units: list[nn.Module], unit: int) -> int:
     """Weights, gradients and moments of the worker's own, and the frozen weights before them."""
-    own = _count(units[unit]) * ADAM_BYTES_PER_PARAMETER
+    moments = moment_numbers(units[unit], config.train)
+    own = (2 * _count(units[unit]) + moments) * FP32_BYTES
     if config.objective.kind != "cascade" or config.objective.feature_cache != "off":
         return own
     frozen = sum(_trunk_parameters(block) for block in units[:unit])

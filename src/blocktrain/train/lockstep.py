@@ -3,7 +3,8 @@
 In every round each block trains for some steps on what the others had published when the round
 began, then all publish: predecessors are up to `stale` steps old, as they are when every block
 has a worker of its own. A block may be given a share of the others' steps (an uneven swarm); its
-learning rate still runs its whole course by the end. Deterministic, so that experiments repeat.
+learning rate still runs its whole course by the end. Where the settings give blocks a lead, each
+begins when the one before has made its share. Deterministic, so that experiments repeat.
 """
 
 import math
@@ -76,12 +77,14 @@ def train_in_lockstep(
         trainer.restore()
         board.publish(trainer)
     try:
-        for passed in range(stale, config.train.steps + stale, stale):
-            for trainer, share in zip(trainers, shares, strict=True):
+        for passed in range(stale, config.last_step + stale, stale):
+            begun = [trainer for trainer in trainers if passed > config.first_step(trainer.block)]
+            for trainer in begun:
                 if trainer.predecessors:
                     trainer.predecessors.look_now()
-                trainer.train(on_progress, until=max(1, round(passed * share)))
-            for trainer in trainers:
+                own = (passed - config.first_step(trainer.block)) * shares[trainer.block]
+                trainer.train(on_progress, until=max(1, round(own)))
+            for trainer in begun:
                 board.publish(trainer)
     finally:
         for trainer in trainers:

@@ -23,6 +23,7 @@ QUINTIC, TURNS = (3.4445, -4.7750, 2.0315), 5
 # An orthogonal matrix times this has entries as large as AdamW's steps, so that one learning rate
 # serves both (Liu et al., 2025).
 LIKE_ADAMW = 0.2
+AT_ONCE = 2**25  # numbers made orthogonal together: copies of them are in memory meanwhile
 
 
 def new_optimizer(module: nn.Module, settings: TrainConfig, lr: Tensor) -> torch.optim.Optimizer:
@@ -48,6 +49,14 @@ def new_optimizer(module: nn.Module, settings: TrainConfig, lr: Tensor) -> torch
     return Muon(by_muon, adamw, lr, settings.weight_decay) if by_muon else adamw
 
 
+def moment_numbers(module: nn.Module, settings: TrainConfig) -> int:
+    """How many numbers an optimizer keeps of a block's steps."""
+    numbers = 2 * sum(p.numel() for p in module.parameters())
+    if settings.optimizer == "muon":
+        numbers -= sum(matrix.weight.numel() for matrix in _matrices_of_layers(module))
+    return numbers
+
+
 class Muon(torch.optim.Optimizer):
     """Steps matrices itself and everything else by an AdamW; both keep their state in one place."""
 
@@ -71,7 +80,7 @@ class Muon(torch.optim.Optimizer):
         rate = group["lr"] * taken
         for alike in self._alike():
             directions = torch.cat([self._direction(matrix) for matrix in alike])
-            steps = orthogonal(directions).split([matrix.parts for matrix in alike])
+            steps = torch.split(orthogonal(directions), [matrix.parts for matrix in alike])
             scale = LIKE_ADAMW * max(directions.shape[1:]) ** 0.5
             for matrix, step in zip(alike, steps, strict=True):
                 weight = matrix.weight
@@ -84,7 +93,10 @@ class Muon(torch.optim.Optimizer):
         for matrix in self._matrices:
             rows, columns = matrix.weight.shape
             by_shape[rows // matrix.parts, columns].append(matrix)
-        yield from by_shape.values()
+        for matrices in by_shape.values():
+            count = max(1, AT_ONCE // matrices[0].weight.numel())
+            for start in range(0, len(matrices), count):
+                yield matrices[start : start + count]
 
     def _direction(self, matrix: Linear) -> Tensor:
         """Gradient and momentum together (Nesterov), a matrix for each part."""
@@ -101,7 +113,8 @@ class Muon(torch.optim.Optimizer):
         else:
             momentum.mul_(kept)
         momentum.add_(gradient)
-        return (gradient + kept * momentum).view(matrix.parts, -1, gradient.size(1))
+        direction: Tensor = gradient + kept * momentum
+        return direction.view(matrix.parts, -1, gradient.size(1))
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -69,8 +70,9 @@ class Session:
     def train_side_by_side(
         self, blocks: Sequence[int], jobs: int, on_progress: OnProgress, stop: ShouldStop
     ) -> bool:
-        """Train each block in a process of its own, `jobs` at a time. False: stopped before the
-        end. When one fails, the others are stopped and its error is raised."""
+        """Train each block in a process of its own, `jobs` at a time; in a cascade each begins when
+        the one before has its lead. False: stopped before the end. When one fails, the others are
+        stopped and its error is raised."""
         threads = max(1, torch.get_num_threads() // jobs)
         failed = threading.Event()
 
@@ -78,14 +80,21 @@ class Session:
             return stop() or failed.is_set()
 
         def train(block: int) -> bool:
+            while block - 1 in blocks and not halt() and not self._has_lead(block - 1):
+                time.sleep(POLL_SECONDS)
             return not halt() and _train_in_child(self.run, block, threads, on_progress, halt)
 
         with ThreadPoolExecutor(jobs) as pool:
-            tasks = [pool.submit(train, block) for block in blocks]
+            tasks = [pool.submit(train, block) for block in sorted(blocks)]
             if any(task.exception() for task in wait(tasks, return_when=FIRST_EXCEPTION).done):
                 failed.set()
         finished = [task.result() for task in tasks]  # raises what a block raised
         return all(finished)
+
+    def _has_lead(self, block: int) -> bool:
+        config, store = self.run.config, self.run.block(block)
+        made = max((version.step for version in store.versions()), default=0)
+        return store.finished() or made >= config.lead * config.train.steps
 
     def _train(self, block: int, on_progress: OnProgress, stop: ShouldStop) -> bool:
         store = self.run.block(block)

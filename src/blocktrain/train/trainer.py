@@ -91,7 +91,6 @@ class BlockTrainer:
             self.build_on(published, settings.steps)
         # On a CUDA device the rate is read there, so that a captured step can go on using it.
         self._lr = torch.tensor(settings.lr, device=compute.device)
-        self._course = config.course(block)
         self.optimizer = new_optimizer(self.module, settings, self._lr)
         graphed = settings.cuda_graph and not settings.checkpoint_layers
         self._graph = GraphedStep() if graphed and compute.device.type == "cuda" else None
@@ -166,7 +165,7 @@ class BlockTrainer:
             batch = batch._replace(inputs=self.predecessors.features(self.step))
         self.compute.seed(seed)  # last, because making blocks draws random numbers too
         position = self.step if position is None else position
-        self._lr.fill_(learning_rate(position, self.config.train, self._course))
+        self._lr.fill_(learning_rate(position, self.config.train))
         if self._graph:
             self._graph(self._gradient_step, batch)
         else:
@@ -321,7 +320,7 @@ class BlockTrainer:
             steps=self.config.train.steps,
             loss=loss / counted if counted else None,
             ce=ce / counted if counted else None,
-            lr=learning_rate(self.step - 1, self.config.train, self._course),
+            lr=learning_rate(self.step - 1, self.config.train),
             bytes_per_s=rate,
             seconds_left=left,
             skipped=int(self._skipped),

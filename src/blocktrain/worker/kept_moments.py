@@ -10,8 +10,6 @@ from blocktrain.errors import ProtocolError
 from blocktrain.protocol import tensors
 from blocktrain.storage.run_dir import Tensors, write_atomically
 
-OF_EACH = ("exp_avg", "exp_avg_sq")  # shaped as the weight they belong to
-
 
 class KeptMoments:
     def __init__(self, path: Path) -> None:
@@ -27,12 +25,13 @@ class KeptMoments:
             found = tensors.decode(bytearray(self._path.read_bytes()))
         except (OSError, ProtocolError):
             return None
-        fits = all(
-            f"{name}.{key}" in found and found[f"{name}.{key}"].shape == weight.shape
-            for name, weight in weights.items()
-            for key in OF_EACH
+        owners = {moment: moment.rpartition(".")[0] for moment in found}
+        if set(owners.values()) != set(weights):
+            return None
+        fits = all(  # a count of steps, or shaped as the weight it belongs to
+            found[moment].shape in ((), weights[owner].shape) for moment, owner in owners.items()
         )
-        return found if fits and all(f"{name}.step" in found for name in weights) else None
+        return found if fits else None
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)

@@ -179,6 +179,43 @@ def test_a_worker_moves_where_its_own_block_is_far_ahead_or_its_update_takes_lon
     assert not is_patient(swarm, 5.1)
 
 
+def led(blocks: list[BlockState], held: int | None = None, lead: float = 0.5) -> int | None:
+    found = choose_block(blocks, "ann", held, None, lead=lead)
+    return None if found is None else found.index
+
+
+def test_a_block_of_a_cascade_begins_when_the_one_before_has_its_lead():
+    assert led([merged(0, 49), merged(1, 0)]) == 0
+    assert led([merged(0, 60), merged(1, 0)]) == 1
+    assert led([merged(0, 60), merged(1, 11)]) == 0
+    assert led([merged(0, 100), merged(1, 99), merged(2, 0)]) == 2
+
+
+def test_what_the_block_before_has_not_merged_is_no_lead():
+    on_its_way = block(0, next_batch=90, pending=(update("bob", steps=90),))
+    assert led([on_its_way, merged(1, 0)]) == 0
+    assert led([replace(on_its_way, next_batch=100), merged(1, 0)]) is None
+
+
+def test_nobody_keeps_behind_a_finished_block():
+    assert led([merged(0, 100), merged(1, 80)], lead=1.0) == 1
+
+
+def test_a_worker_stays_with_its_block_while_the_next_has_just_begun():
+    """Equally far in their own time: nobody leaves a block because a later one opens."""
+    assert led([merged(0, 60), merged(1, 0)], held=0) == 0
+    assert led([merged(0, 99), merged(1, 0)], held=0) == 0
+
+
+@settings(deadline=None)
+@given(some_blocks, st.floats(0.0, 1.0))
+def test_a_lead_never_leaves_a_run_without_work(blocks: tuple[BlockState, ...], lead: float):
+    """The first block that is not finished is always open: if it has text, somebody trains it."""
+    first = next((b for b in blocks if b.merged_batches < b.total_batches), None)
+    if first is not None and first.to_hand_out and "ann" not in first.finishing:
+        assert choose_block(blocks, "ann", None, None, patient=False, lead=lead) is not None
+
+
 @settings(deadline=None)
 @given(some_blocks, st.integers(0, 5) | st.none(), st.sets(st.integers(0, 5)) | st.none())
 def test_whatever_is_chosen_can_be_trained_by_this_worker_now(
@@ -209,7 +246,10 @@ def test_the_choice_does_not_depend_on_the_order_of_the_blocks(
 ):
     mixed = list(blocks)
     draws.shuffle(mixed)
-    assert choose_block(mixed, "ann", held, None) == choose_block(blocks, "ann", held, None)
+    for lead in (0.0, 0.3):
+        assert choose_block(mixed, "ann", held, None, lead=lead) == choose_block(
+            blocks, "ann", held, None, lead=lead
+        )
 
 
 def test_who_has_an_update_on_its_way_asks_again_sooner_than_who_has_nothing():

@@ -189,7 +189,7 @@ def test_who_leaves_begins_again_with_a_cold_optimizer(config: Config, corpus: C
 
 @pytest.mark.parametrize("codec", ["bf16", "sparse"])
 def test_encoded_updates_are_merged_as_they_arrive(config: Config, corpus: Corpus, codec: str):
-    settings = {**CHURN, "train__steps": 30, "simulate__availability": 1.0}
+    settings = {**CHURN, "train__steps": 90, "simulate__availability": 1.0}
     whole, _ = play(scenario(config, **settings), corpus)
     packed, _ = play(scenario(config, **settings, swarm__codec=codec), corpus)
     assert (

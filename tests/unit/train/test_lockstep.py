@@ -25,6 +25,12 @@ from blocktrain.train.schedule import learning_rate
 from blocktrain.train.trainer import BlockTrainer, Progress
 
 
+@pytest.fixture
+def cascade(cascade: Config) -> Config:
+    """All blocks at once."""
+    return cascade.with_settings(objective__lead=0.0)
+
+
 def test_it_repeats(cascade: Config, corpus: Corpus):
     first, again = (train_in_lockstep(cascade, corpus, CPU, stale=4) for _ in range(2))
     assert len(first) == 2
@@ -145,6 +151,28 @@ class Watch:
 
         monkeypatch.setattr(BlockTrainer, "train", watched_train)
         monkeypatch.setattr(BlockTrainer, "train_step", watched_step)
+
+
+def test_with_a_lead_a_block_begins_later_and_ends_on_finished_ones(
+    cascade: Config, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+):
+    watch = Watch(monkeypatch)
+    config = cascade.with_settings(objective__lead=0.5)
+    trainers = train_in_lockstep(config, corpus, CPU, stale=4)
+    versions = [watch.seen[1, step] for step in range(12)]
+    assert versions == [[4]] * 2 + [[8]] * 4 + [[12]] * 6
+    assert [trainer.step for trainer in trainers] == [12, 12]
+
+
+def test_a_block_that_begins_last_is_trained_as_if_in_turn(cascade: Config, corpus: Corpus):
+    config = cascade.with_settings(objective__lead=1.0)
+    together = train_in_lockstep(config, corpus, CPU, stale=4)
+    board = Board()
+    for block in range(2):
+        trainer = BlockTrainer(config, block, corpus, CPU, None, board)
+        trainer.train(quiet)
+        board.publish(trainer)
+        assert_equal(weights_of(together[block]), weights_of(trainer))
 
 
 def test_a_round_of_a_slow_block_ends_with_the_others_round(

@@ -20,9 +20,3 @@ def test_after_the_warm_up_it_only_falls():
 
 def test_no_warm_up_starts_at_the_peak():
     assert learning_rate(0, TrainConfig(warmup=0, lr=1e-3)) == pytest.approx(1e-3)
-
-
-def test_a_short_course_ends_early_and_stays_at_the_floor():
-    assert learning_rate(500, SETTINGS, course=0.5) == pytest.approx(2e-4)
-    assert learning_rate(999, SETTINGS, course=0.5) == pytest.approx(2e-4)
-    assert learning_rate(250, SETTINGS, course=0.5) == learning_rate(500, SETTINGS)

@@ -141,7 +141,11 @@ class FaultPlan:
         return Loss(loss.value * float("nan"), loss.ce) if self.calls in self.faults else loss
 
 
-def test_a_non_finite_step_never_reaches_weights_or_moments(config: Config, corpus: Corpus):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_non_finite_step_never_reaches_weights_or_moments(
+    config: Config, corpus: Corpus, optimizer: str
+):
+    config = config.with_settings(train__optimizer=optimizer)
     trainer = BlockTrainer(config, 0, corpus, CPU, None)
     trainer.objective = FaultPlan(trainer.objective, {3}, trainer.module)
     for _ in range(2):

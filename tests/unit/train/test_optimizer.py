@@ -1,0 +1,122 @@
+"""Muon against what it is by definition, and against torch's own."""
+
+import pytest
+import torch
+from tests.support.training import CPU, quiet
+from torch import Tensor, nn
+
+from blocktrain.config import Config, TrainConfig
+from blocktrain.data.corpus import Corpus
+from blocktrain.model.layer import Layer, Linear
+from blocktrain.model.stack import new_block
+from blocktrain.train import optimizer as optimizer_module
+from blocktrain.train.optimizer import MOMENTUM, moment_numbers, new_optimizer, orthogonal
+from blocktrain.train.trainer import BlockTrainer
+
+RATE = 0.01
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 32, 8), (2, 8, 32)])
+def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, int, int]):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = orthogonal(matrices)
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.5 and values.max() < 1.3
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    along = left.mT @ found @ right.mT  # the same singular vectors: diagonal there
+    assert (along - torch.diag_embed(along.diagonal(dim1=1, dim2=2))).abs().max() < 1e-4
+
+
+def test_a_matrix_without_gradient_direction_stays_at_nothing():
+    assert not orthogonal(torch.zeros(1, 4, 4)).any()
+
+
+class OneMatrix(Layer):
+    """A layer of which the output map alone is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 2, 2.0, "gelu", 1, 0.0)
+
+
+def stepped(layer: nn.Module, gradients: list[dict[str, Tensor]], settings: TrainConfig) -> None:
+    optimizer = new_optimizer(layer, settings, torch.tensor(RATE))
+    for gradient in gradients:
+        for name, parameter in layer.named_parameters():
+            parameter.grad = gradient[name].clone()
+        optimizer.step()
+
+
+def some_gradients(layer: nn.Module, count: int) -> list[dict[str, Tensor]]:
+    draws = torch.Generator().manual_seed(1)
+    return [
+        {name: torch.randn(p.shape, generator=draws) for name, p in layer.named_parameters()}
+        for _ in range(count)
+    ]
+
+
+def test_a_whole_matrix_is_stepped_as_by_torchs_own_muon():
+    """Theirs rounds to bfloat16, and its scale is ours: alike to that rounding."""
+    torch.manual_seed(0)
+    layer = OneMatrix()
+    before = layer.out.weight.detach().clone()
+    theirs = nn.Parameter(before.clone())
+    gradients = some_gradients(layer, 3)
+    reference = torch.optim.Muon(
+        [theirs], lr=RATE, weight_decay=0.1, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"
+    )
+    for gradient in gradients:
+        theirs.grad = gradient["out.weight"].clone()
+        reference.step()
+    stepped(layer, gradients, TrainConfig(weight_decay=0.1))
+    moved, expected = layer.out.weight - before, theirs - before
+    assert (moved - expected).norm() / expected.norm() < 0.03
+
+
+def test_maps_side_by_side_are_stepped_one_by_one():
+    """Queries, keys and values share a matrix in memory, not an orthogonal step."""
+    torch.manual_seed(0)
+    layer = OneMatrix()
+    before = layer.qkv.weight.detach().clone()
+    stepped(layer, some_gradients(layer, 1), TrainConfig(weight_decay=0.0))
+    for part in (layer.qkv.weight - before).chunk(3):
+        values = torch.linalg.svdvals(part.detach()) / (RATE * 0.2 * 16**0.5)
+        assert values.min() > 0.5 and values.max() < 1.3
+
+
+def test_a_few_at_once_are_stepped_like_all_together(monkeypatch: pytest.MonkeyPatch):
+    results = []
+    for at_once in (2**25, 1):
+        monkeypatch.setattr(optimizer_module, "AT_ONCE", at_once)
+        torch.manual_seed(0)
+        layers = nn.ModuleList(OneMatrix() for _ in range(3))
+        stepped(layers, some_gradients(layers, 2), TrainConfig())
+        results.append(torch.cat([p.detach().flatten() for p in layers.parameters()]))
+    assert torch.allclose(*results, atol=1e-6)
+
+
+def test_one_moment_for_matrices_of_layers_two_for_all_else(config: Config, corpus: Corpus):
+    trainer = BlockTrainer(config, 0, corpus, CPU, None)
+    trainer.train(quiet, until=1)
+    in_layers = {
+        f"{name}.{part_name}.weight"
+        for name, layer in trainer.module.named_modules()
+        if isinstance(layer, Layer)
+        for part_name, part in layer.named_modules()
+        if isinstance(part, Linear)
+    }
+    kept = {name: set() for name, _ in trainer.module.named_parameters()}
+    for moment in trainer.moments():
+        name, _, key = moment.rpartition(".")
+        kept[name].add(key)
+    assert {name for name, keys in kept.items() if keys == {"momentum"}} == in_layers
+    rest = [keys for name, keys in kept.items() if name not in in_layers]
+    assert rest and all(keys == {"step", "exp_avg", "exp_avg_sq"} for keys in rest)
+    counted = sum(array.size for name, array in trainer.moments().items() if ".step" not in name)
+    assert counted == moment_numbers(trainer.module, config.train)
+
+
+def test_adamw_alone_keeps_two_moments_of_everything(config: Config):
+    block = new_block(config, 0)
+    settings = config.with_settings(train__optimizer="adamw").train
+    assert isinstance(new_optimizer(block, settings, torch.tensor(RATE)), torch.optim.AdamW)
+    assert moment_numbers(block, settings) == 2 * sum(p.numel() for p in block.parameters())
