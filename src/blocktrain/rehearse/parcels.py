@@ -2,6 +2,10 @@
 
 What an encoding leaves out of an update, its worker begins the next lease of the block with, as in
 worker/held_block.py.
+
+Two things of a real run are not modelled. There are no last words: a worker's final update of a
+block leaves out as much as any other, where a real one tells many times more of what is owed. And
+versions are not compressed on their way down: each is the merge itself, and nothing is owed by it.
 """
 
 from dataclasses import dataclass
