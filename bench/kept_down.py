@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from blocktrain.config import Config, load_config
-from blocktrain.core.codec_feedback import ErrorFeedback
+from blocktrain.core.codec_feedback import encode_and_owe
+from blocktrain.core.codec_numbers import Floats
 from blocktrain.core.codec_sparse import Sparse
 from blocktrain.core.merge import Outer
 from blocktrain.data.corpus import Corpus, load_corpus
@@ -53,15 +54,19 @@ class Worker:
         self, config: Config, corpus: Corpus, kept: int, numbers: int, folder: Path
     ) -> None:
         self.trainer = LeaseTrainer(config, 0, corpus, resolve("cpu", "fp32"), folder)
-        self.feedback = ErrorFeedback(Sparse(kept), np.zeros(numbers, np.float32)) if kept else None
+        self.codec = Sparse(kept) if kept else None
+        self.owed = np.zeros(numbers, np.float32)
 
     def update(self, lease: Lease, base: Tensors, blobs: Blobs) -> Update:
         trained = self.trainer.run(lease, base, _nobody, lambda _: None, lambda: False)
         assert trained is not None
-        if self.feedback is None:
+        if self.codec is None:
             return Update(lease.lease, blobs.write(tensors.encode(trained.weights)), 1.0)
-        learned = (np.subtract(trained.weights[name], base[name]) for name in sorted(base))
-        blob = blobs.write(self.feedback.encode(learned))
+        learned = [np.subtract(trained.weights[name], base[name]).ravel() for name in sorted(base)]
+        left_out: list[Floats] = []
+        news = np.concatenate(learned) + self.owed
+        blob = blobs.write(encode_and_owe(self.codec, news, left_out.append))
+        self.owed = np.concatenate(left_out)
         return Update(lease.lease, blob, 1.0, encoded=True)
 
 

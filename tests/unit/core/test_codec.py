@@ -19,7 +19,7 @@ from blocktrain.core.codec import (
     largest_encoded_size,
 )
 from blocktrain.core.codec_dense import LARGEST_SCALE, LEAST_SCALE, Bf16, Int8
-from blocktrain.core.codec_feedback import ErrorFeedback, encode_and_owe
+from blocktrain.core.codec_feedback import encode_and_owe
 from blocktrain.core.codec_sparse import Sparse
 from blocktrain.errors import ConfigError, ProtocolError
 
@@ -512,66 +512,71 @@ def test_numbers_of_bf16_are_finite():
 # Error feedback
 
 
+def sent_and_owed(codec: Codec, numbers: Floats, parts: int = 1) -> tuple[Floats, Floats]:
+    """What arrives of an update, and what it leaves out."""
+    owed: list[Floats] = []
+    data = b"".join(encode_and_owe(codec, np.array_split(numbers, parts), owed.append))
+    return decoded(data, numbers.size), np.concatenate(owed)
+
+
+@pytest.mark.parametrize("codec", [Bf16(), Int8(), Sparse(3)], ids=str)
+def test_what_is_owed_is_what_was_given_less_what_was_sent(codec: Codec):
+    numbers = make("normal", FRAME_NUMBERS + 100, 0)
+    sent, owed = sent_and_owed(codec, numbers, parts=3)
+    assert sent.tobytes() == after(numbers, codec).tobytes()
+    assert owed.tobytes() == np.subtract(numbers, sent).tobytes()
+
+
+def test_what_is_owed_is_told_before_its_frame_is_handed_on():
+    owed: list[Floats] = []
+    parts = encode_and_owe(Sparse(1), make("normal", 2 * FRAME_NUMBERS, 0), owed.append)
+    next(parts)  # what stands before the frames
+    for told in (1, 2):
+        next(parts)
+        assert len(owed) == told
+
+
 @FEW
 @given(codecs, st.sampled_from([1, 5000, 70_000]), seeds, st.integers(1, 5))
-def test_all_that_was_sent_and_the_residual_are_all_that_was_learned(
+def test_all_that_was_sent_and_what_is_owed_are_all_that_was_learned(
     codec: Codec, size: int, seed: int, rounds: int
 ):
-    feedback = ErrorFeedback(codec, np.zeros(size, np.float32))
     learned, sent, most = np.zeros(size), np.zeros(size), 0.0
+    owed = np.zeros(size, np.float32)
     for turn in range(rounds):
         delta = make("heavy tails", size, seed + turn)
         learned += delta
         most = max(most, np.abs(learned).max())  # on the way: it may end near zero
-        sent += decoded(b"".join(feedback.encode(np.array_split(delta, 3))), size)
-    off = np.abs(sent + feedback.residual - learned)
+        arrived, owed = sent_and_owed(codec, delta + owed, parts=3)
+        sent += arrived
+    off = np.abs(sent + owed - learned)
     assert off.max() <= 2.0**-22 * rounds * (most + np.abs(sent).max()) + 1e-30
 
 
-def test_what_is_sent_is_what_was_learned_and_the_decayed_residual():
-    residual = np.array([4.0, 0.0, -2.0], np.float32)
-    feedback = ErrorFeedback(Sparse(1), residual, decay=0.5)
-    sent = decoded(b"".join(feedback.encode(np.array([1.0, 2.0, 0.5], np.float32))), 3)
+def test_what_is_not_among_the_largest_is_owed():
+    sent, owed = sent_and_owed(Sparse(1), np.array([3.0, 2.0, -0.5], np.float32))
     assert sent.tolist() == [3, 0, 0]
-    assert feedback.residual is residual and residual.tolist() == [0, 2, -0.5]
+    assert owed.tolist() == [0, 2, -0.5]
 
 
 def test_numbers_that_are_never_the_largest_are_sent_in_the_end():
-    feedback = ErrorFeedback(Sparse(1), np.zeros(2, np.float32))
     delta = np.array([1.0, 0.25], np.float32)
-    sent = sum(decoded(b"".join(feedback.encode(delta)), 2) for _ in range(20))
-    assert sent[1] > 0 and np.abs(sent + feedback.residual - 20 * delta).max() == 0
+    sent, owed = np.zeros(2), np.zeros(2, np.float32)
+    for _ in range(20):
+        arrived, owed = sent_and_owed(Sparse(1), delta + owed)
+        sent += arrived
+    assert sent[1] > 0 and np.abs(sent + owed - 20 * delta).max() == 0
 
 
-@pytest.mark.parametrize("size", [99, 101, FRAME_NUMBERS + 100])
-def test_an_update_of_another_size_than_the_residual_is_refused(size: int):
-    feedback = ErrorFeedback(Bf16(), np.zeros(100, np.float32))
-    with pytest.raises(ValueError, match="numbers"):
-        b"".join(feedback.encode(np.zeros(size, np.float32)))
-
-
-def test_a_residual_that_overflows_is_refused_before_it_changes():
-    feedback = ErrorFeedback(Bf16(), np.full(2, LARGEST, np.float32))
+@pytest.mark.parametrize("codec", ALL)
+def test_of_a_frame_that_overflowed_nothing_is_sent_or_owed(codec: Codec):
+    numbers = np.full(FRAME_NUMBERS + 2, LARGEST, np.float32)
+    with np.errstate(over="ignore"):
+        numbers[-1] += LARGEST  # what was owed before
+    owed: list[Floats] = []
+    parts = encode_and_owe(codec, numbers, owed.append)
+    for _ in ("what stands before the frames", "the frame before"):
+        next(parts)
     with pytest.raises(ValueError, match="finite"):
-        b"".join(feedback.encode(np.full(2, LARGEST, np.float32)))
-    assert feedback.residual.tolist() == [LARGEST, LARGEST]
-
-
-@pytest.mark.parametrize(
-    ("residual", "decay"),
-    [(np.zeros(3), 1.0), (np.zeros((1, 3), np.float32), 1.0), (np.zeros(3, np.float32), 1.5)],
-)
-def test_a_residual_is_one_row_of_float32_and_a_decay_at_most_one(residual: Floats, decay: float):
-    with pytest.raises(ValueError, match=r"residual|decay"):
-        ErrorFeedback(Bf16(), residual, decay)
-
-
-@pytest.mark.parametrize("codec", [Bf16(), Int8(), Sparse(3)], ids=str)
-def test_what_is_owed_is_told_while_it_is_encoded(codec: Codec):
-    """As error feedback keeps it, where nothing was owed before."""
-    deltas = np.random.default_rng(0).standard_normal(FRAME_NUMBERS + 100).astype(np.float32)
-    feedback = ErrorFeedback(codec, np.zeros(deltas.size, np.float32))
-    wanted = b"".join(feedback.encode(deltas))
-    owed: list[np.ndarray] = []
-    assert b"".join(encode_and_owe(codec, [deltas[:7], deltas[7:]], owed.append)) == wanted
-    assert np.concatenate(owed).tobytes() == feedback.residual.tobytes()
+        next(parts)
+    assert [frame.size for frame in owed] == [FRAME_NUMBERS]

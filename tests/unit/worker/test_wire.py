@@ -3,9 +3,11 @@ with the transfer."""
 
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -15,6 +17,10 @@ from blocktrain.protocol.messages import Hello
 from blocktrain.worker.wire import PIECE_BYTES, Wire
 
 IDLE = 0.5
+SOON = 0.5  # a timeout of what is expected to time out
+
+Talk = Callable[[socket.socket], None]
+Raw = Callable[..., str]
 
 
 @pytest.fixture
@@ -25,21 +31,22 @@ def http() -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def raw() -> Iterator[Callable[[bytes], str]]:
-    """A server that reads a head, says what it is told to, and hangs up; its address."""
+def raw() -> Iterator[Raw]:
+    """A server that takes as many connections as there are talks, one after the other, and hangs up
+    on all of them after the last talk; its address."""
     listeners = []
 
-    def serve(answer: bytes) -> str:
+    def serve(*talks: Talk) -> str:
         listener = socket.create_server(("127.0.0.1", 0))
         listeners.append(listener)
 
-        def once() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(answer)
+        def talk_to_each() -> None:
+            with ExitStack() as held:
+                for talk in talks:
+                    connection, _ = listener.accept()
+                    talk(held.enter_context(connection))
 
-        threading.Thread(target=once, daemon=True).start()
+        threading.Thread(target=talk_to_each, daemon=True).start()
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     yield serve
@@ -47,11 +54,46 @@ def raw() -> Iterator[Callable[[bytes], str]]:
         listener.close()
 
 
+def says(*answers: bytes) -> Talk:
+    """Each to what it read of a request."""
+
+    def talk(connection: socket.socket) -> None:
+        for answer in answers:
+            connection.recv(65536)
+            connection.sendall(answer)
+
+    return talk
+
+
+def stalls(connection: socket.socket) -> None:
+    connection.recv(1)  # until the other side hangs up
+
+
+def resets(connection: socket.socket) -> None:
+    time.sleep(0.1)  # while the other side, which has what came, waits for more
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
 def test_a_connection_is_used_again(http: httpx.Client, server: FaultServer):
     for _ in range(3):
         answer = http.get(server.address + "/v1/hello")
         assert Hello.model_validate_json(answer.content).protocols == (1,)
     assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [b"HTTP/1.1 204 No Content\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"],
+    ids=["204", "200"],
+)
+def test_a_connection_is_used_again_after_an_answer_without_a_body(
+    http: httpx.Client, raw: Raw, empty: bytes
+):
+    address = raw(says(empty, empty, empty))  # to one connection
+    with http.stream("GET", address):
+        pass  # there is nothing to be read
+    for _ in range(2):
+        assert http.get(address).content == b""
 
 
 def test_a_connection_that_was_idle_for_long_is_not(http: httpx.Client, server: FaultServer):
@@ -68,6 +110,15 @@ def test_nor_is_one_whose_answer_nobody_read(http: httpx.Client, server: FaultSe
         next(answer.iter_raw())
     assert http.get(server.address + "/v1/hello").status_code == 200
     assert server.connections == 2
+
+
+def test_nor_is_one_that_did_not_take_all_of_a_request(http: httpx.Client, raw: Raw):
+    """It stays open and quiet, but whoever reads on there reads the rest of the first request."""
+    refusal = b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno"
+    address = raw(says(refusal), says(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nyes"))
+    answer = http.put(address, content=bytes(20_000_000), timeout=SOON)
+    assert (answer.status_code, answer.content) == (413, b"no")
+    assert http.get(address).content == b"yes"
 
 
 def test_many_bytes_arrive_in_large_pieces(http: httpx.Client, server: FaultServer):
@@ -95,18 +146,44 @@ def test_an_answer_that_is_cut_short_is_no_answer(http: httpx.Client, server: Fa
         http.get(server.address + "/v1/hello")
 
 
+@pytest.mark.parametrize(
+    ("breaks", "error"), [(stalls, httpx.ReadTimeout), (resets, httpx.ReadError)]
+)
+def test_what_came_before_the_line_broke_is_handed_on_first(
+    http: httpx.Client, raw: Raw, breaks: Talk, error: type[httpx.TransportError]
+):
+    came = bytes(range(256)) * 40
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"
+
+    def talk(connection: socket.socket) -> None:
+        says(head + came)(connection)
+        breaks(connection)
+
+    with http.stream("GET", raw(talk), timeout=SOON) as answer:
+        pieces, read = answer.iter_raw(), b""
+        while len(read) < len(came):
+            read += next(pieces)
+        with pytest.raises(error):
+            next(pieces)
+    assert read == came
+
+
+def test_a_header_may_have_more_than_ascii(http: httpx.Client, raw: Raw):
+    address = raw(says(b"HTTP/1.1 200 OK\r\nVia: caf\xe9\r\nContent-Length: 2\r\n\r\nok"))
+    answer = http.get(address)
+    assert (answer.status_code, answer.content) == (200, b"ok")
+    assert (b"Via", b"caf\xe9") in answer.headers.raw
+
+
 @pytest.mark.parametrize("answer", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Le"])
-def test_what_is_no_answer_is_an_error_of_the_line(
-    http: httpx.Client, raw: Callable[[bytes], str], answer: bytes
-):
+def test_what_is_no_answer_is_an_error_of_the_line(http: httpx.Client, raw: Raw, answer: bytes):
     with pytest.raises(httpx.TransportError):
-        http.get(raw(answer))
+        http.get(raw(says(answer)))
 
 
-def test_a_refusal_before_the_end_of_what_is_sent_is_heard(
-    http: httpx.Client, raw: Callable[[bytes], str]
-):
-    address = raw(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno")
+def test_a_refusal_before_the_end_of_what_is_sent_is_heard(http: httpx.Client, raw: Raw):
+    refusal = b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno"
+    address = raw(says(refusal))
     try:
         answer = http.put(address, content=bytes(20_000_000))
     except httpx.TransportError:
