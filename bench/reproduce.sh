@@ -2,8 +2,8 @@
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive \
-#     cascade stale uneven cascade-counts workers codecs three-hosts best serving \
-#     serving-gpu
+#     optimizers cascade stale uneven lead cascade-counts workers codecs three-hosts best \
+#     serving serving-gpu
 #
 # SEEDS and CODECS choose among the runs of workers and codecs.
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. Needs only
@@ -60,6 +60,13 @@ for part in "$@"; do
       --kinds end-to-end cascade --stale 50 250 ;;
     uneven) quality cascade wikipedia-38m 'wikipedia/*' --splits valid \
       --kinds end-to-end cascade --shares 1 0.25 1 1 ;;
+    optimizers) for pair in adamw,1e-3 adamw,2e-3 muon,2e-3 muon,4e-3 muon,8e-3; do
+      quality optimizers wikipedia-38m 'wikipedia/*' --splits valid --kinds fitting \
+        --grid train.optimizer=${pair%,*} train.lr=${pair#*,}
+      done ;;
+    lead) quality lead wikipedia-38m 'wikipedia/*' model.width=256 model.heads=4 model.window=256 \
+      train.batch=16 train.steps=1200 --splits valid --kinds end-to-end cascade \
+      --grid objective.lead=0,0.25,0.5,1 ;;
     cascade-counts) quality cascade wikipedia-38m 'wikipedia/*' --splits valid \
       --kinds cascade --grid model.blocks=2,4,6,12 ;;
     speed | memory) python3 "bench/$part.py" --config configs/wikitext2-38m.toml --out "$out" |

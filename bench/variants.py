@@ -98,7 +98,7 @@ def new_variant(
         ),
         "cascade": (
             f"cascade, {'+'.join(map(str, cascade.depths))} layers, tail {cascade.objective.tail},"
-            f" {stale} stale{spread}",
+            f" lead {cascade.lead:g}, {stale} stale{spread}",
             ["objective.kind=cascade"],
         ),
         "fitting": (f"end-to-end, {fitting} layers", _alone(fitting)),

@@ -71,7 +71,7 @@ class Leases:
             lead=self.run.config.lead,
         )
         if chosen is None:
-            return _wait(blocks, caller)
+            return _wait(blocks, caller, asked)
         return self._described(tx, self._hand_out(tx, caller, chosen, asked, now), now)
 
     def progress(self, caller: Caller, lease: str, told: LeaseProgress) -> LeaseState:
@@ -197,8 +197,13 @@ def _nothing_left(blocks: list[BlockState], caller: Caller, asked: LeaseRequest)
     )
 
 
-def _wait(blocks: list[BlockState], caller: Caller) -> Wait:
+def _wait(blocks: list[BlockState], caller: Caller, asked: LeaseRequest) -> Wait:
     seconds = plan.wait_seconds(blocks, caller.worker)
+    left = [block for block in blocks if block.to_hand_out]
     if seconds == plan.MERGE_WAIT:
-        return Wait(seconds=seconds, reason="the last update is about to become a version")
-    return Wait(seconds=seconds, reason="everything this worker could do is handed out")
+        reason = "the last update is about to become a version"
+    elif any(asked.blocks is None or block.index in asked.blocks for block in left):
+        reason = "what is left for this worker builds on blocks that are not far enough yet"
+    else:
+        reason = "everything this worker could do is handed out"
+    return Wait(seconds=seconds, reason=reason)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import httpx
 
 PIECE_BYTES = 256 * 1024
-GATHER_SECONDS = 0.02  # for which bytes that came may wait for more
+GATHER_SECONDS = 0.02  # for which bytes that came wait for more; where none come, until the timeout
 
 Origin = tuple[str, str, int]
 

@@ -125,7 +125,7 @@ def test_the_schedule_of_two_workers_goes_in_double_steps(tmp_path: Path, clock:
 
 
 def test_a_cascades_lease_names_the_blocks_before_as_they_are(tmp_path: Path, clock: SetClock):
-    settings = {"objective__kind": "cascade", "objective__tail": 1}
+    settings = {"objective__kind": "cascade", "objective__tail": 1, "objective__lead": 0.0}
     with running(tmp_path, clock, **settings) as service:
         member = join(service)
         assert member.work(blocks=(0,)).predecessors == ()
@@ -134,6 +134,26 @@ def test_a_cascades_lease_names_the_blocks_before_as_they_are(tmp_path: Path, cl
         with service.run.ledger.read() as tx:
             assert (before.block, before.version) == (0, 1)
             assert before.weights == tx.version(0, 1).weights
+
+
+def test_a_block_of_a_cascade_is_handed_out_when_the_one_before_has_its_lead(
+    tmp_path: Path, clock: SetClock
+):
+    settings = {"objective__kind": "cascade", "objective__tail": 1, "objective__lead": 0.5}
+    with running(tmp_path, clock, **settings) as service:
+        first, second = join(service), join(service)
+        answer = second.ask(blocks=(1,)).answer
+        assert isinstance(answer, Wait)
+        assert answer.reason.endswith("builds on blocks that are not far enough yet")
+        while not isinstance(answer, Lease):
+            first.work(blocks=(0,))
+            service.round()
+            answer = second.ask(blocks=(1,)).answer
+        (before,) = answer.predecessors
+        with service.run.ledger.read() as tx:
+            block = tx.block_states()[0]
+        assert block.merged_batches >= 0.5 * block.total_batches
+        assert before.version == block.version
 
 
 def test_leases_are_for_the_train_role(service: Service):

@@ -353,8 +353,8 @@ def test_what_somebody_builds_on_is_kept(tmp_path: Path, clock: SetClock):
 def test_the_blocks_before_a_lease_of_a_cascade_are_kept_while_it_is_held(
     tmp_path: Path, clock: SetClock
 ):
-    cascade = {"objective__kind": "cascade", "objective__tail": 1, "swarm__keep_versions": 1}
-    with running(tmp_path, clock, **cascade) as service:
+    cascade = {"objective__kind": "cascade", "objective__tail": 1, "objective__lead": 0.0}
+    with running(tmp_path, clock, **cascade, swarm__keep_versions=1) as service:
         slow, quick = join(service), join(service)
         lease = slow.lease(blocks=(1,), steps_per_second=1e-3)
         for _ in range(3):
