@@ -89,7 +89,7 @@ class ObjectiveConfig:
         4, "private layers a block of a cascade predicts through; the last block needs none", low=0
     )
     lead: float = setting(
-        0.5,
+        0.25,
         "share of a cascade's steps by which each block keeps behind the one it builds on: 0 trains"
         " all at once, 1 one after another",
         low=0.0,

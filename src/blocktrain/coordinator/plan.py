@@ -45,6 +45,9 @@ def choose_block(
     While its own update becomes a version, a worker goes on from the end of the lease it has
     `trained`, where it may. Else a `patient` one waits: another block would have to be fetched,
     prepared and trained with an optimizer that knows nothing of it.
+
+    With a `lead` a block is open while it keeps that far behind the one before, and workers spread
+    over the open ones: few are open at first, and what many train at once has to be averaged.
     """
     open_to = [
         block
@@ -64,13 +67,14 @@ def choose_block(
     def place(block: Block) -> float:
         return _share(block) + lead * block.index
 
-    slowest = min(free, key=lambda block: (place(block), len(block.workers), block.index))
-    for block in open_to:
-        if block.index == held and place(block) <= place(slowest) + STAY:
-            if block in free:
-                return block
-            if patient:
-                return None
+    best = _least_crowded(free, worker) if lead else free
+    slowest = min(best, key=lambda block: (place(block), len(block.workers), block.index))
+    own = next((block for block in open_to if block.index == held), None)
+    if own is not None and place(own) <= place(slowest) + STAY:
+        if own in best:
+            return own
+        if own not in free and patient:
+            return None
     return slowest
 
 
@@ -87,6 +91,12 @@ def _far_enough_behind(blocks: Sequence[Block], lead: float) -> list[Block]:
         ):
             found.append(block)
     return found
+
+
+def _least_crowded(blocks: Sequence[Block], worker: str) -> list[Block]:
+    crowds = {block.index: len(set(block.workers) - {worker}) for block in blocks}
+    least = min(crowds.values())
+    return [block for block in blocks if crowds[block.index] == least]
 
 
 def may_continue(block: BlockView[Any], worker: str, trained: Hashable) -> bool:

@@ -52,8 +52,8 @@ def test_a_cascade_stands_beside_what_fits_its_workers(quality, monkeypatch):
     kinds = ["--kinds", "cascade", "fitting", "swarm", "--stale", "50", "250"]
     found = variants(quality, monkeypatch, *kinds)
     assert [v.name for v in found] == [
-        "cascade, 2+2+2+6 layers, tail 4, lead 0.5, 50 stale",
-        "cascade, 2+2+2+6 layers, tail 4, lead 0.5, 250 stale",
+        "cascade, 2+2+2+6 layers, tail 4, lead 0.25, 50 stale",
+        "cascade, 2+2+2+6 layers, tail 4, lead 0.25, 250 stale",
         "end-to-end, 6 layers",
         "product of 4 x end-to-end, 6 layers",
     ]

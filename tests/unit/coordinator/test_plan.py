@@ -201,6 +201,15 @@ def test_nobody_keeps_behind_a_finished_block():
     assert led([merged(0, 100), merged(1, 80)], lead=1.0) == 1
 
 
+def test_workers_spread_over_the_blocks_that_are_open():
+    """Who shares a block leaves for one that nobody trains; who is alone stays."""
+    shared = replace(merged(0, 60), workers=frozenset({"ann", "bob"}))
+    assert led([shared, merged(1, 0)], held=0) == 1
+    taken = replace(merged(1, 0), workers=frozenset({"bob"}))
+    assert led([merged(0, 60), taken]) == 0
+    assert led([shared, taken], held=0) == 0
+
+
 def test_a_worker_stays_with_its_block_while_the_next_has_just_begun():
     """Equally far in their own time: nobody leaves a block because a later one opens."""
     assert led([merged(0, 60), merged(1, 0)], held=0) == 0
