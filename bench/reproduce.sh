@@ -60,13 +60,16 @@ for part in "$@"; do
       --kinds end-to-end cascade --stale 50 250 ;;
     uneven) quality cascade wikipedia-38m 'wikipedia/*' --splits valid \
       --kinds end-to-end cascade --shares 1 0.25 1 1 ;;
-    optimizers) for pair in adamw,1e-3 adamw,2e-3 muon,2e-3 muon,4e-3 muon,8e-3; do
-      quality optimizers wikipedia-38m 'wikipedia/*' --splits valid --kinds fitting \
-        --grid train.optimizer=${pair%,*} train.lr=${pair#*,}
+    optimizers)
+      for pair in adamw,1e-3 adamw,2e-3 muon,2e-3 muon,4e-3 muon,8e-3; do
+        quality optimizers wikipedia-38m 'wikipedia/*' --splits valid --kinds fitting \
+          --grid train.optimizer=${pair%,*} train.lr=${pair#*,}
       done ;;
-    lead) quality lead wikipedia-38m 'wikipedia/*' model.width=256 model.heads=4 model.window=256 \
-      train.batch=16 train.steps=1200 --splits valid --kinds end-to-end cascade \
-      --grid objective.lead=0,0.25,0.5,1 ;;
+    lead)
+      for kind in 'end-to-end' 'cascade --grid objective.lead=0,0.25,0.5,1'; do
+        quality lead wikipedia-38m 'wikipedia/*' model.width=256 model.heads=4 model.window=256 \
+          train.batch=16 train.steps=1200 --splits valid --kinds $kind
+      done ;;
     cascade-counts) quality cascade wikipedia-38m 'wikipedia/*' --splits valid \
       --kinds cascade --grid model.blocks=2,4,6,12 ;;
     speed | memory) python3 "bench/$part.py" --config configs/wikitext2-38m.toml --out "$out" |

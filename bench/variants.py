@@ -50,6 +50,7 @@ class Variant:
     kind: str
     settings: tuple[str, ...]
     point: str  # of the grid; gaps are taken to the reference of the same point
+    defaults: tuple[str, ...]  # of the preset and the program, which were others once
     stale: int = 0
     shares: tuple[float, ...] = ()
     workers: int = 0
@@ -58,7 +59,7 @@ class Variant:
         """All that determines the result: what was trained with these is not trained again."""
         lockstep = [f"stale={self.stale}", f"shares={self.shares}"] if self.stale else []
         crew = [f"workers={self.workers}"] if self.workers else []
-        return [self.kind, *self.settings, *lockstep, *crew, f"train.seed={seed}"]
+        return [self.kind, *self.settings, *self.defaults, *lockstep, *crew, f"train.seed={seed}"]
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def new_variant(
         kind,
         (*settings, *own),
         _listed(_without_swarm(chosen)),
+        (f"optimizer={cascade.train.optimizer}", f"lr={cascade.train.lr}", f"lead={cascade.lead}"),
         stale,
         tuple(shares),
         workers,

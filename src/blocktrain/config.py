@@ -137,7 +137,7 @@ class TrainConfig:
     )
     lr_floor: float = setting(0.05, "final learning rate as a share of the peak", low=0.0, high=1.0)
     warmup: int = setting(100, "steps of linear warm-up", low=0)
-    weight_decay: float = setting(0.1, "AdamW weight decay of matrices", low=0.0)
+    weight_decay: float = setting(0.1, "weight decay of matrices", low=0.0)
     beta1: float = setting(0.9, "AdamW beta1", low=0.0, high=0.9999)
     beta2: float = setting(0.95, "AdamW beta2", low=0.0, high=0.99999)
     clip: float = setting(1.0, "largest gradient norm", low=0.0)
@@ -323,7 +323,7 @@ def _toml(value: Any) -> str:
 
 def from_toml(text: str) -> Config:
     """Settings as `to_toml` wrote them down."""
-    return from_dict(tomllib.loads(text))
+    return from_dict(_up_to_date(tomllib.loads(text)))
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
@@ -338,9 +338,26 @@ def read_settings(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, 
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    values = _up_to_date(values)
     for override in overrides:
         _apply_override(values, override)
     return values
+
+
+def _up_to_date(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings that were written down with all their defaults when there was still a stagger: by
+    AdamW, all blocks at once."""
+    objective, train = values.get("objective", {}), values.get("train", {})
+    if "stagger" not in objective:
+        return values
+    if objective["stagger"]:
+        raise ConfigError("objective.stagger is no more: objective.lead does better what it did")
+    kept = {key: value for key, value in objective.items() if key != "stagger"}
+    return {
+        **values,
+        "objective": {"lead": 0.0, **kept},
+        "train": {"optimizer": "adamw", **train},
+    }
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.config import CODECS, Config, balanced_depths, describe, from_dict, load_config
+from blocktrain.config import (
+    CODECS,
+    Config,
+    balanced_depths,
+    describe,
+    from_dict,
+    from_toml,
+    load_config,
+)
 from blocktrain.core.codec import NAMES
 from blocktrain.errors import ConfigError
 from blocktrain.simulate.scenario import Scenario, load_scenario
@@ -194,6 +202,17 @@ def test_the_most_layers_a_unit_trains_are_counted_with_its_tail():
 def test_other_kinds_have_no_tail(kind: str):
     config = Config().with_settings(objective__kind=kind, objective__tail=3)
     assert [config.tail_layers(unit) for unit in range(config.units)] == [0] * config.units
+
+
+def test_settings_written_down_before_there_was_a_lead_mean_what_they_meant():
+    now = Config().with_settings(train__optimizer="adamw", objective__lead=0.0)
+    lines = now.to_toml().splitlines()
+    then = [line for line in lines if not line.startswith(("lead =", "optimizer ="))]
+    then.insert(then.index("[objective]") + 1, "stagger = 0.0")
+    assert from_toml("\n".join(then)) == now
+    then[then.index("stagger = 0.0")] = "stagger = 0.5"
+    with pytest.raises(ConfigError, match="lead does better"):
+        from_toml("\n".join(then))
 
 
 def test_the_blocks_of_a_cascade_begin_one_after_another():

@@ -47,11 +47,12 @@ def choose_block(
     prepared and trained with an optimizer that knows nothing of it.
 
     With a `lead` a block is open while it keeps that far behind the one before, and workers spread
-    over the open ones: few are open at first, and what many train at once has to be averaged.
+    over the open ones: few are open at first, and what many train at once has to be averaged. Who
+    shares its block with no more others than it would elsewhere stays to its end.
     """
     open_to = [
         block
-        for block in (_far_enough_behind(blocks, lead) if lead else blocks)
+        for block in (_far_enough_behind(blocks, lead, held) if lead else blocks)
         if block.to_hand_out and (allowed is None or block.index in allowed)
     ]
     # Better to go on from what it has just made than from the version before.
@@ -64,38 +65,43 @@ def choose_block(
     if not free:
         return None
 
-    def place(block: Block) -> float:
-        return _share(block) + lead * block.index
-
-    best = _least_crowded(free, worker) if lead else free
-    slowest = min(best, key=lambda block: (place(block), len(block.workers), block.index))
-    own = next((block for block in open_to if block.index == held), None)
-    if own is not None and place(own) <= place(slowest) + STAY:
-        if own in best:
+    calm = _least_crowded(open_to, worker) if lead else open_to
+    best = [block for block in free if block in calm] or free
+    slowest = min(
+        best,
+        key=lambda block: (_share(block) + lead * block.index, len(block.workers), block.index),
+    )
+    own = next((block for block in calm if block.index == held), None)
+    if own is not None and (lead or _share(own) <= _share(slowest) + STAY):
+        if own in free:
             return own
-        if own not in free and patient:
+        if patient:
             return None
     return slowest
 
 
-def _far_enough_behind(blocks: Sequence[Block], lead: float) -> list[Block]:
-    """Blocks that the one before is ahead of by its lead, or will never be further ahead of."""
+def _far_enough_behind(blocks: Sequence[Block], lead: float, held: int | None) -> list[Block]:
+    """Blocks that the one before is ahead of by its lead, or will never be further ahead of.
+
+    What a worker has under way itself does not close its own block to it: else two that are
+    equally fast would change blocks whenever the first one's update came a moment later.
+    """
     by_index = {block.index: block for block in blocks}
-    found = []
-    for block in blocks:
+
+    def is_open(block: Block) -> bool:
         before = by_index.get(block.index - 1)
-        if (
-            before is None
-            or before.merged_batches == before.total_batches
-            or _share(block) + lead <= before.merged_batches / before.total_batches
-        ):
-            found.append(block)
-    return found
+        if before is None or before.merged_batches == before.total_batches:
+            return True
+        done = block.merged_batches if block.index == held else block.under_way
+        behind = before.merged_batches / before.total_batches - done / block.total_batches
+        return behind >= lead
+
+    return [block for block in blocks if is_open(block)]
 
 
 def _least_crowded(blocks: Sequence[Block], worker: str) -> list[Block]:
     crowds = {block.index: len(set(block.workers) - {worker}) for block in blocks}
-    least = min(crowds.values())
+    least = min(crowds.values(), default=0)
     return [block for block in blocks if crowds[block.index] == least]
 
 

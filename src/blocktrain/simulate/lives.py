@@ -266,6 +266,8 @@ class Lives:
                     worker, seconds = self._workers[name], self._parked.pop(name)
                     asks = self._agenda.now + self._chance.within(seconds)
                     self._agenda.at(asks, self._ask, worker, worker.turn)
+        if self._coordinator.lead and block.index + 1 < len(self._coordinator.blocks):
+            self._text_came_back(self._coordinator.blocks[block.index + 1])
 
     def _text_came_back(self, block: VirtualBlock) -> None:
         """There is work again: the first of those who wait and may do it will find it."""
@@ -286,9 +288,10 @@ class Lives:
         return name not in block.finishing and not own_is_coming
 
     def _find_work(self, worker: VirtualWorker, turn: int, block: VirtualBlock) -> None:
-        """And then the next, while there is some left."""
+        """And then the next, while there is some left that it may do."""
         self._ask(worker, turn)
-        self._text_came_back(block)
+        if worker.name not in self._parked:
+            self._text_came_back(block)
 
     def _begin(self, worker: VirtualWorker, then: Activity) -> None:
         """Something else: the time and the steps until now are counted."""

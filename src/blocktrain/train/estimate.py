@@ -4,6 +4,7 @@ Counts are exact where they can be (parameters come from the modules themselves,
 memory); activations and times are estimates, and say so by being named that.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from blocktrain.core.codec import codec_named, largest_encoded_size
 from blocktrain.core.vocabulary import BYTES
 from blocktrain.model.stack import new_block
 from blocktrain.train.feature_cache import cache_bytes
-from blocktrain.train.optimizer import moment_numbers
+from blocktrain.train.optimizer import moment_shapes
 
 # Sustained bf16 FLOP/s in training at these widths, not the datasheet's peak.
 DEVICES = {
@@ -113,7 +114,9 @@ def _before(config: Config, unit: int) -> int:
 
 def _fixed_bytes(config: Config, units: list[nn.Module], unit: int) -> int:
     """Weights, gradients and moments of the worker's own, and the frozen weights before them."""
-    moments = moment_numbers(units[unit], config.train)
+    moments = sum(
+        math.prod(shape) for shape in moment_shapes(units[unit], config.train).values() if shape
+    )
     own = (2 * _count(units[unit]) + moments) * FP32_BYTES
     if config.objective.kind != "cascade" or config.objective.feature_cache != "off":
         return own

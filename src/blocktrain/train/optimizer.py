@@ -49,12 +49,18 @@ def new_optimizer(module: nn.Module, settings: TrainConfig, lr: Tensor) -> torch
     return Muon(by_muon, adamw, lr, settings.weight_decay) if by_muon else adamw
 
 
-def moment_numbers(module: nn.Module, settings: TrainConfig) -> int:
-    """How many numbers an optimizer keeps of a block's steps."""
-    numbers = 2 * sum(p.numel() for p in module.parameters())
-    if settings.optimizer == "muon":
-        numbers -= sum(matrix.weight.numel() for matrix in _matrices_of_layers(module))
-    return numbers
+def moment_shapes(module: nn.Module, settings: TrainConfig) -> dict[str, tuple[int, ...]]:
+    """What an optimizer keeps of a block's steps, by parameter and kind."""
+    by_muon = _matrices_of_layers(module) if settings.optimizer == "muon" else ()
+    taken = {id(matrix.weight) for matrix in by_muon}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in module.named_parameters():
+        shape = tuple(parameter.shape)
+        if id(parameter) in taken:
+            shapes[f"{name}.momentum"] = shape
+        else:
+            shapes |= {f"{name}.step": (), f"{name}.exp_avg": shape, f"{name}.exp_avg_sq": shape}
+    return shapes
 
 
 class Muon(torch.optim.Optimizer):

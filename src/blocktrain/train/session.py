@@ -82,7 +82,10 @@ class Session:
         def train(block: int) -> bool:
             while block - 1 in blocks and not halt() and not self._has_lead(block - 1):
                 time.sleep(POLL_SECONDS)
-            return not halt() and _train_in_child(self.run, block, threads, on_progress, halt)
+            done = not halt() and _train_in_child(self.run, block, threads, on_progress, halt)
+            if not done:  # nobody need wait for its lead any more
+                failed.set()
+            return done
 
         with ThreadPoolExecutor(jobs) as pool:
             tasks = [pool.submit(train, block) for block in sorted(blocks)]

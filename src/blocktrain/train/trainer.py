@@ -30,7 +30,7 @@ from blocktrain.train.device import Compute
 from blocktrain.train.evaluate import solo_ce
 from blocktrain.train.graph import GraphedStep
 from blocktrain.train.objective import Batch, new_objective
-from blocktrain.train.optimizer import new_optimizer
+from blocktrain.train.optimizer import moment_shapes, new_optimizer
 from blocktrain.train.predecessors import Predecessors
 from blocktrain.train.prefix import Published
 from blocktrain.train.schedule import learning_rate
@@ -204,11 +204,19 @@ class BlockTrainer:
         }
 
     def take_moments(self, moments: Tensors) -> None:
+        if {name: array.shape for name, array in moments.items()} != self.moment_shapes():
+            optimizer = self.config.train.optimizer
+            raise RunError(
+                f"block {self.block}: what its optimizer kept is not by train.optimizer={optimizer}"
+            )
         parameters = dict(self.module.named_parameters())
         for full_name, moment in moments.items():
             name, _, key = full_name.rpartition(".")
             state = self.optimizer.state[parameters[name]]
             state[key] = torch.from_numpy(moment).to(parameters[name].device)
+
+    def moment_shapes(self) -> dict[str, tuple[int, ...]]:
+        return moment_shapes(self.module, self.config.train)
 
     def weights(self) -> Tensors:
         return {name: _to_numpy(p) for name, p in self.module.named_parameters()}

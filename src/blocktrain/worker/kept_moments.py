@@ -4,6 +4,7 @@ A cache, nothing more: what cannot be read, or belongs to a block of another sha
 not there.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from blocktrain.errors import ProtocolError
@@ -19,18 +20,13 @@ class KeptMoments:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._path, b"".join(tensors.encode(moments)))
 
-    def load(self, weights: Tensors) -> Tensors | None:
-        """The moments of these weights; None where there are none that fit."""
+    def load(self, shapes: Mapping[str, tuple[int, ...]]) -> Tensors | None:
+        """Moments of exactly these shapes; None where there are none."""
         try:
             found = tensors.decode(bytearray(self._path.read_bytes()))
         except (OSError, ProtocolError):
             return None
-        owners = {moment: moment.rpartition(".")[0] for moment in found}
-        if set(owners.values()) != set(weights):
-            return None
-        fits = all(  # a count of steps, or shaped as the weight it belongs to
-            found[moment].shape in ((), weights[owner].shape) for moment, owner in owners.items()
-        )
+        fits = {name: moment.shape for name, moment in found.items()} == shapes
         return found if fits else None
 
     def remove(self) -> None:

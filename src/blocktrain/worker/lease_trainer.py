@@ -121,7 +121,7 @@ class LeaseTrainer:
         trainer = BlockTrainer(
             self.config, self.block, self.corpus, self.compute, None, published, self.scratch
         )
-        if moments := self._moments.load(trainer.weights()):
+        if moments := self._moments.load(trainer.moment_shapes()):
             trainer.take_moments(moments)
         return trainer
 

@@ -149,7 +149,7 @@ def test_a_reference_of_several_readings_is_compared_reading_by_reading(quality)
 
 def test_what_the_json_holds_is_not_trained_again(quality, tmp_path, monkeypatch):
     monkeypatch.setattr(quality, "provenance", lambda: {"commit": "here"})
-    variant = quality.Variant("blocks", "denoise", ("model.blocks=2",), "")
+    variant = quality.Variant("blocks", "denoise", ("model.blocks=2",), "", ())
     held = {
         "variant": "blocks", "seed": 3, "identity": variant.identity(3),
         "commit": "elsewhere", "valid": {"scores": {"mean product": 1.0}},

@@ -210,10 +210,22 @@ def test_workers_spread_over_the_blocks_that_are_open():
     assert led([shared, taken], held=0) == 0
 
 
-def test_a_worker_stays_with_its_block_while_the_next_has_just_begun():
-    """Equally far in their own time: nobody leaves a block because a later one opens."""
-    assert led([merged(0, 60), merged(1, 0)], held=0) == 0
-    assert led([merged(0, 99), merged(1, 0)], held=0) == 0
+@pytest.mark.parametrize("lead", [0.1, 0.25, 0.5])
+def test_who_is_alone_on_its_block_stays_to_its_end(lead: float):
+    """Also while its own update becomes a version, however far behind an empty block is."""
+    for done in (60, 99):
+        assert led([merged(0, done), merged(1, 0)], held=0, lead=lead) == 0
+    finishing = replace(merged(0, 80), finishing=frozenset({"ann"}), workers=frozenset({"ann"}))
+    assert led([finishing, merged(1, 0)], held=0, lead=lead) is None
+    assert led([merged(0, 100), merged(1, 0)], held=0, lead=lead) == 1
+
+
+def test_what_a_worker_has_under_way_does_not_close_its_own_block_to_it():
+    """Two that are equally fast keep their blocks, whoever's update comes a moment later."""
+    before = replace(merged(0, 60), workers=frozenset({"bob"}))
+    own = block(1, merged_batches=0, next_batch=20, pending=(update(steps=20),))
+    assert led([before, replace(own, workers=frozenset({"ann"}))], held=1) == 1
+    assert led([before, replace(own, workers=frozenset({"eve"}))], held=None) == 0
 
 
 @settings(deadline=None)

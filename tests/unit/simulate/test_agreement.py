@@ -85,7 +85,7 @@ class Mirrored(VirtualCoordinator):
     """Does everything twice, and compares."""
 
     def __init__(self, scene: Scenario, service: Service, clock: SetClock) -> None:
-        super().__init__(scene.swarm, scene.units, scene.train.steps)
+        super().__init__(scene.swarm, scene.units, scene.train.steps, lead=scene.lead)
         self.service, self.clock = service, clock
         self.members: dict[str, Member] = {}
         self.real: dict[int, tuple[Member, Lease]] = {}
@@ -227,3 +227,15 @@ def test_the_real_coordinator_gives_every_answer_that_was_simulated(
         assert sum(row.leases_given for row in rows) == report.leases_given
         assert sum(row.leases_met for row in rows) == report.leases_met
         assert sum(row.leases_missed for row in rows) == report.leases_missed
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_both_let_the_blocks_of_a_cascade_begin_one_after_another(tmp_path: Path, codec: str):
+    settings = {**RUN, "swarm__codec": codec, "objective__kind": "cascade", "objective__tail": 1}
+    clock = SetClock(now=0.0)
+    with running(tmp_path, clock, **settings) as service:
+        scene = scenario(**{**settings, **WORKERS, **LIVES["coming and going"]})
+        report = simulate(scene, Mirrored(scene, service, clock))
+        assert scene.lead > 0.0
+        assert report.finished
+        assert report.merged_batches == (300, 300)

@@ -173,6 +173,14 @@ def test_a_cascade_fetches_the_blocks_before_too():
     assert cascade.bytes_up == pytest.approx(plain.bytes_up, rel=0.1)
 
 
+@pytest.mark.parametrize("lead", [0.25, 1.0])
+@pytest.mark.parametrize("workers", [1, 4, 30])
+def test_with_a_lead_whoever_waits_hears_of_the_block_that_opens(lead: float, workers: int):
+    settings = {"objective__kind": "cascade", "objective__lead": lead, "model__blocks": 4}
+    result = simulate(scenario(**settings, model__layers=8, simulate__workers=workers))
+    assert result.finished
+
+
 def test_smaller_updates_take_less_of_the_line_up_and_the_same_down():
     line = {"simulate__block_megabytes": 4.0, "model__blocks": 1}
     whole, packed = (simulate(scenario(**line, simulate__update_share=s)) for s in (1.0, 0.25))

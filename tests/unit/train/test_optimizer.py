@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from blocktrain.config import Config, TrainConfig
 from blocktrain.data.corpus import Corpus
+from blocktrain.errors import RunError
 from blocktrain.model.layer import Layer, Linear
 from blocktrain.model.stack import new_block
 from blocktrain.train import optimizer as optimizer_module
-from blocktrain.train.optimizer import MOMENTUM, moment_numbers, new_optimizer, orthogonal
+from blocktrain.train.optimizer import MOMENTUM, moment_shapes, new_optimizer, orthogonal
 from blocktrain.train.trainer import BlockTrainer
 
 RATE = 0.01
@@ -111,12 +112,24 @@ def test_one_moment_for_matrices_of_layers_two_for_all_else(config: Config, corp
     assert {name for name, keys in kept.items() if keys == {"momentum"}} == in_layers
     rest = [keys for name, keys in kept.items() if name not in in_layers]
     assert rest and all(keys == {"step", "exp_avg", "exp_avg_sq"} for keys in rest)
-    counted = sum(array.size for name, array in trainer.moments().items() if ".step" not in name)
-    assert counted == moment_numbers(trainer.module, config.train)
+    shapes = {name: moment.shape for name, moment in trainer.moments().items()}
+    assert shapes == moment_shapes(trainer.module, config.train)
 
 
 def test_adamw_alone_keeps_two_moments_of_everything(config: Config):
     block = new_block(config, 0)
     settings = config.with_settings(train__optimizer="adamw").train
     assert isinstance(new_optimizer(block, settings, torch.tensor(RATE)), torch.optim.AdamW)
-    assert moment_numbers(block, settings) == 2 * sum(p.numel() for p in block.parameters())
+    shapes = moment_shapes(block, settings)
+    assert len(shapes) == 3 * len(list(block.parameters()))
+
+
+def test_what_another_optimizer_kept_is_refused(config: Config, corpus: Corpus):
+    trainers = [
+        BlockTrainer(config.with_settings(train__optimizer=name), 0, corpus, CPU, None)
+        for name in ("adamw", "muon")
+    ]
+    for trainer, other in zip(trainers, trainers[::-1], strict=True):
+        trainer.train(quiet, until=1)
+        with pytest.raises(RunError, match=r"not by train\.optimizer"):
+            other.take_moments(trainer.moments())

@@ -248,18 +248,14 @@ def test_a_worker_that_comes_back_to_a_block_has_its_moments(
 
 def test_moments_of_another_shape_or_a_broken_file_are_not_taken(tmp_path: Path):
     kept = KeptMoments(tmp_path / "moments.safetensors")
-    weights = {"w": np.zeros((2, 3), np.float32)}
-    moments = {
-        "w.step": np.ones((), np.float32),
-        "w.exp_avg": np.ones((2, 3), np.float32),
-        "w.exp_avg_sq": np.ones((2, 3), np.float32),
-    }
-    assert kept.load(weights) is None
-    kept.save(moments)
-    assert kept.load(weights) is not None
-    assert kept.load({"w": np.zeros((3, 3), np.float32)}) is None
-    assert kept.load({"v": np.zeros((2, 3), np.float32)}) is None
+    shapes = {"w.momentum": (2, 3), "b.step": (), "b.exp_avg": (3,), "b.exp_avg_sq": (3,)}
+    assert kept.load(shapes) is None
+    kept.save({name: np.ones(shape, np.float32) for name, shape in shapes.items()})
+    assert kept.load(shapes) is not None
+    assert kept.load({**shapes, "w.momentum": (3, 3)}) is None
+    assert kept.load({**shapes, "v.momentum": (2, 3)}) is None
+    assert kept.load({name: shapes[name] for name in list(shapes)[1:]}) is None
     (tmp_path / "moments.safetensors").write_bytes(b"half a fi")
-    assert kept.load(weights) is None
+    assert kept.load(shapes) is None
     kept.remove()
-    assert kept.load(weights) is None
+    assert kept.load(shapes) is None
