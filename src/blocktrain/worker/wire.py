@@ -28,6 +28,7 @@ class Wire(httpx.BaseTransport):
         """`idle_seconds`: for how long a connection that nobody uses is worth keeping."""
         self._context, self._idle_seconds = context, idle_seconds
         self._lock = threading.Lock()
+        self._closed = False
         self._idle: dict[Origin, list[tuple[float, http.client.HTTPConnection]]] = defaultdict(list)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -50,15 +51,19 @@ class Wire(httpx.BaseTransport):
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             idle = [connection for kept in self._idle.values() for _, connection in kept]
             self._idle.clear()
         for connection in idle:
             connection.close()
 
     def keep(self, origin: Origin, connection: http.client.HTTPConnection) -> None:
-        """A connection that may be used again."""
+        """A connection that may be used again; not by a client that another thread has closed."""
         with self._lock:
-            self._idle[origin].append((time.monotonic(), connection))
+            if not self._closed:
+                self._idle[origin].append((time.monotonic(), connection))
+                return
+        connection.close()
 
     def _connection(self, origin: Origin, patience: float) -> http.client.HTTPConnection:
         while kept := self._kept(origin):
@@ -156,6 +161,7 @@ def _exchanged(
     answer = connection.getresponse()
     answer.will_close = answer.will_close or broken
     if answer.length is None and not answer.chunked:  # or its head was cut short
+        answer.close()  # it has the socket: the connection has let go of what ends with it
         raise http.client.HTTPException("the answer does not say where it ends")
     return answer
 

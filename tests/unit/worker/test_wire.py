@@ -201,3 +201,20 @@ def test_silence_and_a_closed_port_are_errors_of_the_line(server: FaultServer):
             port = listener.getsockname()[1]
         with pytest.raises(httpx.TransportError):
             http.get(f"http://127.0.0.1:{port}/")
+
+
+def test_a_connection_that_is_done_after_its_client_was_closed_is_not_kept(raw: Raw):
+    """A thread that sends may end an exchange after the worker has said goodbye."""
+    left = threading.Event()
+
+    def talk(connection: socket.socket) -> None:
+        says(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")(connection)
+        if connection.recv(1) == b"":
+            left.set()
+
+    wire = Wire(ssl.create_default_context(), IDLE)
+    client = httpx.Client(transport=wire, timeout=httpx.Timeout(2.0))
+    answer = client.send(client.build_request("GET", raw(talk)), stream=True)
+    client.close()
+    assert answer.read() == b"hi"
+    assert left.wait(2.0)
