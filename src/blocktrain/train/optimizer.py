@@ -27,7 +27,7 @@ AT_ONCE = 2**25  # numbers made orthogonal together: copies of them are in memor
 
 
 def new_optimizer(module: nn.Module, settings: TrainConfig, lr: Tensor) -> torch.optim.Optimizer:
-    by_muon = list(_matrices_of_layers(module)) if settings.optimizer == "muon" else []
+    by_muon = _stepped_by_muon(module, settings)
     taken = {id(matrix.weight) for matrix in by_muon}
     decayed: list[Tensor] = []
     others: list[Tensor] = []
@@ -51,8 +51,7 @@ def new_optimizer(module: nn.Module, settings: TrainConfig, lr: Tensor) -> torch
 
 def moment_shapes(module: nn.Module, settings: TrainConfig) -> dict[str, tuple[int, ...]]:
     """What an optimizer keeps of a block's steps, by parameter and kind."""
-    by_muon = _matrices_of_layers(module) if settings.optimizer == "muon" else ()
-    taken = {id(matrix.weight) for matrix in by_muon}
+    taken = {id(matrix.weight) for matrix in _stepped_by_muon(module, settings)}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in module.named_parameters():
         shape = tuple(parameter.shape)
@@ -82,10 +81,10 @@ class Muon(torch.optim.Optimizer):
             self._beside.found_inf = self.found_inf  # type: ignore[attr-defined]
         self._beside.step()
         group = self.param_groups[0]
-        taken = 1.0 if self.found_inf is None else 1.0 - self.found_inf
-        rate = group["lr"] * taken
+        bad = torch.zeros_like(group["lr"]) if self.found_inf is None else self.found_inf
+        rate = group["lr"] * (1.0 - bad)
         for alike in self._alike():
-            directions = torch.cat([self._direction(matrix) for matrix in alike])
+            directions = torch.cat([self._direction(matrix, bad.bool()) for matrix in alike])
             steps = torch.split(orthogonal(directions), [matrix.parts for matrix in alike])
             scale = LIKE_ADAMW * max(directions.shape[1:]) ** 0.5
             for matrix, step in zip(alike, steps, strict=True):
@@ -104,22 +103,17 @@ class Muon(torch.optim.Optimizer):
             for start in range(0, len(matrices), count):
                 yield matrices[start : start + count]
 
-    def _direction(self, matrix: Linear) -> Tensor:
+    def _direction(self, matrix: Linear, bad: Tensor) -> Tensor:
         """Gradient and momentum together (Nesterov), a matrix for each part."""
         gradient = matrix.weight.grad
         assert gradient is not None
         state = self.state[matrix.weight]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(gradient)
-        momentum, kept = state["momentum"], MOMENTUM
-        if self.found_inf is not None:
-            bad = self.found_inf.bool()
-            gradient = torch.where(bad, 0.0, gradient)
-            momentum.mul_(torch.where(bad, 1.0, kept))
-        else:
-            momentum.mul_(kept)
-        momentum.add_(gradient)
-        direction: Tensor = gradient + kept * momentum
+        gradient = torch.where(bad, 0.0, gradient)
+        momentum: Tensor = state["momentum"]
+        momentum.mul_(torch.where(bad, 1.0, MOMENTUM)).add_(gradient)
+        direction = gradient + MOMENTUM * momentum
         return direction.view(matrix.parts, -1, gradient.size(1))
 
 
@@ -137,7 +131,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
     return (x.mT if upright else x).to(matrices.dtype)
 
 
-def _matrices_of_layers(module: nn.Module) -> Iterator[Linear]:
-    for layer in module.modules():
-        if isinstance(layer, Layer):
-            yield from (part for part in layer.modules() if isinstance(part, Linear))
+def _stepped_by_muon(module: nn.Module, settings: TrainConfig) -> list[Linear]:
+    if settings.optimizer != "muon":
+        return []
+    layers = [layer for layer in module.modules() if isinstance(layer, Layer)]
+    return [part for layer in layers for part in layer.modules() if isinstance(part, Linear)]

@@ -75,16 +75,23 @@ class Session:
         stopped and its error is raised."""
         threads = max(1, torch.get_num_threads() // jobs)
         failed = threading.Event()
+        stopped: set[int] = set()
 
         def halt() -> bool:
             return stop() or failed.is_set()
 
-        def train(block: int) -> bool:
-            while block - 1 in blocks and not halt() and not self._has_lead(block - 1):
+        def begins(block: int) -> bool:
+            """Once the block before has its lead; never, if that was stopped without one."""
+            while block - 1 in blocks and not self._has_lead(block - 1):
+                if halt() or block - 1 in stopped:
+                    return False
                 time.sleep(POLL_SECONDS)
-            done = not halt() and _train_in_child(self.run, block, threads, on_progress, halt)
-            if not done:  # nobody need wait for its lead any more
-                failed.set()
+            return not halt()
+
+        def train(block: int) -> bool:
+            done = begins(block) and _train_in_child(self.run, block, threads, on_progress, halt)
+            if not done:
+                stopped.add(block)
             return done
 
         with ThreadPoolExecutor(jobs) as pool:
