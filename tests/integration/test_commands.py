@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -189,13 +190,11 @@ def test_a_killed_run_resumes_bit_for_bit(home: Path, how: signal.Signals):
     straight = run(home, *training(home, f"straight-{how.name}", *longer), "--block", "0")
     assert straight.returncode == 0
     out = home / f"killed-{how.name}"
-    command = [*BLOCKTRAIN, *training(home, out.name, *longer), "--block", "0"]
-    process = subprocess.Popen(
-        command, cwd=home, env=environment(home), stderr=subprocess.PIPE, text=True,
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    process = start(home, *training(home, out.name, *longer), "--block", "0")
     manifest = out / "block-0" / "manifest.json"
-    wait_for(lambda: manifest.exists() and not json.loads(manifest.read_text())["finished"])
+    wait_for(
+        process, lambda: manifest.exists() and not json.loads(manifest.read_text())["finished"]
+    )
     process.send_signal(how)
     _, errors = process.communicate(timeout=60)
     assert json.loads(manifest.read_text())["finished"] is False
@@ -211,10 +210,22 @@ def test_a_killed_run_resumes_bit_for_bit(home: Path, how: signal.Signals):
     assert steps[-1] == 150
 
 
-def wait_for(condition: object, seconds: float = 60) -> None:
+def start(home: Path, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [*BLOCKTRAIN, *arguments], cwd=home, env=environment(home), text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def wait_for(
+    process: "subprocess.Popen[str]", condition: Callable[[], bool], seconds: float = 60
+) -> None:
+    """Wait for what a process brings about; one that ended first says why."""
     deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "waited too long"
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"it never came; the command said: {process.communicate()[1]}")
         time.sleep(0.02)
 
 
@@ -298,12 +309,11 @@ def test_estimate_prints_what_a_run_needs(home: Path):
 def test_a_failing_block_stops_the_others_and_keeps_its_code(home: Path):
     """Block 1's checkpoint is damaged: its message and code, long before block 0 could finish."""
     longer = ["train.steps=100000", "train.save_every=5"]
-    command = [*BLOCKTRAIN, *training(home, "hurt", *longer), "--block", "1"]
-    process = subprocess.Popen(command, cwd=home, env=environment(home), stdout=subprocess.DEVNULL)
+    process = start(home, *training(home, "hurt", *longer), "--block", "1")
     block = home / "hurt/block-1"
-    wait_for((block / "manifest.json").exists)
+    wait_for(process, (block / "manifest.json").exists)
     process.send_signal(signal.SIGINT)
-    process.wait(60)
+    process.communicate(timeout=60)
     newest = sorted(block.glob("v*.safetensors"))[-1]
     newest.write_bytes(newest.read_bytes()[:-1])
     done = run(home, *training(home, "hurt", *longer), "--parallel", "2", timeout=60)
@@ -363,13 +373,9 @@ def test_the_demo_shows_a_cascade_beside_its_twins(home: Path):
 def test_a_stop_of_the_parent_stops_blocks_side_by_side(home: Path):
     """SIGTERM to the parent alone: its children save and stop, and the rest never start."""
     longer = ["train.steps=2000", "train.save_every=5", "model.layers=4", "model.blocks=4"]
-    command = [*BLOCKTRAIN, *training(home, "stopped", *longer), "--parallel", "2"]
-    process = subprocess.Popen(
-        command, cwd=home, env=environment(home), stderr=subprocess.PIPE, text=True,
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    process = start(home, *training(home, "stopped", *longer), "--parallel", "2")
     manifests = [home / f"stopped/block-{k}/manifest.json" for k in range(4)]
-    wait_for(lambda: manifests[0].exists() and manifests[1].exists())
+    wait_for(process, lambda: manifests[0].exists() and manifests[1].exists())
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
@@ -382,15 +388,11 @@ def test_a_stop_of_the_parent_stops_blocks_side_by_side(home: Path):
 def test_nobody_waits_for_the_lead_of_a_block_that_was_stopped(home: Path):
     """SIGTERM to the child that trains block 0: the command ends, and can be called again."""
     longer = [*CASCADE, "train.steps=2000", "train.save_every=5"]
-    command = [*BLOCKTRAIN, *training(home, "alone", *longer), "--parallel", "2"]
-    process = subprocess.Popen(
-        command, cwd=home, env=environment(home), stderr=subprocess.PIPE, text=True,
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    wait_for((home / "alone/block-0/manifest.json").exists)
+    process = start(home, *training(home, "stopped-0", *longer), "--parallel", "2")
+    wait_for(process, (home / "stopped-0/block-0/manifest.json").exists)
     threads = Path(f"/proc/{process.pid}/task").glob("*/children")
     (child,) = (int(pid) for thread in threads for pid in thread.read_text().split())
     os.kill(child, signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert not (home / "alone/block-1/manifest.json").exists()
+    assert not (home / "stopped-0/block-1/manifest.json").exists()
