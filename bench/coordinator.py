@@ -2,11 +2,11 @@
 
     PYTHONPATH=src python bench/coordinator.py --out DIR [--history 0 1000000] [--db postgresql://]
 
-Threads, each as many workers in turn, ask for a lease, offer an update of a tiny block, send its
-chunk and commit it, against a real server process on the same machine; versions are merged as they
-fall due. `--history`: so many updates were merged before, for each number a fresh run. Writes
-coordinator.json into DIR, prints a table last. A PostgreSQL database must be empty, and takes one
-history at a time.
+Threads, each as many workers in turn, ask for a lease and send an update of a tiny block, as
+workers send small ones, against a real server process on the same machine; versions are merged as
+they fall due. `--in-chunks`: the way of larger ones, an offer, a chunk and a commit. `--history`:
+so many updates were merged before, for each number a fresh run. Writes coordinator.json into DIR,
+prints a table last. A PostgreSQL database must be empty, and takes one history at a time.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
 )
 from blocktrain.protocol.tensors import encode
+from blocktrain.protocol.whole import head
 from blocktrain.storage.chunks import LocalChunks, name_of
 from blocktrain.storage.ledger import Ledger
 from blocktrain.storage.schema import events, leases, updates
@@ -55,8 +56,8 @@ class Worker:
     """The protocol by hand, over the standard library's plain connection: what the load itself
     takes of the processors is missing from the coordinator."""
 
-    def __init__(self, http: HTTPConnection, run: str, invite: str) -> None:
-        self.http = http
+    def __init__(self, http: HTTPConnection, run: str, invite: str, whole: bool) -> None:
+        self.http, self.whole = http, whole
         self.key = WorkerKey.create()
         join = Join(
             invite=invite, public_key=self.key.public, name="bench", device="none",
@@ -83,6 +84,9 @@ class Worker:
             recipe=recipe,
         )
         offer = UpdateOffer(claim=claim, signature=self.key.sign_update(claim))
+        if self.whole:
+            self._ask("POST", "/v1/updates/whole", head(offer) + b"".join(chunks.values()))
+            return
         missing = json.loads(self._post("/v1/updates", offer.model_dump_json()))["missing"]
         for name in missing:
             self._ask("PUT", f"/v1/chunks/{name}?lease={lease.lease}", chunks[name])
@@ -106,7 +110,9 @@ def cut(data: bytes) -> tuple[dict[str, bytes], Recipe]:
     return chunks, Recipe(size=len(data), chunks=tuple(map(name_of, parts)))
 
 
-def pairs_per_second(running: Running, threads: int, registered: int, seconds: float) -> float:
+def pairs_per_second(
+    running: Running, threads: int, registered: int, seconds: float, whole: bool
+) -> float:
     """Lease and submit pairs that so many threads get through, as so many workers in turn."""
     done = [0] * threads
     ready = threading.Barrier(threads + 1)
@@ -116,7 +122,7 @@ def pairs_per_second(running: Running, threads: int, registered: int, seconds: f
         draws = np.random.default_rng(index)
         with closing(HTTPConnection(urlsplit(running.address).netloc, timeout=120)) as http:
             share = range(registered // threads)
-            crowd = [Worker(http, running.run, running.invite) for _ in share]
+            crowd = [Worker(http, running.run, running.invite, whole) for _ in share]
             ready.wait()
             ready.wait()
             for worker in itertools.cycle(crowd):
@@ -206,7 +212,9 @@ def measure(args: argparse.Namespace, history: int) -> dict[str, Any]:
             fill(db, history)
         sync = seconds_to_keep_a_file(folder)
         with server(folder, db) as running:
-            rate = pairs_per_second(running, args.threads, args.registered, args.seconds)
+            rate = pairs_per_second(
+                running, args.threads, args.registered, args.seconds, not args.in_chunks
+            )
             memory = most_memory(running.process)
     return {"history": history, "pairs_per_second": rate, "memory": memory, "sync_seconds": sync}
 
@@ -230,6 +238,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=16)
     parser.add_argument("--registered", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--in-chunks", action="store_true", help="offer, chunk and commit apart")
     parser.add_argument("--history", type=int, nargs="+", default=[0])
     args = parser.parse_args()
     results = []

@@ -163,6 +163,17 @@ def _ce(run: RunDir) -> float:
 
 
 @pytest.fixture
+def wide(tmp_path: Path, processes: Processes) -> Iterator[Swarm]:
+    """Blocks whose updates are too large to be sent whole."""
+    _found(tmp_path / "run", None, "model.width=192")
+    swarm = Swarm(tmp_path / "run", processes)
+    with closing(swarm.run.ledger):
+        with swarm.run.ledger.read() as tx:
+            assert tx.version(0).weights.size > swarm.run.description.whole_bytes > 0
+        yield swarm
+
+
+@pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
     with Processes(tmp_path) as started:
         yield started
@@ -187,6 +198,22 @@ def test_a_coordinator_is_killed_and_comes_back(swarm: Swarm, tmp_path: Path, fa
     swarm.coordinator()
     swarm.finishes(tmp_path / "model")
     assert all(worker.code in (None, 0) for worker in workers)
+
+
+def test_a_coordinator_is_killed_between_a_chunk_and_its_commit(wide: Swarm, tmp_path: Path):
+    coordinator = wide.coordinator("chunk-stored@2=kill")
+    workers = [wide.worker("a"), wide.worker("b")]
+    wide.processes.wait_for_kill(coordinator)
+    wide.coordinator()
+    wide.finishes(tmp_path / "model")
+    assert all(worker.code in (None, 0) for worker in workers)
+
+
+def test_a_worker_is_killed_between_a_chunk_and_its_commit(wide: Swarm, tmp_path: Path):
+    wide.coordinator()
+    wide.processes.wait_for_kill(wide.worker("a", "chunk-sent@1=kill"))
+    wide.worker("b")
+    wide.finishes(tmp_path / "model")
 
 
 @pytest.mark.parametrize("fault", ["merge-written@2", "published@2"])

@@ -43,6 +43,8 @@ from tests.support.coordinator import (
 )
 
 from blocktrain.coordinator.api import HELD_BACK_SECONDS
+from blocktrain.coordinator.members import Caller
+from blocktrain.coordinator.recent_leases import HeldLease
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.server import write_certificate
 from blocktrain.coordinator.service import Service
@@ -71,11 +73,14 @@ from blocktrain.protocol.messages import (
     Status,
     Token,
     TokenRequest,
+    UpdateClaim,
+    UpdateOffer,
     UploadState,
     Wait,
 )
 from blocktrain.protocol.tensors import decode
 from blocktrain.protocol.trust import pinned_context
+from blocktrain.protocol.whole import LARGEST_BODY, WHOLE_BYTES, head
 from blocktrain.storage.chunks import name_of
 from blocktrain.storage.schema import blocks, leases, updates, versions
 
@@ -147,6 +152,12 @@ class HttpWorker:
         for name in read(UploadState, self.post("/v1/updates", made.offer)).missing:
             assert self.put(name, lease, made.chunks[name]).status_code == 204
         return read(Receipt, self.post(f"/v1/updates/{lease}/commit"))
+
+    def post_whole(self, made: Made, data: bytes | None = None) -> httpx.Response:
+        """By one request; `data` in place of its chunk."""
+        (chunk,) = made.chunks.values()
+        body = head(made.offer) + (chunk if data is None else data)
+        return self.api.http.post("/v1/updates/whole", content=body, headers=self.headers)
 
 
 def json_of(message: Message) -> bytes:
@@ -351,6 +362,122 @@ def test_any_coordinator_of_the_run_answers(api: Api, tmp_path: Path):
     second.run.ledger.close()
 
 
+# Small updates, in one request
+
+
+@pytest.fixture
+def asked(api: Api, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Leases that were looked for in the ledger before their update was taken in."""
+    found: list[str] = []
+    find = api.service.updates.find_held
+
+    def counted(caller: Caller, claim: UpdateClaim) -> HeldLease | Receipt:
+        found.append(claim.lease)
+        return find(caller, claim)
+
+    monkeypatch.setattr(api.service.updates, "find_held", counted)
+    return found
+
+
+def test_a_small_update_counts_by_one_request(api: Api, asked: list[str]):
+    worker = api.join()
+    assert read(RunDescription, worker.get("/v1/run")).whole_bytes == WHOLE_BYTES
+    made = worker.make(worker.lease())
+    assert read(Receipt, worker.post_whole(made)).state == "pending"
+    assert not asked  # it was handed out a moment ago
+    api.service.round()
+    status = read(Status, worker.get("/v1/status"))
+    assert status.blocks[0].version == 1
+    size = made.offer.claim.recipe.size
+    assert (status.blocks[0].moved.up, status.blocks[0].moved.up_raw) == (size, size)
+    kinds = [event.kind for event in api.service.reports.events(0, 100)]
+    assert kinds == ["joined", "leased", "uploaded", "merged"]
+
+
+def test_a_small_update_sent_again_counts_once(api: Api, asked: list[str]):
+    worker = api.join()
+    made = worker.make(worker.lease())
+    receipts = [read(Receipt, worker.post_whole(made)) for _ in range(2)]
+    assert receipts == [receipts[0]] * 2
+    assert asked == [made.offer.claim.lease]
+    api.service.round()
+    assert read(Receipt, worker.post_whole(made)).state == "merged"
+    assert read(Receipt, worker.post(f"/v1/updates/{asked[0]}/commit")).state == "merged"
+    assert read(Status, worker.get("/v1/status")).blocks[0].version == 1
+
+
+def test_small_updates_sent_at_once_count_once(api: Api):
+    worker = api.join()
+    made = worker.make(worker.lease())
+    with ThreadPoolExecutor(4) as pool:
+        receipts = list(pool.map(lambda _: read(Receipt, worker.post_whole(made)), range(4)))
+    assert {receipt.state for receipt in receipts} == {"pending"}
+    assert api.service.merger.merge_due() == 1
+    assert read(Status, worker.get("/v1/status")).workers[0].updates == 1
+
+
+def test_another_coordinator_takes_a_small_update(api: Api, tmp_path: Path):
+    second = Service(open_run(*open_stores(tmp_path), api.clock))
+    with served(second) as address, httpx.Client(base_url=address, timeout=SECONDS) as http:
+        here = api.join()
+        made = here.make(here.lease())
+        there = HttpWorker(Api(second, api.clock, address, http), here.signer, here.token)
+        assert read(Receipt, there.post_whole(made)).state == "pending"
+        assert read(Receipt, here.post_whole(made)).state == "pending"
+    second.run.ledger.close()
+
+
+def test_an_update_that_was_offered_may_come_whole(api: Api):
+    worker = api.join()
+    made = worker.make(worker.lease())
+    assert worker.post("/v1/updates", made.offer).status_code == 200
+    other = worker.signer.update(worker.lease(), first_weights(0))
+    refused(worker.post_whole(replaced_lease(worker, made, other)), 409, "conflict")
+    assert read(Receipt, worker.post_whole(made)).state == "pending"
+
+
+def replaced_lease(worker: HttpWorker, made: Made, other: Made) -> Made:
+    """What `other` holds, for the lease of `made`."""
+    kept = {"recipe": other.offer.claim.recipe}
+    claim = made.offer.claim.model_copy(update=kept)
+    offer = UpdateOffer(claim=claim, signature=worker.signer.key.sign_update(claim))
+    return Made(offer, other.chunks)
+
+
+def test_refusals_of_small_updates_have_their_codes(api: Api):
+    """And nothing of what was refused is kept."""
+    worker, other = api.join(), api.join()
+    lease = worker.lease()
+    made = worker.make(lease)
+    (chunk,) = made.chunks.values()
+    refused(other.post_whole(made), 404, "not_found")
+    refused(worker.post_whole(made, chunk[:-1]), 422, "malformed")
+    refused(worker.post_whole(made, chunk[:-1] + b"x"), 422, "malformed")
+    forged = Made(made.offer.model_copy(update={"signature": "AAAA"}), made.chunks)
+    refused(worker.post_whole(forged), 403, "forbidden")
+    for size, status, code in ((lease.base.size + 1, 413, "too_large"), (8, 422, "malformed")):
+        wrong = worker.signer.update_of_bytes(lease, bytes(size))
+        refused(worker.post_whole(wrong), status, code)
+    wrong = worker.signer.update(lease, first_weights(0), base_version=7)
+    refused(worker.post_whole(wrong), 409, "conflict")
+    assert not api.service.run.chunks.has(made.chunks)
+    wrong = worker.signer.update(lease, first_weights(1), fence=99)
+    refused(worker.post_whole(wrong), 409, "conflict")
+    refused(worker.api.http.post("/v1/updates/whole", headers=worker.headers), 422, "malformed")
+    assert read(Receipt, worker.post_whole(made)).state == "pending"
+
+
+def test_a_small_update_that_is_not_finite_is_refused_for_good(api: Api):
+    worker = api.join()
+    lease = worker.lease()
+    spoiled = worker.signer.update(lease, moved(first_weights(lease.block), float("nan")))
+    receipt = read(Receipt, worker.post_whole(spoiled))
+    assert receipt.state == "refused" and "finite" in receipt.reason
+    assert read(Receipt, worker.post_whole(spoiled)) == receipt
+    refused(worker.post_whole(worker.make(lease)), 409, "conflict")
+    assert worker.lease().first_batch == lease.first_batch  # its text is handed out again
+
+
 # Who may do what
 
 READING = [
@@ -365,6 +492,7 @@ WORKING = [
     ("POST", f"/v1/lease/{SOME_ID}/progress"),
     ("POST", f"/v1/lease/{SOME_ID}/return"),
     ("POST", "/v1/updates"),
+    ("POST", "/v1/updates/whole"),
     ("POST", f"/v1/updates/{SOME_ID}/commit"),
     ("PUT", f"/v1/chunks/{SOME_HASH}?lease={SOME_ID}"),
     ("POST", "/v1/scores"),
@@ -442,6 +570,7 @@ def test_a_banned_worker_is_forbidden(shared: Api):
         worker.post("/v1/lease", LeaseRequest()),
         worker.post("/v1/updates", made.offer),
         worker.put(name, lease.lease, data),
+        worker.post_whole(made),
         worker.post(
             f"/v1/lease/{lease.lease}/return", LeaseReturn(fence=lease.fence, reason="sorry")
         ),
@@ -640,6 +769,7 @@ def offered_chunk(worker: HttpWorker) -> tuple[str, str]:
     [
         ("POST /v1/lease", 8 * 1024 * 1024),
         ("POST /v1/join", 8 * 1024 * 1024),
+        ("POST /v1/updates/whole", LARGEST_BODY),
         ("PUT /v1/chunks/{name}?lease={lease}", CHUNK_BYTES),
     ],
 )
@@ -979,7 +1109,7 @@ def test_no_request_breaks_the_coordinator(api: Api, role: Role):
 
 def assert_all_were_made(seen: dict[str, dict[str, "Counter[int]"]]) -> None:
     """As many requests as were asked for; told by status, for those who look (`pytest -rP`)."""
-    assert len(seen) == 18
+    assert len(seen) == 19
     for route, by_mode in seen.items():
         asked = {"positive": 1, "negative": 0} if route in TAKES_NOTHING else ASKED
         assert {mode: found.total() for mode, found in by_mode.items()} == asked, route

@@ -26,7 +26,7 @@ def impatient(context: ssl.SSLContext) -> httpx.Client:
 
 
 def described(**changes: object) -> RunDescription:
-    fields = {"config": "", "corpus": {}, "corpus_digests": {}, **changes}
+    fields = {"config": "", "corpus": {}, "corpus_digests": {}, "whole_bytes": 0, **changes}
     return RunDescription(run=RUN, protocol=1, **fields)  # type: ignore[arg-type]
 
 

@@ -71,11 +71,13 @@ class Asked:
 
     async def message(self, kind: type[M]) -> M:
         most = LARGEST_MESSAGE if kind is UpdateOffer else USUAL_MESSAGE
-        body = b"".join([part async for part in self.parts(most)])
         try:
-            return kind.model_validate_json(body)
+            return kind.model_validate_json(await self.body(most))
         except ValidationError as error:
             raise _malformed(error, "the body") from None
+
+    async def body(self, most: int) -> bytes:
+        return b"".join([part async for part in self.parts(most)])
 
     async def parts(self, most: int) -> AsyncIterator[bytes]:
         """A body as it comes, refused as soon as it is longer than it may be."""

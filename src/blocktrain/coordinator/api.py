@@ -19,6 +19,7 @@ from blocktrain.coordinator.action import Action, Asked, Server
 from blocktrain.coordinator.desk import Desk
 from blocktrain.coordinator.metrics import Metrics
 from blocktrain.coordinator.openapi import BYTES, describe
+from blocktrain.coordinator.recent_leases import HeldLease
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.updates import Coming
 from blocktrain.core import faults
@@ -47,10 +48,12 @@ from blocktrain.protocol.messages import (
     Status,
     Token,
     TokenRequest,
+    UpdateClaim,
     UpdateOffer,
     UploadState,
     Wait,
 )
+from blocktrain.protocol.whole import LARGEST_BODY, split
 from blocktrain.storage.chunks import Opened, at_hand
 
 log = logging.getLogger(__name__)
@@ -169,6 +172,29 @@ async def offer(asked: Asked) -> Response:
     return _answer(await run_in_threadpool(updates.upload_state, claim.lease, claim.recipe))
 
 
+async def whole(asked: Asked) -> Response:
+    """A small update: offered, sent and committed by one request."""
+    updates, body = asked.service.updates, await asked.body(LARGEST_BODY)
+    try:
+        offered, data = split(body)
+    except ProtocolError as error:
+        raise RefusedError("malformed", str(error)) from None
+    held = await _held(asked, offered.claim)
+    if isinstance(held, Receipt):
+        return _answer(held)
+    fault = await run_in_threadpool(updates.keep_whole, held, offered, data)
+    asked.metrics.received(len(data))
+    receipt = await asked.desk.ask(updates.settle_whole, asked.caller, held, offered, fault)
+    return _settled(asked, receipt)
+
+
+async def _held(asked: Asked, claim: UpdateClaim) -> HeldLease | Receipt:
+    updates = asked.service.updates
+    if known := updates.held(asked.caller, claim.lease):
+        return known
+    return await asked.desk.ask(updates.find_held, asked.caller, claim)
+
+
 async def put_chunk(asked: Asked) -> Response:
     name, upload = asked.at("name"), asked.required("lease", Identifier)
     updates = asked.service.updates
@@ -199,7 +225,10 @@ async def commit(asked: Asked) -> Response:
         return _answer(coming)
     async with asked.verifying:
         fault = await run_in_threadpool(updates.verify, coming)
-    receipt = await asked.desk.ask(updates.settle, asked.caller, sent, fault)
+    return _settled(asked, await asked.desk.ask(updates.settle, asked.caller, sent, fault))
+
+
+def _settled(asked: Asked, receipt: Receipt) -> Response:
     faults.reached("settled")
     asked.service.wake()
     return _answer(receipt)
@@ -316,6 +345,7 @@ ACTIONS = (
         takes=LeaseReturn, gives=LeaseState,
     ),
     Action("POST", "/v1/updates", "worker", offer, takes=UpdateOffer, gives=UploadState),
+    Action("POST", "/v1/updates/whole", "worker", whole, takes="bytes", gives=Receipt),
     Action(
         "PUT", "/v1/chunks/{name}", "worker", put_chunk,
         takes="bytes", parameters=(("lease", Identifier, True),),

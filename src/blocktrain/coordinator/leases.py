@@ -2,6 +2,7 @@
 
 from blocktrain.coordinator import plan, traffic
 from blocktrain.coordinator.members import Caller, Members
+from blocktrain.coordinator.recent_leases import HeldLease, RecentLeases
 from blocktrain.coordinator.run import Run
 from blocktrain.core.swarm import BlockState
 from blocktrain.errors import RefusedError
@@ -23,8 +24,8 @@ from blocktrain.storage.statements import HELD
 
 
 class Leases:
-    def __init__(self, run: Run, members: Members) -> None:
-        self.run, self.members = run, members
+    def __init__(self, run: Run, members: Members, recent: RecentLeases) -> None:
+        self.run, self.members, self._recent = run, members, recent
 
     def claim(self, caller: Caller, asked: LeaseRequest) -> LeaseAnswer:
         """Work for a worker. One that already holds some gets the same again: its answer was lost
@@ -41,20 +42,20 @@ class Leases:
             elif _begins_anew(asked):
                 tx.reopen_unsent(caller.worker)
             tx.expect_claim(caller.worker)
-            self.members.seen(tx, caller, now)
+            worker = self.members.seen(tx, caller, now)
             held, blocks = tx.open_lease_of(caller.worker), tx.block_states()
             last_words = _nothing_left(blocks, caller, asked)
             answer = (
-                self._described(tx, held, now)
+                self._described(tx, held, worker, now)
                 if held
-                else self._answer(tx, caller, blocks, asked, now)
+                else self._answer(tx, worker, blocks, asked, now)
             )
             return LeaseAnswer(answer=answer, last_words=last_words)
 
     def _answer(
         self,
         tx: Transaction,
-        caller: Caller,
+        worker: Found,
         blocks: list[BlockState],
         asked: LeaseRequest,
         now: float,
@@ -63,7 +64,7 @@ class Leases:
             return Finished()
         chosen = plan.choose_block(
             blocks,
-            caller.worker,
+            worker.id,
             asked.held_block,
             asked.blocks,
             patient=plan.is_patient(self.run.config.swarm, asked.transfer_seconds),
@@ -71,8 +72,8 @@ class Leases:
             lead=self.run.config.lead,
         )
         if chosen is None:
-            return _wait(blocks, caller, asked)
-        return self._described(tx, self._hand_out(tx, caller, chosen, asked, now), now)
+            return _wait(blocks, worker.id, asked)
+        return self._described(tx, self._hand_out(tx, worker.id, chosen, asked, now), worker, now)
 
     def progress(self, caller: Caller, lease: str, told: LeaseProgress) -> LeaseState:
         """A sign of life; whether the lease is still the worker's."""
@@ -114,23 +115,21 @@ class Leases:
     def _hand_out(
         self,
         tx: Transaction,
-        caller: Caller,
+        worker: str,
         block: BlockState,
         asked: LeaseRequest,
         now: float,
     ) -> Found:
         swarm = self.run.config.swarm
         continues = asked.trained
-        if not plan.may_continue(block, caller.worker, continues):
+        if not plan.may_continue(block, worker, continues):
             continues = None
-        start, stride = plan.place_in_schedule(
-            block, caller.worker, continuing=continues is not None
-        )
+        start, stride = plan.place_in_schedule(block, worker, continuing=continues is not None)
         wanted = plan.lease_steps(swarm, asked.steps_per_second, block.to_hand_out)
         first_batch, steps = tx.take_range(block.index, wanted)
         lease = tx.add_lease(
             id=tokens.identifier_of(now),
-            worker=caller.worker,
+            worker=worker,
             block=block.index,
             base_version=block.version,
             first_batch=first_batch,
@@ -142,18 +141,18 @@ class Leases:
             + plan.lease_seconds(swarm, steps, asked.steps_per_second, asked.transfer_seconds),
             created=now,
         )
-        tx.add_event(
-            now, "leased", caller.worker, block.index, f"{steps} steps from batch {first_batch}"
-        )
+        tx.add_event(now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}")
         return lease
 
-    def _described(self, tx: Transaction, lease: Found, now: float) -> Lease:
+    def _described(self, tx: Transaction, lease: Found, worker: Found, now: float) -> Lease:
+        base = tx.version(lease.block, lease.base_version)
+        self._recent.remember(lease.id, HeldLease(worker.id, worker.public_key, base))
         return Lease(
             lease=lease.id,
             fence=lease.fence,
             block=lease.block,
             base_version=lease.base_version,
-            base=tx.version(lease.block, lease.base_version).weights,
+            base=base.weights,
             first_batch=lease.first_batch,
             steps=lease.steps,
             schedule_start=lease.schedule_start,
@@ -197,8 +196,8 @@ def _nothing_left(blocks: list[BlockState], caller: Caller, asked: LeaseRequest)
     )
 
 
-def _wait(blocks: list[BlockState], caller: Caller, asked: LeaseRequest) -> Wait:
-    seconds = plan.wait_seconds(blocks, caller.worker)
+def _wait(blocks: list[BlockState], worker: str, asked: LeaseRequest) -> Wait:
+    seconds = plan.wait_seconds(blocks, worker)
     left = [block for block in blocks if block.to_hand_out]
     if seconds == plan.MERGE_WAIT:
         reason = "the last update is about to become a version"

@@ -14,6 +14,7 @@ from blocktrain.data.corpus import Bytes, Corpus
 from blocktrain.errors import NotFoundError
 from blocktrain.protocol import tokens
 from blocktrain.protocol.messages import PROTOCOL, Blob, RunDescription
+from blocktrain.protocol.whole import WHOLE_BYTES
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import ChunkStore
 from blocktrain.storage.ledger import Ledger
@@ -62,6 +63,7 @@ def open_run(ledger: Ledger, chunks: ChunkStore, clock: Callable[[], float]) -> 
             config=row.config,
             corpus={split: Blob(**held["blob"]) for split, held in corpus.items()},
             corpus_digests={split: held["digest"] for split, held in corpus.items()},
+            whole_bytes=0 if chunks.takes_from_anyone else WHOLE_BYTES,
         ),
         created=row.created,
     )

@@ -11,6 +11,7 @@ from blocktrain.coordinator.leases import Leases
 from blocktrain.coordinator.members import Members
 from blocktrain.coordinator.merger import Merger
 from blocktrain.coordinator.news import News
+from blocktrain.coordinator.recent_leases import RecentLeases
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import Updates
@@ -27,8 +28,9 @@ class Service:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.members = Members(run)
-        self.leases = Leases(run, self.members)
-        self.updates = Updates(run, self.members)
+        recent = RecentLeases()
+        self.leases = Leases(run, self.members, recent)
+        self.updates = Updates(run, self.members, recent)
         self.merger = Merger(run)
         self.versions_made = News()
         self.reports = Reports(run, self.members)

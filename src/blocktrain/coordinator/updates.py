@@ -9,6 +9,7 @@ from typing import NamedTuple
 from blocktrain.coordinator import plan, traffic
 from blocktrain.coordinator.leases import own_lease
 from blocktrain.coordinator.members import Caller, Members
+from blocktrain.coordinator.recent_leases import HeldLease, RecentLeases
 from blocktrain.coordinator.run import Run
 from blocktrain.core import faults
 from blocktrain.core.codec import codec_named, kept_in_last_words, largest_encoded_size
@@ -24,7 +25,7 @@ from blocktrain.protocol.messages import (
     UploadState,
 )
 from blocktrain.protocol.tensors import TensorSpec
-from blocktrain.storage.chunks import Incoming
+from blocktrain.storage.chunks import Incoming, name_of
 from blocktrain.storage.ledger import Transaction, Version
 from blocktrain.storage.merging import check_encoded, check_update
 from blocktrain.storage.prepared import Found
@@ -50,8 +51,8 @@ class Coming(NamedTuple):
 
 
 class Updates:
-    def __init__(self, run: Run, members: Members) -> None:
-        self.run, self.members = run, members
+    def __init__(self, run: Run, members: Members, recent: RecentLeases) -> None:
+        self.run, self.members, self._recent = run, members, recent
         self._forms: dict[int, list[TensorSpec]] = {}
         self._coming: dict[str, Coming] = {}  # by lease, the latest offers: see `coming`
 
@@ -62,30 +63,18 @@ class Updates:
         with self.run.ledger.write() as tx:
             tx.expect_update(caller.worker, claim.lease)
             worker = self.members.seen(tx, caller, now)
-            self._check_signed(worker, offer)
+            self._check_signed(offer, worker.id, worker.public_key)
             lease = own_lease(tx, caller, claim.lease, claim.fence)
             known = tx.update(claim.lease)
             if known is None:
                 base = tx.version(lease.block, lease.base_version)
-                self._check_fits(claim, lease, base)
-                tx.add_update(
-                    lease=claim.lease,
-                    worker=caller.worker,
-                    block=claim.block,
-                    base_version=claim.base_version,
-                    steps=lease.steps,
-                    offer=claim.model_dump_json(),
-                    signature=offer.signature,
-                    loss=claim.loss,
-                    downloads=traffic.to_json(offer.downloads),
-                )
+                self._check_fits(claim, base)
+                _take_down(tx, offer, lease)
                 tx.move_lease_if_held(claim.lease, "sending")
                 self._remember(claim, base)
-            elif known.offer != claim.model_dump_json():
-                raise RefusedError("conflict", "another update was offered for this lease")
-            elif known.state != "offered":
-                return False
-        return True
+                return True
+            _check_same(known, claim)
+            return bool(known.state == "offered")
 
     def upload_state(self, lease: str, recipe: Recipe) -> UploadState:
         """Which chunks of an offered update are still to be sent, and where to."""
@@ -121,14 +110,69 @@ class Updates:
         if missing := self._missing(coming.lease, coming.recipe):
             raise RefusedError("conflict", f"{len(missing)} chunks are missing")
         try:
-            reader = self.run.blobs.reader(coming.recipe, checked=False)
-            check = check_encoded if coming.encoded else check_update
-            check(reader, self._form(coming.base))
-        except ProtocolError as error:
-            return str(error)
+            return self._fault(coming.recipe, coming.encoded, coming.base)
         finally:
             self.run.chunks.clear_quarantine(coming.lease)
+
+    def _fault(self, recipe: Recipe, encoded: bool, base: Version) -> str:
+        try:
+            reader = self.run.blobs.reader(recipe, checked=False)
+            check = check_encoded if encoded else check_update
+            check(reader, self._form(base))
+        except ProtocolError as error:
+            return str(error)
         return ""
+
+    # Small ones, in one request
+
+    def held(self, caller: Caller, lease: str) -> HeldLease | None:
+        """A lease that was handed out here a moment ago, without asking the ledger."""
+        return self._recent.of(caller.worker, lease)
+
+    def find_held(self, caller: Caller, claim: UpdateClaim) -> HeldLease | Receipt:
+        """The same from the ledger; the receipt of an update that is settled."""
+        with self.run.ledger.read() as tx:
+            worker = self.members.check_welcome(tx, caller)
+            lease = own_lease(tx, caller, claim.lease, claim.fence)
+            known = tx.update(claim.lease)
+            if known:
+                _check_same(known, claim)
+                if known.state != "offered":
+                    return _receipt(known)
+            base = tx.version(lease.block, lease.base_version)
+            return HeldLease(worker.id, worker.public_key, base)
+
+    def keep_whole(self, held: HeldLease, offer: UpdateOffer, data: memoryview) -> str:
+        """Store an update that came whole; what is wrong with its numbers. Whoever cannot show
+        that it is his to send, and small enough, gets nothing stored."""
+        claim = offer.claim
+        self._check_signed(offer, held.worker, held.public_key)
+        self._check_fits(claim, held.base)
+        if len(data) != claim.recipe.size or (name_of(data),) != claim.recipe.chunks:
+            raise RefusedError("malformed", "these bytes are not those of the claim")
+        self.run.chunks.put(data, claim.recipe.chunks[0])
+        faults.reached("chunk-stored")
+        return self._fault(claim.recipe, claim.codec != "none", held.base)
+
+    def settle_whole(
+        self, caller: Caller, held: HeldLease, offer: UpdateOffer, fault: str
+    ) -> Receipt:
+        """Take it down and count it or refuse it, at once; asked again, the same answer."""
+        now, claim = self.run.clock(), offer.claim
+        self._recent.forget(claim.lease)
+        traffic.check(offer.downloads, self.run.config.units)
+        with self.run.ledger.write() as tx:
+            tx.lock_blocks()
+            tx.expect_update(caller.worker, claim.lease)
+            self.members.seen(tx, caller, now)
+            lease = own_lease(tx, caller, claim.lease, claim.fence)
+            known = tx.update(claim.lease)
+            if known:
+                _check_same(known, claim)
+                if known.state != "offered":
+                    return _receipt(known)
+            offered = known or _take_down(tx, offer, lease)
+            return self._close(tx, lease, offered, claim.recipe.size, held.base, fault, now)
 
     def _remember(self, claim: UpdateClaim, base: Version) -> Coming:
         chunks = frozenset(claim.recipe.chunks)
@@ -159,36 +203,45 @@ class Updates:
             assert held is not None
             if offered.state != "offered":
                 return _receipt(offered)
-            self._count_bytes(tx, offered, coming)
-            in_time = held.state in HELD
-            tx.move_lease_if_held(lease, "submitted")
-            block = tx.block(held.block)
-            assert block is not None
-            base = _base_of(tx, held)
-            weight = plan.weight(self.run.config.swarm, block.version, base)
-            reason = fault or self._too_late(tx, held, base, block.version, in_time=in_time)
-            if in_time:
-                tx.count_lease(held.block, met=not reason)
-            if not reason:
-                tx.accept_update(lease, base, weight, now)
-                kind = "uploaded" if weight == 1.0 else "late"
-                tx.add_event(now, kind, caller.worker, held.block, f"{held.steps} steps")
-                return Receipt(state="pending", reason="", weight=weight)
-            tx.refuse_update(lease, reason)
-            if in_time:
-                tx.give_back_range(held.block, held.first_batch, held.steps)
-            tx.add_event(now, "refused", caller.worker, held.block, reason)
-            return Receipt(state="refused", reason=reason, weight=0.0)
+            size, started_from = (
+                (coming.recipe.size, coming.base)
+                if coming
+                else (claimed(offered).recipe.size, tx.version(offered.block, offered.base_version))
+            )
+            return self._close(tx, held, offered, size, started_from, fault, now)
 
-    def _count_bytes(self, tx: Transaction, offered: Found, coming: Coming | None) -> None:
-        """An update that was sent and verified, and what its worker says it had downloaded."""
-        size, base = (
-            (coming.recipe.size, coming.base)
-            if coming
-            else (claimed(offered).recipe.size, tx.version(offered.block, offered.base_version))
-        )
-        moved = {offered.block: Moved(up=size, up_raw=base.weights.size)}
-        traffic.count(tx, offered.worker, moved, traffic.from_json(offered.downloads))
+    def _close(
+        self,
+        tx: Transaction,
+        lease: Found,
+        offered: Found,
+        size: int,
+        started_from: Version,
+        fault: str,
+        now: float,
+    ) -> Receipt:
+        """Of an update that was sent and verified: its bytes, its lease, whether it counts."""
+        moved = {lease.block: Moved(up=size, up_raw=started_from.weights.size)}
+        traffic.count(tx, lease.worker, moved, traffic.from_json(offered.downloads))
+        in_time = lease.state in HELD
+        tx.move_lease_if_held(lease.id, "submitted")
+        block = tx.block(lease.block)
+        assert block is not None
+        base = _base_of(tx, lease)
+        weight = plan.weight(self.run.config.swarm, block.version, base)
+        reason = fault or self._too_late(tx, lease, base, block.version, in_time=in_time)
+        if in_time:
+            tx.count_lease(lease.block, met=not reason)
+        if not reason:
+            tx.accept_update(lease.id, base, weight, now)
+            kind = "uploaded" if weight == 1.0 else "late"
+            tx.add_event(now, kind, lease.worker, lease.block, f"{lease.steps} steps")
+            return Receipt(state="pending", reason="", weight=weight)
+        tx.refuse_update(lease.id, reason)
+        if in_time:
+            tx.give_back_range(lease.block, lease.first_batch, lease.steps)
+        tx.add_event(now, "refused", lease.worker, lease.block, reason)
+        return Receipt(state="refused", reason=reason, weight=0.0)
 
     def _too_late(
         self, tx: Transaction, lease: Found, base: int, version: int, *, in_time: bool
@@ -205,15 +258,15 @@ class Updates:
             case None:
                 return ""
 
-    def _check_signed(self, worker: Found, offer: UpdateOffer) -> None:
-        if offer.claim.run != self.run.id or offer.claim.worker != worker.id:
+    def _check_signed(self, offer: UpdateOffer, worker: str, public_key: str) -> None:
+        if offer.claim.run != self.run.id or offer.claim.worker != worker:
             raise RefusedError("forbidden", "the claim is for another run or by another worker")
-        if not identity.verify_update(worker.public_key, offer.claim, offer.signature):
+        if not identity.verify_update(public_key, offer.claim, offer.signature):
             raise RefusedError("forbidden", "the signature does not fit the claim")
 
-    def _check_fits(self, claim: UpdateClaim, lease: Found, base: Version) -> None:
+    def _check_fits(self, claim: UpdateClaim, base: Version) -> None:
         """Before a byte is taken: the right block, the right base, the right size."""
-        if (claim.block, claim.base_version) != (lease.block, lease.base_version):
+        if (claim.block, claim.base_version) != (base.block, base.version):
             raise RefusedError("conflict", "the claim's block or base version is not the lease's")
         swarm, size = self.run.config.swarm, claim.recipe.size
         if claim.codec != swarm.codec:
@@ -250,6 +303,25 @@ def _offered(tx: Transaction, caller: Caller, lease: str) -> Found:
     if offered is None or offered.worker != caller.worker:
         raise RefusedError("not_found", "no update was offered for this lease")
     return offered
+
+
+def _take_down(tx: Transaction, offer: UpdateOffer, lease: Found) -> Found:
+    return tx.add_update(
+        lease=lease.id,
+        worker=lease.worker,
+        block=lease.block,
+        base_version=lease.base_version,
+        steps=lease.steps,
+        offer=offer.claim.model_dump_json(),
+        signature=offer.signature,
+        loss=offer.claim.loss,
+        downloads=traffic.to_json(offer.downloads),
+    )
+
+
+def _check_same(known: Found, claim: UpdateClaim) -> None:
+    if known.offer != claim.model_dump_json():
+        raise RefusedError("conflict", "another update was offered for this lease")
 
 
 def _base_of(tx: Transaction, lease: Found) -> int:

@@ -75,6 +75,7 @@ class RunDescription(Message):
     config: str  # TOML
     corpus: dict[Split, Blob]
     corpus_digests: dict[Split, str]
+    whole_bytes: Count  # updates of at most so many may be sent whole: see `protocol.whole`
 
 
 class Joined(Message):

@@ -40,6 +40,8 @@ COMPARED_BYTES = 1024 * 1024  # at a time
 
 
 class ChunkStore(Protocol):
+    takes_from_anyone: bool  # by `put_url`, so that chunks need not come through a coordinator
+
     def put(self, data: Buffer, name: str | None = None) -> str:
         """Store a chunk, whole or not at all, and return its name; `name` where the caller has
         hashed it already."""
@@ -130,6 +132,8 @@ def open_chunks(url: str) -> ChunkStore:
 
 class LocalChunks:
     """Chunks as files. `sync`: a chunk that was put survives a power cut too."""
+
+    takes_from_anyone = False
 
     def __init__(self, folder: Path, sync: bool = True) -> None:
         self.folder = folder

@@ -287,11 +287,13 @@ class Transaction:
 
     # Updates and versions
 
-    def add_update(self, **values: Any) -> None:
-        self._tell(
-            statements.ADD_UPDATE, **values, state="offered", reason="", weight=0.0,
-            committed=None, merged_into=None,
-        )  # fmt: skip
+    def add_update(self, **values: Any) -> Found:
+        offered = {
+            **values, "state": "offered", "reason": "", "weight": 0.0, "committed": None,
+            "merged_into": None,
+        }  # fmt: skip
+        self._tell(statements.ADD_UPDATE, **offered)
+        return SimpleNamespace(**offered)
 
     def update(self, lease: str) -> Found | None:
         return self._first(statements.UPDATE, of_lease=lease)

@@ -61,6 +61,8 @@ def open_s3(url: str) -> "S3Chunks":
 
 
 class S3Chunks:
+    takes_from_anyone = True
+
     def __init__(
         self,
         bucket: str,

@@ -4,8 +4,9 @@ Knows the protocol and who this worker is. How a request reaches a coordinator i
 `connection.py`, what is trained or uploaded that of others. Calls may come from several threads.
 """
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import TypeVar
 
@@ -37,6 +38,7 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
     UploadState,
 )
+from blocktrain.protocol.whole import LARGEST_OFFER, head
 from blocktrain.worker.clock import Clock
 from blocktrain.worker.connection import Connection, OpenHttp
 from blocktrain.worker.exchange import open_http, whole_answer
@@ -47,6 +49,7 @@ RENEW_AFTER = 0.8  # of a token's life
 USUAL_PATIENCE = 60.0  # seconds
 LONGEST_NAME = 80
 JSON = {"Content-Type": "application/json"}
+BYTES = {"Content-Type": "application/octet-stream"}
 
 Answer = TypeVar("Answer", bound=Message)
 Result = TypeVar("Result")
@@ -70,6 +73,7 @@ class Client:
         self.connection = Connection(invite, http, self.clock, self.random)
         self.worker: str | None = None
         self._joined_as: tuple[str, str] | None = None
+        self._whole_bytes = 0
         self._token, self._renew_at = "", 0.0
         self._token_lock = threading.Lock()
 
@@ -117,6 +121,25 @@ class Client:
 
     def commit(self, lease: str, patience: Patience | None = None) -> Receipt:
         return self._post(Receipt, f"/v1/updates/{lease}/commit", None, patience)
+
+    def takes_whole(self, offer: UpdateOffer) -> bool:
+        """Whether an update may go with its offer."""
+        small = 0 < offer.claim.recipe.size <= self._whole_bytes
+        return small and len(head(offer)) <= LARGEST_OFFER
+
+    def send_whole(
+        self, offer: UpdateOffer, data: Callable[[], Iterator[bytes]], patience: Patience
+    ) -> Receipt:
+        """Offer, send and commit an update; `data` is asked for at every attempt."""
+        path, before = "/v1/updates/whole", head(offer)
+        size = {"Content-Length": str(len(before) + offer.claim.recipe.size)}
+
+        def attempt(http: httpx.Client, address: str, headers: dict[str, str]) -> bytes:
+            content = itertools.chain([before], data())
+            url, headers = address + path, {**headers, **BYTES, **size}
+            return whole_answer(http, self.clock, "POST", url, headers=headers, content=content)
+
+        return _parsed(Receipt, self.authorized(attempt, patience), path)
 
     def score(self, score: Score, patience: Patience | None = None) -> None:
         self._request("POST", "/v1/scores", score, patience)
@@ -206,6 +229,7 @@ class Client:
         if joined.description.run != self.invite.run:
             raise ProtocolError(f"joined run {joined.description.run}, not {self.invite.run}")
         self.worker, self._joined_as = joined.worker, (name, device)
+        self._whole_bytes = joined.description.whole_bytes
         self._take_token(joined.token, joined.token_seconds)
         return joined
 

@@ -97,7 +97,7 @@ def whole_answer(
     url: str,
     *,
     headers: Mapping[str, str] | None = None,
-    content: bytes | None = None,
+    content: bytes | Iterable[bytes] | None = None,
     most: int = LARGEST_ANSWER,
 ) -> bytes:
     with exchange(http, clock, method, url, headers=headers, content=content) as response:

@@ -27,7 +27,7 @@ from blocktrain.errors import (
 )
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Receipt, Recipe, UpdateOffer
 from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import name_of
+from blocktrain.storage.chunks import Opened, name_of
 from blocktrain.worker.client import Client
 from blocktrain.worker.crew import side_by_side
 from blocktrain.worker.exchange import exchange, pieces
@@ -117,6 +117,10 @@ class Transfer:
         """Upload an update whose chunks are in the cache; what the coordinator says to it.
         `on_offered`: called once the coordinator knows of it."""
         recipe = offer.claim.recipe
+        if self.client.takes_whole(offer):
+            receipt = self._send_whole(offer, patience)
+            on_offered()
+            return receipt
         for _ in range(MOST_ROUNDS):
             state = self.client.offer(offer, patience)
             on_offered()
@@ -256,17 +260,26 @@ class Transfer:
     ) -> None:
         """A chunk from the cache; whoever receives it checks it."""
         file, size = self.cache.chunks.open(name)
-
-        def flow() -> Iterator[bytes]:
-            while piece := file.read(self.throttle.piece):
-                _refuse_unwanted(patience)
-                self.throttle.take(len(piece))
-                self.traffic.count(up=len(piece))
-                yield piece
-
+        content = self._flow(file, patience)
         headers = {**headers, "Content-Length": str(size)}
-        with file, exchange(http, self.client.clock, "PUT", url, headers=headers, content=flow()):
+        with file, exchange(http, self.client.clock, "PUT", url, headers=headers, content=content):
             return
+
+    def _send_whole(self, offer: UpdateOffer, patience: Patience) -> Receipt:
+        def data() -> Iterator[bytes]:
+            file, _ = self.cache.chunks.open(offer.claim.recipe.chunks[0])
+            with file:
+                yield from self._flow(file, patience)
+            faults.reached("chunk-sent")
+
+        return self.client.send_whole(offer, data, patience)
+
+    def _flow(self, file: Opened, patience: Patience) -> Iterator[bytes]:
+        while piece := file.read(self.throttle.piece):
+            _refuse_unwanted(patience)
+            self.throttle.take(len(piece))
+            self.traffic.count(up=len(piece))
+            yield piece
 
 
 def _refuse_unwanted(patience: Patience) -> None:

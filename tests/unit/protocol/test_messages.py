@@ -19,7 +19,12 @@ RUN, WORKER, LEASE = "run00001", "worker01", "lease001"
 BLOB = m.Blob(name=HASH, size=9)
 RECIPE = m.Recipe(size=9, chunks=(HASH, OTHER_HASH))
 DESCRIPTION = m.RunDescription(
-    run=RUN, protocol=1, config="[model]", corpus={"train": BLOB}, corpus_digests={"train": "d"}
+    run=RUN,
+    protocol=1,
+    config="[model]",
+    corpus={"train": BLOB},
+    corpus_digests={"train": "d"},
+    whole_bytes=5,
 )
 LEASED = m.Lease(
     lease=LEASE, fence=1, block=0, base_version=2, base=BLOB, first_batch=64, steps=32,

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from tests.support.fault_server import Fault, FaultServer
 from tests.support.turned_clock import TurnedClock
-from tests.support.worker_side import KEY, RUN, WORKER
+from tests.support.worker_side import KEY, RUN, WORKER, described, joined
 
 from blocktrain.errors import ProtocolError, RefusedError, UnreachableError
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
     Blob,
+    Hello,
     Message,
     Receipt,
     Recipe,
@@ -22,6 +23,7 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
     UploadState,
 )
+from blocktrain.protocol.whole import split
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.worker.client import Client
@@ -410,3 +412,66 @@ def test_chunks_go_up_by_links(server: FaultServer, store: FaultServer, transfer
     sent = store.seen[0].headers
     assert sent["Content-Length"] == "1000"
     assert "Authorization" not in sent and "Transfer-Encoding" not in sent
+
+
+# Small updates, in one request
+
+
+def takes_whole(server: FaultServer, transfer: Transfer) -> list[bytes]:
+    """A run that takes updates of up to 1,000 bytes so; what it got."""
+    server.on("GET /v1/hello", lambda body: Hello(run=RUN, protocols=(1,)))
+    description = described(whole_bytes=1000)
+    server.on("POST /v1/join", lambda body: joined(description=description))
+    got: list[bytes] = []
+
+    def take(body: bytes) -> Message:
+        got.append(bytes(split(body)[1]))
+        return PENDING
+
+    server.on("POST /v1/updates/whole", take)
+    transfer.client.join("tester", "cpu")
+    return got
+
+
+def test_a_small_update_goes_up_with_its_offer(server: FaultServer, transfer: Transfer):
+    got = takes_whole(server, transfer)
+    told = threading.Event()
+    assert transfer.send(offered(transfer, SMALL), patient(transfer), told.set) == PENDING
+    assert told.is_set()
+    assert got == [SMALL]
+    assert server.lines("POST /v1/updates") == ["POST /v1/updates/whole"]
+    assert transfer.traffic.up == len(SMALL)
+    sent = server.seen[-1].headers
+    assert sent["Authorization"] == "Bearer token1"
+    assert "Transfer-Encoding" not in sent
+
+
+def test_a_larger_one_goes_up_in_chunks(server: FaultServer, transfer: Transfer):
+    got = takes_whole(server, transfer)
+    takes_updates(server)
+    assert transfer.send(offered(transfer, SMALL + b"x"), patient(transfer)) == PENDING
+    assert not got
+    assert len(server.lines("PUT ")) == 1
+
+
+def test_a_small_update_survives_failures(server: FaultServer, transfer: Transfer):
+    got = takes_whole(server, transfer)
+    server.faults = [
+        Fault("POST /v1/updates/whole", status=503),
+        Fault("POST /v1/updates/whole", cut_after=3),
+    ]
+    assert transfer.send(offered(transfer, SMALL), patient(transfer)) == PENDING
+    assert got == [SMALL] * 2  # once its answer was cut
+    assert len(server.lines("POST /v1/updates/whole")) == 3
+
+
+def test_a_refused_small_update_is_not_sent_again(server: FaultServer, transfer: Transfer):
+    takes_whole(server, transfer)
+
+    def refuse(body: bytes) -> Message:
+        raise RefusedError("conflict", "another update was offered for this lease")
+
+    server.on("POST /v1/updates/whole", refuse)
+    with pytest.raises(RefusedError, match="another update"):
+        transfer.send(offered(transfer, SMALL), patient(transfer))
+    assert len(server.lines("POST /v1/updates/whole")) == 1
