@@ -163,13 +163,13 @@ def _ce(run: RunDir) -> float:
 
 
 @pytest.fixture
-def wide(tmp_path: Path, processes: Processes) -> Iterator[Swarm]:
-    """Blocks whose updates are too large to be sent whole."""
-    _found(tmp_path / "run", None, "model.width=192")
+def frugal(tmp_path: Path, processes: Processes) -> Iterator[Swarm]:
+    """Updates are so small that each is sent whole."""
+    _found(tmp_path / "run", None, "swarm.codec=int8")
     swarm = Swarm(tmp_path / "run", processes)
     with closing(swarm.run.ledger):
         with swarm.run.ledger.read() as tx:
-            assert tx.version(0).weights.size > swarm.run.description.whole_bytes > 0
+            assert tx.version(0).weights.size < swarm.run.description.whole_bytes
         yield swarm
 
 
@@ -200,36 +200,25 @@ def test_a_coordinator_is_killed_and_comes_back(swarm: Swarm, tmp_path: Path, fa
     assert all(worker.code in (None, 0) for worker in workers)
 
 
-def test_a_coordinator_is_killed_between_a_chunk_and_its_commit(wide: Swarm, tmp_path: Path):
-    coordinator = wide.coordinator("chunk-stored@2=kill")
-    workers = [wide.worker("a"), wide.worker("b")]
-    wide.processes.wait_for_kill(coordinator)
-    wide.coordinator()
-    wide.finishes(tmp_path / "model")
-    assert all(worker.code in (None, 0) for worker in workers)
-
-
-def test_a_worker_is_killed_between_a_chunk_and_its_commit(wide: Swarm, tmp_path: Path):
-    wide.coordinator()
-    wide.processes.wait_for_kill(wide.worker("a", "chunk-sent@1=kill"))
-    wide.worker("b")
-    wide.finishes(tmp_path / "model")
-
-
-@pytest.mark.parametrize("fault", ["merge-written@2", "published@2"])
-def test_a_coordinator_is_killed_while_versions_are_compressed(
-    tmp_path: Path, processes: Processes, fault: str
+@pytest.mark.parametrize("fault", ["chunk-stored@2", "settled@2", "merge-written@2", "published@2"])
+def test_a_coordinator_of_compressed_updates_is_killed_and_comes_back(
+    frugal: Swarm, tmp_path: Path, fault: str
 ):
-    _found(tmp_path / "run", None, "swarm.codec=int8")
-    swarm = Swarm(tmp_path / "run", processes)
-    with closing(swarm.run.ledger):
-        coordinator = swarm.coordinator(f"{fault}=kill")
-        workers = [swarm.worker("a"), swarm.worker("b")]
-        processes.wait_for_kill(coordinator)
-        swarm.coordinator()
-        swarm.finishes(tmp_path / "model")
-        assert all(worker.code in (None, 0) for worker in workers)
-        _check_versions_follow(swarm.run)
+    coordinator = frugal.coordinator(f"{fault}=kill")
+    workers = [frugal.worker("a"), frugal.worker("b")]
+    frugal.processes.wait_for_kill(coordinator)
+    frugal.coordinator()
+    frugal.finishes(tmp_path / "model")
+    assert all(worker.code in (None, 0) for worker in workers)
+    _check_versions_follow(frugal.run)
+
+
+@pytest.mark.parametrize("fault", ["chunk-sent@1", "sent@2"])
+def test_a_worker_is_killed_around_a_whole_update(frugal: Swarm, tmp_path: Path, fault: str):
+    frugal.coordinator()
+    frugal.processes.wait_for_kill(frugal.worker("a", f"{fault}=kill"))
+    frugal.worker("b")
+    frugal.finishes(tmp_path / "model")
 
 
 def pending_of(run: Run, rows: Sequence[Any]) -> list[PendingUpdate]:

@@ -71,10 +71,7 @@ class Asked:
 
     async def message(self, kind: type[M]) -> M:
         most = LARGEST_MESSAGE if kind is UpdateOffer else USUAL_MESSAGE
-        try:
-            return kind.model_validate_json(await self.body(most))
-        except ValidationError as error:
-            raise _malformed(error, "the body") from None
+        return parsed(kind, await self.body(most))
 
     async def body(self, most: int) -> bytes:
         return b"".join([part async for part in self.parts(most)])
@@ -120,6 +117,13 @@ async def _caller(request: Request, server: Server, by: By) -> Caller | None:
         return members.caller(secret.strip())
     await server.desk.ask(members.check_reader, secret.strip())
     return None
+
+
+def parsed(kind: type[M], text: bytes) -> M:
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        raise _malformed(error, "the body") from None
 
 
 def checked(kind: Any, value: str, name: str) -> Any:

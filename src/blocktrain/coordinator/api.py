@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from blocktrain.coordinator.action import Action, Asked, Server
+from blocktrain.coordinator.action import Action, Asked, Server, parsed
 from blocktrain.coordinator.desk import Desk
+from blocktrain.coordinator.leases import HeldLease
 from blocktrain.coordinator.metrics import Metrics
 from blocktrain.coordinator.openapi import BYTES, describe
-from blocktrain.coordinator.recent_leases import HeldLease
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.updates import Coming
 from blocktrain.core import faults
@@ -174,16 +174,21 @@ async def offer(asked: Asked) -> Response:
 
 async def whole(asked: Asked) -> Response:
     """A small update: offered, sent and committed by one request."""
-    updates, body = asked.service.updates, await asked.body(LARGEST_BODY)
+    updates, most = asked.service.updates, asked.service.run.description.whole_bytes
     try:
-        offered, data = split(body)
+        text, data = split(await asked.body(LARGEST_BODY))
     except ProtocolError as error:
         raise RefusedError("malformed", str(error)) from None
+    if len(data) > most:
+        raise RefusedError("too_large", f"updates of more than {most} bytes are sent in chunks")
+    offered = parsed(UpdateOffer, text)
     held = await _held(asked, offered.claim)
     if isinstance(held, Receipt):
         return _answer(held)
-    fault = await run_in_threadpool(updates.keep_whole, held, offered, data)
+    await run_in_threadpool(updates.keep_whole, held, offered, data)
     asked.metrics.received(len(data))
+    async with asked.verifying:
+        fault = await run_in_threadpool(updates.verify_whole, held, offered.claim)
     receipt = await asked.desk.ask(updates.settle_whole, asked.caller, held, offered, fault)
     return _settled(asked, receipt)
 

@@ -1,8 +1,10 @@
 """Handing out work: which block, which text, until when; and taking it back."""
 
+from typing import NamedTuple
+
 from blocktrain.coordinator import plan, traffic
 from blocktrain.coordinator.members import Caller, Members
-from blocktrain.coordinator.recent_leases import HeldLease, RecentLeases
+from blocktrain.coordinator.recent import Recent
 from blocktrain.coordinator.run import Run
 from blocktrain.core.swarm import BlockState
 from blocktrain.errors import RefusedError
@@ -18,14 +20,23 @@ from blocktrain.protocol.messages import (
     Predecessor,
     Wait,
 )
-from blocktrain.storage.ledger import Transaction
+from blocktrain.storage.ledger import Transaction, Version
 from blocktrain.storage.prepared import Found
 from blocktrain.storage.statements import HELD
 
 
+class HeldLease(NamedTuple):
+    """Enough of a lease to tell whether an update is its worker's to send, and fits."""
+
+    worker: str
+    public_key: str
+    fence: int
+    base: Version
+
+
 class Leases:
-    def __init__(self, run: Run, members: Members, recent: RecentLeases) -> None:
-        self.run, self.members, self._recent = run, members, recent
+    def __init__(self, run: Run, members: Members, handed_out: Recent[HeldLease]) -> None:
+        self.run, self.members, self._handed_out = run, members, handed_out
 
     def claim(self, caller: Caller, asked: LeaseRequest) -> LeaseAnswer:
         """Work for a worker. One that already holds some gets the same again: its answer was lost
@@ -67,7 +78,7 @@ class Leases:
             worker.id,
             asked.held_block,
             asked.blocks,
-            patient=plan.is_patient(self.run.config.swarm, asked.transfer_seconds),
+            patient=self._is_patient(asked),
             trained=asked.trained,
             lead=self.run.config.lead,
         )
@@ -122,7 +133,7 @@ class Leases:
     ) -> Found:
         swarm = self.run.config.swarm
         continues = asked.trained
-        if not plan.may_continue(block, worker, continues):
+        if not plan.may_continue(block, worker, continues, patient=self._is_patient(asked)):
             continues = None
         start, stride = plan.place_in_schedule(block, worker, continuing=continues is not None)
         wanted = plan.lease_steps(swarm, asked.steps_per_second, block.to_hand_out)
@@ -144,9 +155,13 @@ class Leases:
         tx.add_event(now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}")
         return lease
 
+    def _is_patient(self, asked: LeaseRequest) -> bool:
+        return plan.is_patient(self.run.config.swarm, asked.transfer_seconds)
+
     def _described(self, tx: Transaction, lease: Found, worker: Found, now: float) -> Lease:
         base = tx.version(lease.block, lease.base_version)
-        self._recent.remember(lease.id, HeldLease(worker.id, worker.public_key, base))
+        held = HeldLease(worker.id, worker.public_key, lease.fence, base)
+        self._handed_out.remember(lease.id, held)
         return Lease(
             lease=lease.id,
             fence=lease.fence,

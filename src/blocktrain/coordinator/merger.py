@@ -10,7 +10,7 @@ from blocktrain.core import faults
 from blocktrain.core.codec import codec_named
 from blocktrain.core.merge import Outer
 from blocktrain.core.swarm import BlockState, PendingUpdate
-from blocktrain.errors import BlocktrainError, DivergedError
+from blocktrain.errors import BlocktrainError, DivergedError, NotFoundError
 from blocktrain.storage.ledger import Transaction, Version
 from blocktrain.storage.merging import Compression, Merged, Update, merge_blobs
 
@@ -54,12 +54,14 @@ class Merger:
         keep = {chunk for row in live for chunk in claimed(row).recipe.chunks}
         for name in needed:
             keep |= self.run.blobs.chunks_of(name)
-        oldest = self.run.clock() - COLLECT_AFTER
-        unused = [name for name, at in self.run.chunks.stored() if name not in keep and at < oldest]
-        for name in unused:
-            self.run.chunks.delete(name)
+        oldest, gone = self.run.clock() - COLLECT_AFTER, 0
+        for name, put_at in self.run.chunks.stored():
+            # At once: whoever puts it again meanwhile makes it new, and may then rely on it.
+            if name not in keep and put_at < oldest:
+                self.run.chunks.delete(name)
+                gone += 1
         self.run.chunks.clear_leftovers(oldest)
-        return len(unused)
+        return gone
 
     def _merge(self, state: BlockState, due: Sequence[PendingUpdate]) -> bool:
         now = self.run.clock()
@@ -82,14 +84,20 @@ class Merger:
             self._refuse([update], f"it fell {behind} versions behind while it waited")
         if not fresh:
             return False
-        with self.run.ledger.read() as tx:
-            current = tx.version(state.index, state.version)
-            factors = plan.chain_factors(fresh)
-            sources = [self._source(tx, state, update, factors[update.lease]) for update in fresh]
         try:
+            with self.run.ledger.read() as tx:
+                current = tx.version(state.index, state.version)
+                factors = plan.chain_factors(fresh)
+                sources = [self._source(tx, state, item, factors[item.lease]) for item in fresh]
             merged = self._merged(state, current, sources, final=plan.is_final(state, fresh))
         except DivergedError as error:
             self._refuse(self._alone_at_fault(state, current, sources, fresh), str(error))
+            return False
+        except NotFoundError:
+            lost = self._lost(state, fresh)
+            if not lost:
+                raise
+            self._refuse(lost, "what it was made of or trained from is not kept any more")
             return False
         faults.reached("merge-written")
         due = fresh
@@ -163,6 +171,22 @@ class Merger:
             counts = plan.weight(self.run.config.swarm, current[row.block], row.base_version)
             if row.state == "offered" and row.lease not in held and counts == 0.0:
                 tx.refuse_update(row.lease, "it was never sent")
+
+    def _lost(self, state: BlockState, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
+        """Updates that can never be merged: all others of the block would wait for ever."""
+        with self.run.ledger.read() as tx:
+            there = {held.version for held in tx.versions() if held.block == state.index}
+            claims = {update.lease: claimed(tx.update(update.lease)) for update in updates}
+
+        def is_lost(update: PendingUpdate) -> bool:
+            claim = claims[update.lease]
+            chunks = set(claim.recipe.chunks)
+            needs_base = claim.codec == "none"
+            return (needs_base and update.base_version not in there) or (
+                self.run.chunks.has(chunks) != chunks
+            )
+
+        return [update for update in updates if is_lost(update)]
 
     def _source(
         self, tx: Transaction, state: BlockState, update: PendingUpdate, factor: float

@@ -43,8 +43,9 @@ def choose_block(
     """The block to hand out, or None where there is nothing this worker could do now.
 
     While its own update becomes a version, a worker goes on from the end of the lease it has
-    `trained`, where it may. Else a `patient` one waits: another block would have to be fetched,
-    prepared and trained with an optimizer that knows nothing of it.
+    `trained`, where it may. Else a `patient` one waits: for what others who train the block have
+    learned meanwhile, and because another block would have to be fetched, prepared and trained with
+    an optimizer that knows nothing of it.
 
     With a `lead` a block is open while it keeps that far behind the one before, and workers spread
     over the open ones: few are open at first, and what many train at once has to be averaged. Who
@@ -60,7 +61,7 @@ def choose_block(
         block
         for block in open_to
         if worker not in block.finishing
-        or (block.index == held and may_continue(block, worker, trained))
+        or (block.index == held and may_continue(block, worker, trained, patient=patient))
     ]
     if not free:
         return None
@@ -105,11 +106,16 @@ def _least_crowded(blocks: Sequence[Block], worker: str) -> list[Block]:
     return [block for block in blocks if crowds[block.index] == least]
 
 
-def may_continue(block: BlockView[Any], worker: str, trained: Hashable) -> bool:
+def may_continue(
+    block: BlockView[Any], worker: str, trained: Hashable, *, patient: bool = True
+) -> bool:
     """Whether a worker may train on from the end of a lease whose update is on its way: only where
-    that is all that the newest version lacks of what it has done. Nobody gets further than that
-    from what the others learn."""
-    return trained is not None and set(block.unmerged(worker)) == {trained}
+    that is all that the newest version lacks of what it has done, so that nobody gets further than
+    that from what the others learn. Who shares its block rather waits for what all have made of it,
+    where that is soon: from its own end alone, leases might as well be twice as long."""
+    if trained is None or set(block.unmerged(worker)) != {trained}:
+        return False
+    return not patient or set(block.workers) == {worker}
 
 
 def place_in_schedule(

@@ -14,7 +14,7 @@ from blocktrain.data.corpus import Bytes, Corpus
 from blocktrain.errors import NotFoundError
 from blocktrain.protocol import tokens
 from blocktrain.protocol.messages import PROTOCOL, Blob, RunDescription
-from blocktrain.protocol.whole import WHOLE_BYTES
+from blocktrain.protocol.whole import WHOLE_BYTES, WHOLE_WEIGHTS_BYTES
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import ChunkStore
 from blocktrain.storage.ledger import Ledger
@@ -48,10 +48,10 @@ def open_run(ledger: Ledger, chunks: ChunkStore, clock: Callable[[], float]) -> 
         row = tx.run()
     if row is None:
         raise NotFoundError("the ledger holds no run yet")
-    corpus = json.loads(row.corpus)
+    corpus, config = json.loads(row.corpus), from_toml(row.config)
     return Run(
         id=row.id,
-        config=from_toml(row.config),
+        config=config,
         ledger=ledger,
         chunks=chunks,
         clock=clock,
@@ -63,7 +63,7 @@ def open_run(ledger: Ledger, chunks: ChunkStore, clock: Callable[[], float]) -> 
             config=row.config,
             corpus={split: Blob(**held["blob"]) for split, held in corpus.items()},
             corpus_digests={split: held["digest"] for split, held in corpus.items()},
-            whole_bytes=0 if chunks.takes_from_anyone else WHOLE_BYTES,
+            whole_bytes=_whole_bytes(config, chunks),
         ),
         created=row.created,
     )
@@ -104,6 +104,12 @@ def found_run(
         )
         for block, blob in enumerate(first_versions):
             tx.add_block(block, config.train.steps, blob, now)
+
+
+def _whole_bytes(config: Config, chunks: ChunkStore) -> int:
+    if chunks.takes_from_anyone:
+        return 0
+    return WHOLE_WEIGHTS_BYTES if config.swarm.codec == "none" else WHOLE_BYTES
 
 
 def _pieces(data: Bytes) -> Iterator[bytes]:

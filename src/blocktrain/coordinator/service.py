@@ -7,11 +7,11 @@ import time
 
 from sqlalchemy.exc import DBAPIError
 
-from blocktrain.coordinator.leases import Leases
+from blocktrain.coordinator.leases import HeldLease, Leases
 from blocktrain.coordinator.members import Members
 from blocktrain.coordinator.merger import Merger
 from blocktrain.coordinator.news import News
-from blocktrain.coordinator.recent_leases import RecentLeases
+from blocktrain.coordinator.recent import Recent
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import Updates
@@ -22,15 +22,16 @@ log = logging.getLogger(__name__)
 ROUND_SECONDS = 0.25
 SHORTEST_ROUND = 0.02
 COLLECT_SECONDS = 300.0
+MOST_REMEMBERED = 4096  # leases in memory; any other costs a look into the ledger
 
 
 class Service:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.members = Members(run)
-        recent = RecentLeases()
-        self.leases = Leases(run, self.members, recent)
-        self.updates = Updates(run, self.members, recent)
+        handed_out: Recent[HeldLease] = Recent(MOST_REMEMBERED)
+        self.leases = Leases(run, self.members, handed_out)
+        self.updates = Updates(run, self.members, handed_out)
         self.merger = Merger(run)
         self.versions_made = News()
         self.reports = Reports(run, self.members)

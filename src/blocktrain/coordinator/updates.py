@@ -7,9 +7,9 @@ may take its time.
 from typing import NamedTuple
 
 from blocktrain.coordinator import plan, traffic
-from blocktrain.coordinator.leases import own_lease
+from blocktrain.coordinator.leases import HeldLease, own_lease
 from blocktrain.coordinator.members import Caller, Members
-from blocktrain.coordinator.recent_leases import HeldLease, RecentLeases
+from blocktrain.coordinator.recent import Recent
 from blocktrain.coordinator.run import Run
 from blocktrain.core import faults
 from blocktrain.core.codec import codec_named, kept_in_last_words, largest_encoded_size
@@ -51,10 +51,10 @@ class Coming(NamedTuple):
 
 
 class Updates:
-    def __init__(self, run: Run, members: Members, recent: RecentLeases) -> None:
-        self.run, self.members, self._recent = run, members, recent
+    def __init__(self, run: Run, members: Members, handed_out: Recent[HeldLease]) -> None:
+        self.run, self.members, self._handed_out = run, members, handed_out
         self._forms: dict[int, list[TensorSpec]] = {}
-        self._coming: dict[str, Coming] = {}  # by lease, the latest offers: see `coming`
+        self._coming: Recent[Coming] = Recent(MOST_COMING)  # by lease: see `coming`
 
     def offer(self, caller: Caller, offer: UpdateOffer) -> bool:
         """Take down what a worker is about to send; whether it is to be sent."""
@@ -65,16 +65,14 @@ class Updates:
             worker = self.members.seen(tx, caller, now)
             self._check_signed(offer, worker.id, worker.public_key)
             lease = own_lease(tx, caller, claim.lease, claim.fence)
-            known = tx.update(claim.lease)
-            if known is None:
-                base = tx.version(lease.block, lease.base_version)
-                self._check_fits(claim, base)
-                _take_down(tx, offer, lease)
-                tx.move_lease_if_held(claim.lease, "sending")
-                self._remember(claim, base)
-                return True
-            _check_same(known, claim)
-            return bool(known.state == "offered")
+            if known := _known(tx, claim):
+                return bool(known.state == "offered")
+            base = tx.version(lease.block, lease.base_version)
+            self._check_fits(claim, base)
+            _take_down(tx, offer, lease)
+            tx.move_lease_if_held(claim.lease, "sending")
+            self._remember(claim, base)
+            return True
 
     def upload_state(self, lease: str, recipe: Recipe) -> UploadState:
         """Which chunks of an offered update are still to be sent, and where to."""
@@ -127,31 +125,36 @@ class Updates:
 
     def held(self, caller: Caller, lease: str) -> HeldLease | None:
         """A lease that was handed out here a moment ago, without asking the ledger."""
-        return self._recent.of(caller.worker, lease)
+        known = self._handed_out.get(lease)
+        return known if known and known.worker == caller.worker else None
 
     def find_held(self, caller: Caller, claim: UpdateClaim) -> HeldLease | Receipt:
         """The same from the ledger; the receipt of an update that is settled."""
         with self.run.ledger.read() as tx:
             worker = self.members.check_welcome(tx, caller)
             lease = own_lease(tx, caller, claim.lease, claim.fence)
-            known = tx.update(claim.lease)
-            if known:
-                _check_same(known, claim)
-                if known.state != "offered":
-                    return _receipt(known)
+            known = _known(tx, claim)
+            if known and known.state != "offered":
+                return _receipt(known)
             base = tx.version(lease.block, lease.base_version)
-            return HeldLease(worker.id, worker.public_key, base)
+            return HeldLease(worker.id, worker.public_key, lease.fence, base)
 
-    def keep_whole(self, held: HeldLease, offer: UpdateOffer, data: memoryview) -> str:
-        """Store an update that came whole; what is wrong with its numbers. Whoever cannot show
-        that it is his to send, and small enough, gets nothing stored."""
+    def keep_whole(self, held: HeldLease, offer: UpdateOffer, data: memoryview) -> None:
+        """Store an update that came whole. Of whoever cannot show that it is his to send, and fits,
+        nothing is stored; of one lease, no more than it takes to settle it."""
         claim = offer.claim
+        traffic.check(offer.downloads, self.run.config.units)
         self._check_signed(offer, held.worker, held.public_key)
+        if claim.fence != held.fence:
+            raise RefusedError("conflict", "the fencing token is not this lease's")
         self._check_fits(claim, held.base)
         if len(data) != claim.recipe.size or (name_of(data),) != claim.recipe.chunks:
             raise RefusedError("malformed", "these bytes are not those of the claim")
         self.run.chunks.put(data, claim.recipe.chunks[0])
         faults.reached("chunk-stored")
+
+    def verify_whole(self, held: HeldLease, claim: UpdateClaim) -> str:
+        """What is wrong with its numbers; empty where nothing is."""
         return self._fault(claim.recipe, claim.codec != "none", held.base)
 
     def settle_whole(
@@ -159,18 +162,17 @@ class Updates:
     ) -> Receipt:
         """Take it down and count it or refuse it, at once; asked again, the same answer."""
         now, claim = self.run.clock(), offer.claim
-        self._recent.forget(claim.lease)
-        traffic.check(offer.downloads, self.run.config.units)
+        self._handed_out.forget(claim.lease)
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
             tx.expect_update(caller.worker, claim.lease)
             self.members.seen(tx, caller, now)
             lease = own_lease(tx, caller, claim.lease, claim.fence)
-            known = tx.update(claim.lease)
-            if known:
-                _check_same(known, claim)
-                if known.state != "offered":
-                    return _receipt(known)
+            known = _known(tx, claim)
+            if known and known.state != "offered":
+                return _receipt(known)
+            if lease.state not in HELD:
+                tx.version(lease.block, lease.base_version)  # nobody kept it for this lease
             offered = known or _take_down(tx, offer, lease)
             return self._close(tx, lease, offered, claim.recipe.size, held.base, fault, now)
 
@@ -179,9 +181,7 @@ class Updates:
         now = self.run.clock()
         encoded = claim.codec != "none"
         coming = Coming(claim.worker, claim.lease, claim.recipe, encoded, chunks, base, now)
-        self._coming[claim.lease] = coming
-        while len(self._coming) > MOST_COMING:
-            self._coming.pop(next(iter(self._coming)), None)
+        self._coming.remember(claim.lease, coming)
         return coming
 
     def _form(self, version: Version) -> list[TensorSpec]:
@@ -194,7 +194,7 @@ class Updates:
     def settle(self, caller: Caller, lease: str, fault: str) -> Receipt:
         """Count an update or refuse it, and close its lease: once; asked again, the same answer."""
         now = self.run.clock()
-        coming = self._coming.pop(lease, None)
+        coming = self._coming.forget(lease)
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
             tx.expect_update(caller.worker, lease)
@@ -319,9 +319,12 @@ def _take_down(tx: Transaction, offer: UpdateOffer, lease: Found) -> Found:
     )
 
 
-def _check_same(known: Found, claim: UpdateClaim) -> None:
-    if known.offer != claim.model_dump_json():
+def _known(tx: Transaction, claim: UpdateClaim) -> Found | None:
+    """The update that was offered for a lease, if any: it can be no other than this."""
+    known = tx.update(claim.lease)
+    if known and known.offer != claim.model_dump_json():
         raise RefusedError("conflict", "another update was offered for this lease")
+    return known
 
 
 def _base_of(tx: Transaction, lease: Found) -> int:

@@ -70,7 +70,8 @@ class VirtualCoordinator:
         )
         if block is None:
             return None
-        before = trained if plan.may_continue(block, worker, name) else None
+        continues = plan.may_continue(block, worker, name, patient=patient)
+        before = trained if continues else None
         wanted = plan.lease_steps(self.swarm, steps_per_second, block.to_hand_out)
         first_batch, steps = block.take(wanted)
         deadline = now + plan.lease_seconds(self.swarm, steps, steps_per_second, transfer_seconds)

@@ -6,7 +6,7 @@ Knows the protocol and who this worker is. How a request reaches a coordinator i
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import TypeVar
 
@@ -124,19 +124,24 @@ class Client:
 
     def takes_whole(self, offer: UpdateOffer) -> bool:
         """Whether an update may go with its offer."""
-        small = 0 < offer.claim.recipe.size <= self._whole_bytes
+        recipe = offer.claim.recipe
+        small = len(recipe.chunks) == 1 and recipe.size <= self._whole_bytes
         return small and len(head(offer)) <= LARGEST_OFFER
 
     def send_whole(
-        self, offer: UpdateOffer, data: Callable[[], Iterator[bytes]], patience: Patience
+        self,
+        offer: UpdateOffer,
+        size: int,
+        data: Callable[[], Iterable[bytes]],
+        patience: Patience,
     ) -> Receipt:
         """Offer, send and commit an update; `data` is asked for at every attempt."""
         path, before = "/v1/updates/whole", head(offer)
-        size = {"Content-Length": str(len(before) + offer.claim.recipe.size)}
+        length = {"Content-Length": str(len(before) + size)}
 
         def attempt(http: httpx.Client, address: str, headers: dict[str, str]) -> bytes:
             content = itertools.chain([before], data())
-            url, headers = address + path, {**headers, **BYTES, **size}
+            url, headers = address + path, {**headers, **BYTES, **length}
             return whole_answer(http, self.clock, "POST", url, headers=headers, content=content)
 
         return _parsed(Receipt, self.authorized(attempt, patience), path)

@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -266,13 +267,13 @@ class Transfer:
             return
 
     def _send_whole(self, offer: UpdateOffer, patience: Patience) -> Receipt:
+        chunk = self.cache.chunks.get(offer.claim.recipe.chunks[0])
+
         def data() -> Iterator[bytes]:
-            file, _ = self.cache.chunks.open(offer.claim.recipe.chunks[0])
-            with file:
-                yield from self._flow(file, patience)
+            yield from self._flow(BytesIO(chunk), patience)
             faults.reached("chunk-sent")
 
-        return self.client.send_whole(offer, data, patience)
+        return self.client.send_whole(offer, len(chunk), data, patience)
 
     def _flow(self, file: Opened, patience: Patience) -> Iterator[bytes]:
         while piece := file.read(self.throttle.piece):

@@ -13,6 +13,7 @@ from tests.support.coordinator import Member, SetClock, first_weights, join, run
 from blocktrain.coordinator.plan import (
     base_of,
     chain_factors,
+    choose_block,
     may_continue,
     place_in_schedule,
 )
@@ -105,8 +106,9 @@ def test_what_continues_counts_as_trained_from_what_the_update_before_became(ser
 def test_what_one_worker_learned_in_turn_adds_up_in_one_version(service: Service, clock: SetClock):
     """A third of the steps are another's: its weight in the mean is a third."""
     ann, bob = join(service), join(service)
-    first, other = ann.lease(blocks=(0,), **STEPS), bob.lease(blocks=(0,), **STEPS)
-    second = go_on(ann, first)
+    first = ann.lease(blocks=(0,), **STEPS)
+    second = go_on(ann, first)  # nobody else is there yet
+    other = bob.lease(blocks=(0,), **STEPS)
     learned(ann, first, 1.0)
     learned(ann, second, 0.5)
     learned(bob, other, 3.0)
@@ -259,15 +261,39 @@ def block(**changes: Any) -> BlockState:
 
 
 def test_a_worker_may_continue_what_is_all_that_is_missing():
-    sent = block(sending=(("ann", "one", 10), ("bob", "two", 10)))
+    alone = {"workers": frozenset({"ann"})}
+    sent = block(sending=(("ann", "one", 10),), **alone)
     assert may_continue(sent, "ann", "one")
     assert not may_continue(sent, "ann", "two")
     assert not may_continue(sent, "ann", None)
-    waiting = block(pending=(PendingUpdate("one", "ann", 3, 10, 5.0),))
-    assert may_continue(waiting, "ann", "one")
-    assert not may_continue(block(), "ann", "one")  # it is merged: there is nothing to add
-    both = block(sending=(("ann", "two", 10),), pending=(PendingUpdate("one", "ann", 3, 10, 5.0),))
+    update = PendingUpdate("one", "ann", 3, 10, 5.0)
+    assert may_continue(block(pending=(update,), **alone), "ann", "one")
+    assert not may_continue(block(**alone), "ann", "one")  # it is merged: there is nothing to add
+    both = block(sending=(("ann", "two", 10),), pending=(update,), **alone)
     assert not may_continue(both, "ann", "two")
+
+
+def test_who_shares_a_block_waits_for_what_all_have_made_of_it():
+    sent = block(sending=(("ann", "one", 10), ("bob", "two", 10)))
+    assert not may_continue(sent, "ann", "one")
+    assert may_continue(sent, "ann", "one", patient=False)  # that would take too long
+    assert not may_continue(sent, "ann", "two", patient=False)
+    assert choose_block([sent], "ann", 0, None, trained="one", patient=False) == sent
+    busy = block(sending=sent.sending, finishing=frozenset({"ann", "bob"}))
+    assert choose_block([busy], "ann", 0, None, trained="one") is None
+
+
+def test_whoever_is_joined_by_another_goes_on_from_a_version(service: Service):
+    ann, bob = join(service), join(service)
+    first = ann.lease(blocks=(0,), **STEPS)
+    other = bob.lease(blocks=(0,), **STEPS)
+    asked = {"held_block": 0, "blocks": (0,), "trained": first.lease, **STEPS}
+    assert isinstance(ann.ask(**asked).answer, Wait)
+    learned(ann, first, 1.0)
+    learned(bob, other, 3.0)
+    assert service.merger.merge_due() == 1
+    following = ann.lease(**asked)
+    assert (following.base_version, following.continues) == (1, None)
 
 
 def test_the_schedule_goes_on_as_if_all_had_gone_equally_far():

@@ -425,3 +425,37 @@ def test_a_run_goes_on_after_a_restart(tmp_path: Path, clock: SetClock):
     assert second.merger.merge_due() == 1
     assert_weights(weights_now(second.run, 0), moved(first_weights(0), 1.0))
     second.run.ledger.close()
+
+
+LONG = 100.0  # seconds: nobody waits for a quorum that long
+
+
+@pytest.mark.parametrize("lost", ["its bytes", "its base"])
+def test_an_update_that_can_never_be_merged_does_not_hold_up_the_others(
+    tmp_path: Path, clock: SetClock, lost: str
+):
+    with running(tmp_path, clock, train__steps=1000) as service:
+        members = [join(service) for _ in range(3)]
+        first, second = (member.lease(blocks=(0,)) for member in members[:2])
+        members[2].work(blocks=(0,))
+        clock.forward(LONG)
+        assert service.merger.merge_due() == 1  # so that the others are late
+        made = members[0].make(first, by=5.0)
+        assert members[0].send(made).state == "pending"
+        if lost == "its bytes":
+            assert members[1].send(members[1].make(second, by=2.0)).state == "pending"
+            for name in made.chunks:
+                service.run.chunks.delete(name)
+        else:
+            with service.run.ledger.write() as tx:
+                tx.forget_version(0, 0)
+        clock.forward(LONG)
+        assert service.merger.merge_due() == 0
+        with service.run.ledger.read() as tx:
+            refused = tx.update(first.lease)
+            assert refused is not None and refused.state == "refused"
+            assert "not kept" in refused.reason
+        if lost == "its base":
+            members[2].work(blocks=(0,))
+            clock.forward(LONG)
+        assert service.merger.merge_due() == 1  # of the other one

@@ -1,5 +1,7 @@
 """A small update in one piece: put together and taken apart, and what is no such thing."""
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,30 +21,25 @@ OFFER = UpdateOffer(
 
 @given(st.binary(max_size=100))
 def test_what_is_put_together_is_taken_apart(data: bytes):
-    offer, found = split(head(OFFER) + data)
-    assert offer == OFFER
+    text, found = split(head(OFFER) + data)
+    assert UpdateOffer.model_validate_json(text) == OFFER
     assert bytes(found) == data
 
 
 @given(st.integers(0, len(head(OFFER)) - 1))
 def test_an_offer_that_was_cut_is_none(at: int):
-    with pytest.raises(ProtocolError, match=r"offer|Invalid JSON"):
+    with pytest.raises(ProtocolError, match="offer"):
         split(head(OFFER)[:at])
 
 
-@given(st.binary(max_size=200))
-def test_anything_else_is_refused(body: bytes):
-    with pytest.raises(ProtocolError):
-        split(body)
-
-
-def test_an_offer_has_a_largest_size():
-    body = (LARGEST_OFFER + 1).to_bytes(4, "little") + b" " * (LARGEST_OFFER + 1)
+@pytest.mark.parametrize("length", [0, LARGEST_OFFER + 1, 2**32 - 1])
+def test_an_offer_has_a_length(length: int):
     with pytest.raises(ProtocolError, match="length"):
-        split(body)
+        split(length.to_bytes(4, "little") + bytes(LARGEST_OFFER + 1))
 
 
-def test_what_is_wrong_with_an_offer_is_said():
-    text = OFFER.model_dump_json().replace('"fence":1', '"fence":0').encode()
-    with pytest.raises(ProtocolError, match=r"claim\.fence"):
-        split(len(text).to_bytes(4, "little") + text)
+@given(st.binary(max_size=200))
+def test_nothing_else_goes_wrong(body: bytes):
+    with suppress(ProtocolError):
+        text, data = split(body)
+        assert 4 + len(text) + len(data) == len(body)
