@@ -77,15 +77,29 @@ class RunDir:
     @classmethod
     def create(cls, path: Path, config: Config) -> "RunDir":
         """Start a run, or open it again if it was started with the same settings."""
-        if (path / "config.toml").exists():
+        if cls.resumes(path, config):
             run = cls.open(path)
-            _refuse_other_settings(run.config, config, path)
+            if differing := _differing(run.config, config):
+                raise RunError(
+                    f"{path} was started with other settings ({', '.join(differing)});"
+                    " use another --out, or the same settings to resume"
+                )
             return cls(path, _with_local_settings(run.config, config))
-        if path.is_dir() and any(not _is_leftover(entry) for entry in path.iterdir()):
+        is_run = (path / "config.toml").exists()
+        if path.is_dir() and not is_run and not all(map(_is_leftover, path.iterdir())):
             raise RunError(f"{path} is not empty and is not a run")
         path.mkdir(parents=True, exist_ok=True)
         write_atomically(path / "config.toml", config.to_toml().encode())
         return cls(path, config)
+
+    @classmethod
+    def resumes(cls, path: Path, config: Config) -> bool:
+        """Whether `create` would go on with what is there. A run that failed before it had saved
+        anything is no reason to refuse the settings it should have had."""
+        if not (path / "config.toml").exists():
+            return False
+        run = cls.open(path)
+        return run.begun() or not _differing(run.config, config)
 
     @classmethod
     def open(cls, path: Path) -> "RunDir":
@@ -99,6 +113,10 @@ class RunDir:
     def exported(self) -> bool:
         """One assembled file, to be used but not trained."""
         return (self.path / EXPORTED).exists()
+
+    def begun(self) -> bool:
+        """Whether something was trained here, or is just now."""
+        return self.exported or any(self.block(index).begun() for index in range(self.config.units))
 
     def lock(self) -> filelock.BaseFileLock:
         """Held while a run is started, so that processes starting it together agree."""
@@ -129,6 +147,8 @@ class RunDir:
         """Write all blocks as one safetensors file, with the config and its hash beside it."""
         if any(out.glob("block-*")):
             raise RunError(f"{out} holds a run's blocks; export to another directory")
+        if (out / EXPORTED).exists():
+            raise RunError(f"{out / EXPORTED} is there already; export to another directory")
         return RunDir.create(out, self.config).write_exported(self.weights())
 
     def write_exported(self, blocks: Sequence[Tensors]) -> Path:
@@ -175,6 +195,18 @@ class BlockDir:
         """Held while training, so that two processes never train one block of one run."""
         self.path.mkdir(parents=True, exist_ok=True)
         return filelock.FileLock(self.path / LOCK, timeout=0)
+
+    def begun(self) -> bool:
+        """Whether there is a version, or somebody at work on one."""
+        if (self.path / "manifest.json").exists():
+            return True
+        if not self.path.exists():
+            return False
+        try:
+            with self.lock():
+                return False
+        except filelock.Timeout:
+            return True
 
     def versions(self) -> list[Version]:
         return [_version(entry) for entry in self._manifest().get("versions", [])]
@@ -359,20 +391,15 @@ def _with_local_settings(stored: Config, asked: Config) -> Config:
     return stored.with_settings(**local)
 
 
-def _refuse_other_settings(old: Config, new: Config, path: Path) -> None:
-    """Settings that change what is computed may not change inside a run."""
+def _differing(old: Config, new: Config) -> list[str]:
+    """Settings that change what is computed: they may not change inside a run."""
     before, after = old.to_dict(), new.to_dict()
     fitted = before["objective"]["bounds"]
     if after["objective"]["partition"] == "adaptive" and not after["objective"]["bounds"]:
         after["objective"]["bounds"] = fitted
-    differing = [
+    return [
         f"{section}.{key}"
         for section, values in before.items()
         for key, value in values.items()
         if after[section][key] != value and key not in LOCAL_SETTINGS
     ]
-    if differing:
-        raise RunError(
-            f"{path} was started with other settings ({', '.join(differing)});"
-            " use another --out, or the same settings to resume"
-        )

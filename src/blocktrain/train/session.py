@@ -138,7 +138,7 @@ def open_session(config: Config, out: Path) -> Session:
     compute = resolve(config.train.device, config.train.precision)
     corpus = load_corpus(config.data)
     with RunDir(out, config).lock():
-        if not (out / "config.toml").exists():
+        if not RunDir.resumes(out, config):
             config = with_fitted_bounds(config, corpus, compute)
         run = RunDir.create(out, config)
     if run.exported:

@@ -126,7 +126,17 @@ def test_export_holds_every_block(run: RunDir, tmp_path: Path):
         next(RunDir.open(tmp_path / "out").read_block(0))
 
 
+def test_settings_may_change_until_something_was_trained(run: RunDir):
+    other = run.config.with_settings(train__lr=0.5)
+    at_work = run.block(1).lock()
+    with at_work, pytest.raises(RunError, match=r"train\.lr"):
+        RunDir.create(run.path, other)
+    assert RunDir.create(run.path, other).config == other
+    assert RunDir.open(run.path).config == other
+
+
 def test_a_run_keeps_its_settings(run: RunDir):
+    run.block(0).save(snapshot(5))
     assert RunDir.create(run.path, run.config).config == run.config
     other = run.config.with_settings(train__lr=0.5)
     with pytest.raises(RunError, match=r"train\.lr"):
