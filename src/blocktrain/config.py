@@ -15,6 +15,7 @@ from statistics import StatisticsError
 from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from blocktrain.core.noise import LogNormal, Partition, lognormal_partition
+from blocktrain.core.spelling import meant
 from blocktrain.errors import ConfigError
 
 KINDS = ("denoise", "cascade", "end_to_end")
@@ -369,7 +370,7 @@ def build(config: type[AConfig], values: Mapping[str, Any]) -> AConfig:
     sections = get_type_hints(config)
     for name in values:
         if name not in sections:
-            raise ConfigError(f"unknown section [{name}]; there are {', '.join(sections)}")
+            raise ConfigError(f"unknown section [{name}]; {_instead(name, sections)}")
     return config(
         **{
             name: _build_section(name, kind, values.get(name, {}))
@@ -408,12 +409,17 @@ def _build_section(section: str, kind: Any, values: Any) -> Any:
     types = get_type_hints(kind)
     for key in values:
         if key not in fields:
-            raise ConfigError(f"unknown setting {section}.{key}; there are {', '.join(fields)}")
+            raise ConfigError(f"unknown setting {section}.{key}; {_instead(key, fields)}")
     checked = {
         key: _check_value(f"{section}.{key}", value, types[key], fields[key].metadata)
         for key, value in values.items()
     }
     return kind(**checked)
+
+
+def _instead(word: str, known: Mapping[str, Any]) -> str:
+    guess = meant(word, known)
+    return f"did you mean {guess}?" if guess else f"there are {', '.join(known)}"
 
 
 def _check_value(name: str, value: Any, kind: Any, rules: Mapping[str, Any]) -> Any:

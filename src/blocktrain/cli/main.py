@@ -6,6 +6,7 @@ import sys
 import click
 
 from blocktrain import __version__
+from blocktrain.core.spelling import meant
 from blocktrain.errors import BlocktrainError
 
 VERBS = {
@@ -44,6 +45,14 @@ class LazyGroup(click.Group):
         module = importlib.import_module(f"blocktrain.cli.{cmd_name}")
         command: click.Command = module.command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        guess = meant(args[0], VERBS)
+        if args[0] not in VERBS and guess:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {guess!r}?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
