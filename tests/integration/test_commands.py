@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+from tests.support.terminal import seen
 
 from blocktrain import __version__
 
@@ -40,6 +41,11 @@ def run(home: Path, *arguments: object, timeout: float = 120) -> subprocess.Comp
         env=environment(home),
         check=False,
     )
+
+
+def shown(home: Path, columns: int, *arguments: object) -> str:
+    """The same on a terminal."""
+    return seen([*BLOCKTRAIN, *map(str, arguments)], columns, home, environment(home))
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -81,7 +87,7 @@ def test_train_then_everything_else(home: Path, trained: Path):
     info = json.loads(run(home, "info", "trained", "--json").stdout)
     assert [block["finished"] for block in info["blocks"]] == [True, True]
     assert len({block["versions"][-1]["bytes_seen"] for block in info["blocks"]}) == 1
-    assert "block 1: finished" in run(home, "info", "trained").stdout
+    assert "block 1: finished, at step 20, 2.6 kB seen" in run(home, "info", "trained").stdout
 
     scored = json.loads(run(home, "eval", "trained", "--json", "--windows", 8).stdout)
     assert scored["ce"] < 5.0
@@ -93,6 +99,10 @@ def test_train_then_everything_else(home: Path, trained: Path):
     again = json.loads(run(home, "eval", "out", "--json", "--windows", 8).stdout)
     assert again["ce"] == scored["ce"]
     assert again["windows"]["digest"] == scored["windows"]["digest"]
+
+    twice = run(home, "export", "trained", "--out", "out")
+    assert twice.returncode == 4
+    assert "there already" in twice.stderr
 
     made = run(home, "generate", "out", "--prompt", "def ", "--bytes", 40, "--seed", 3)
     assert made.stdout.startswith("def ")
@@ -249,6 +259,11 @@ def wait_for(
         (["eval", "nowhere", "--fit-weights"], 2, "--split test"),
         (["generate", "nowhere", "--temperature", "nan"], 2, "--temperature"),
         (["fly"], 2, "fly"),
+        (["evl"], 2, "Did you mean 'eval'?"),
+        (["train", "--config", "tny", "--out", "x"], 2, "did you mean tiny? there are demo"),
+        (["train", "--config", "tiny", "--out", "x", "--set", "train.stps=3"], 2, "mean steps?"),
+        (["serve", "nowhere", "--listen", "foo"], 2, "--listen"),
+        (["stage", "nowhere", "--block", "1", "--listen", "foo"], 2, "--listen"),
     ],
 )
 def test_a_mistake_is_one_clear_line(home: Path, arguments: list[str], code: int, says: str):
@@ -256,6 +271,15 @@ def test_a_mistake_is_one_clear_line(home: Path, arguments: list[str], code: int
     assert done.returncode == code, done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_run_that_failed_before_its_first_version_can_be_corrected(home: Path, trained: Path):
+    failed = run(home, *training(home, "warm", "train.warm_start=nowhere"), "--block", "0")
+    assert failed.returncode == 4 and "nowhere" in failed.stderr
+    corrected = training(home, "warm", f"train.warm_start={trained}")
+    assert run(home, *corrected, "--block", "0").returncode == 0
+    other = run(home, *training(home, "warm"), "--block", "0")
+    assert other.returncode == 4 and "train.warm_start" in other.stderr
 
 
 def test_an_altered_checkpoint_is_named(home: Path, trained: Path):
@@ -284,6 +308,15 @@ def test_simulate_shows_what_settings_lead_to(home: Path):
     rows = json.loads(run(home, *sweep, "--json").stdout)
     assert [row["simulate.availability"] for row in rows] == ["1.0", "0.5"]
     assert rows[0]["utilisation"]["gone"] < rows[1]["utilisation"]["gone"]
+
+
+def test_a_narrow_terminal_shows_fewer_columns_of_a_sweep_never_half_a_value(home: Path):
+    sweep = ["simulate", "--config", "tiny", "--sweep", "simulate.availability=1.0,0.5"]
+    narrow, wide = shown(home, 80, *sweep), shown(home, 140, *sweep)
+    for table in (narrow, wide):
+        assert "│ 1.0 " in table and "│ 0.5 " in table
+        assert "…" not in table
+    assert "no room for: " in narrow and "no room for: " not in wide
 
 
 def test_simulate_shows_what_is_learned_where_something_is(home: Path):

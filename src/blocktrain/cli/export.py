@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.sizes import size
 
 
 @click.command("export")
@@ -13,13 +14,12 @@ from blocktrain.cli import options
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
 @options.as_json
 def command(run: Path, out: Path, as_json: bool) -> None:
-    """Write all blocks of RUN as one safetensors file plus config, which eval and generate load."""
+    """Write all blocks of RUN as one safetensors file plus config, which eval, generate and serve
+    load."""
     from blocktrain.storage.run_dir import RunDir
 
     path = RunDir.open(run).export(out)
-    size = path.stat().st_size
+    count = path.stat().st_size
     click.echo(
-        json.dumps({"file": str(path), "bytes": size})
-        if as_json
-        else f"{path}  {size / 1e6:.1f} MB"
+        json.dumps({"file": str(path), "bytes": count}) if as_json else f"{path}  {size(count)}"
     )

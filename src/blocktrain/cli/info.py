@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.sizes import size
 
 if TYPE_CHECKING:
     from blocktrain.storage.run_dir import BlockDir
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 @options.run
 @options.as_json
 def command(run: Path, as_json: bool) -> None:
-    """Show what RUN holds: settings, blocks, versions, scores on valid."""
+    """Show what RUN holds: its settings, and of each block how far it is, the text it has seen and,
+    where train.eval_every asked for them, its score on valid."""
     from blocktrain.storage.run_dir import EXPORTED, RunDir
 
     opened = RunDir.open(run)
@@ -49,7 +51,7 @@ def command(run: Path, as_json: bool) -> None:
         click.echo(_line(block, config.train.steps))
     if len(blocks) > 1:
         seen = sum(block.current().bytes_seen for block in blocks if block.versions())
-        click.echo(f"all blocks together: {seen / 1e6:.1f} MB seen")
+        click.echo(f"all blocks together: {size(seen)} seen")
 
 
 def _line(block: "BlockDir", steps: int) -> str:
@@ -58,10 +60,9 @@ def _line(block: "BlockDir", steps: int) -> str:
     current = block.current()
     state = "finished" if block.finished() else f"{block.versions()[-1].step} of {steps} steps"
     score = f", valid CE {current.valid_ce:.4f}" if current.valid_ce is not None else ""
-    seen, size = current.bytes_seen / 1e6, current.weights.size / 1e6
     built_on = ", ".join(str(version or 0) for version in block.built_on())
-    score += f", on versions {built_on} before it" if built_on else ""
+    score += f", built on the blocks before it at step {built_on}" if built_on else ""
     return (
-        f"block {block.index}: {state}, at version {current.step}, {seen:.1f} MB seen{score},"
-        f" {size:.1f} MB on disk"
+        f"block {block.index}: {state}, at step {current.step}, {size(current.bytes_seen)} seen"
+        f"{score}, {size(current.weights.size)} on disk"
     )

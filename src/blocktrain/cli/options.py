@@ -4,12 +4,26 @@ from pathlib import Path
 
 import click
 
+
+def place(context: click.Context, option: click.Parameter, text: str) -> str:
+    """An option that is HOST:PORT, refused by its name."""
+    from blocktrain.errors import ConfigError
+    from blocktrain.serve.meeting import parted
+
+    try:
+        parted(text)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from None
+    return text
+
+
 config = click.option(
     "--config",
     "config_path",
     type=click.Path(path_type=Path),
     required=True,
-    help="TOML file with the settings; see configs/.",
+    metavar="NAME or FILE",
+    help="Preset name (tiny, demo, wikitext2-small, ...) or TOML file.",
 )
 overrides = click.option(
     "--set", "overrides", multiple=True, metavar="A.B=C", help="Override one setting; repeatable."

@@ -10,13 +10,17 @@ from blocktrain.cli import options
 
 @click.command("serve", context_settings={"auto_envvar_prefix": "BLOCKTRAIN_SERVE"})
 @options.run
-@click.option("--listen", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT")
+@click.option(
+    "--listen", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT",
+    callback=options.place, help="Where clients ask; every interface is 0.0.0.0:8000.",
+)  # fmt: skip
 @click.option(
     "--api-key",
     "api_keys",
     multiple=True,
     envvar="BLOCKTRAIN_API_KEY",
-    help="What clients must present; repeatable. Without one, whoever reaches the port may ask.",
+    help="What clients must present; repeatable, or BLOCKTRAIN_API_KEY in the environment, where"
+    " other users of this machine cannot see it. Without one, whoever reaches the port may ask.",
 )
 @click.option(
     "--tls-cert", type=click.Path(path_type=Path), metavar="FILE",
@@ -77,7 +81,7 @@ def command(
 ) -> None:
     """Serve RUN with an OpenAI-compatible API. The router holds block 0; the other blocks are
     processes on this machine, or stages on other hosts. Every option can also be set as
-    BLOCKTRAIN_SERVE_OPTION in the environment."""
+    BLOCKTRAIN_SERVE_OPTION in the environment, the API key as BLOCKTRAIN_API_KEY."""
     from blocktrain.serve.router_server import RouterSettings, serve_router
 
     settings = RouterSettings(

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.durations import duration
+from blocktrain.cli.sizes import size
 
 if TYPE_CHECKING:
+    from rich.console import JustifyMethod
     from rich.table import Table
 
     from blocktrain.simulate.report import Report
     from blocktrain.simulate.scenario import Scenario
 
-SWEEP_COLUMNS = (
-    "done", "in", "training", "waiting", "in time", "stale", "refused", "useful", "up", "down",
-)  # fmt: skip
+
+PIPED_WIDTH = 120
 
 
 @click.command("simulate")
@@ -65,8 +67,8 @@ def command(
         told = [{name: value, **_as_json(report)} for value, report in reports.items()]
         click.echo(json.dumps(told if name else _as_json(reports[""])))
         return
-    shown = _sweep_table(name, reports) if name else _table(reports[""])
-    Console(width=None if Console().is_terminal else 120).print(shown)
+    console = Console(width=None if Console().is_terminal else PIPED_WIDTH)
+    console.print(_sweep_table(name, reports, console.width) if name else _table(reports[""]))
 
 
 def _played(scenario: "Scenario") -> "Report":
@@ -120,7 +122,7 @@ def _title(report: "Report") -> str:
     how = "finished after" if report.finished else "not finished after"
     return (
         f"{report.workers:,} workers, {len(report.versions)} blocks:"
-        f" {how} {_duration(report.virtual_seconds)}"
+        f" {how} {duration(report.virtual_seconds)}"
     )
 
 
@@ -131,7 +133,7 @@ def _run_rows(report: "Report") -> list[tuple[str, str]]:
         ("batches merged", f"{sum(report.merged_batches):,} of {report.batches:,}"),
         ("progress of the slowest block", _percent(report.slowest_progress)),
         ("versions per block", f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"),
-        ("time per version of a block", _duration(report.seconds_per_version)),
+        ("time per version of a block", duration(report.seconds_per_version)),
     ]
 
 
@@ -139,8 +141,8 @@ def _worker_rows(report: "Report") -> list[tuple[str, str]]:
     return [
         *((f"time {activity}", _percent(share)) for activity, share in report.utilisation.items()),
         ("steps trained that were merged", _percent(report.useful_share)),
-        ("sent up", _bytes(report.bytes_up)),
-        ("sent down", _bytes(report.bytes_down)),
+        ("sent up", size(report.bytes_up)),
+        ("sent down", size(report.bytes_down)),
     ]
 
 
@@ -161,32 +163,46 @@ def _update_rows(report: "Report") -> list[tuple[str, str]]:
     ]
 
 
-def _sweep_table(name: str, reports: "dict[str, Report]") -> "Table":
+def _sweep_table(name: str, reports: "dict[str, Report]", width: int) -> "Table":
+    """A row for each value. Where the terminal is too narrow the last columns are left out: half
+    a number, or a row without its value, says nothing."""
     from rich.table import Table
 
-    table = Table(title=name, title_justify="left")
-    table.add_column("value")
-    learned = any(report.ce is not None for report in reports.values())
-    if learned:
-        table.add_column("CE", justify="right", no_wrap=True)
-    for column in SWEEP_COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
-    for value, report in reports.items():
-        table.add_row(
-            value,
-            *([_ce(report)] if learned else []),
-            _percent(report.slowest_progress),
-            _duration(report.virtual_seconds),
-            _percent(report.utilisation["training"]),
-            _percent(report.utilisation["waiting"]),
-            _percent(report.participation),
-            f"{report.mean_staleness:.2f}",
-            f"{sum(report.refused.values()):,}",
-            _percent(report.useful_share),
-            _bytes(report.bytes_up),
-            _bytes(report.bytes_down),
-        )
+    table = Table(title=name, title_justify="left", caption_justify="left")
+    columns = {"value": list(reports), **_sweep_columns(list(reports.values()))}
+    left_out = list(columns)
+    room = width - 1
+    for title, cells in columns.items():
+        room -= max(map(len, (title, *cells))) + 3  # a line and a space on either side
+        if room < 0 and table.columns:
+            break
+        justify: JustifyMethod = "right" if table.columns else "left"
+        table.add_column(title, justify=justify, overflow="fold")
+        left_out.remove(title)
+    shown = [columns[title] for title in columns if title not in left_out]
+    for row in zip(*shown, strict=True):
+        table.add_row(*row)
+    if left_out:
+        table.caption = f"no room for: {', '.join(left_out)} (--json has all)"
     return table
+
+
+def _sweep_columns(reports: "list[Report]") -> dict[str, list[str]]:
+    """By title, what matters most first."""
+    learned = any(report.ce is not None for report in reports)
+    return {
+        **({"CE": [_ce(report) for report in reports]} if learned else {}),
+        "done": [_percent(report.slowest_progress) for report in reports],
+        "in": [duration(report.virtual_seconds) for report in reports],
+        "training": [_percent(report.utilisation["training"]) for report in reports],
+        "waiting": [_percent(report.utilisation["waiting"]) for report in reports],
+        "in time": [_percent(report.participation) for report in reports],
+        "stale": [f"{report.mean_staleness:.2f}" for report in reports],
+        "refused": [f"{sum(report.refused.values()):,}" for report in reports],
+        "useful": [_percent(report.useful_share) for report in reports],
+        "up": [size(report.bytes_up) for report in reports],
+        "down": [size(report.bytes_down) for report in reports],
+    }
 
 
 def _ce(report: "Report") -> str:
@@ -195,13 +211,3 @@ def _ce(report: "Report") -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}%"
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 1e9:,.1f} GB" if count < 1e12 else f"{count / 1e12:,.2f} TB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

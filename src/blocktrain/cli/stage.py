@@ -30,7 +30,14 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
     metavar="K or FIRST-LAST",
     help="The blocks to hold.",
 )
-@click.option("--listen", default="0.0.0.0:7101", show_default=True, metavar="HOST:PORT")
+@click.option(
+    "--listen",
+    default="0.0.0.0:7101",
+    show_default=True,
+    metavar="HOST:PORT",
+    callback=options.place,
+    help="Where the router and the stage before reach this one.",
+)
 @click.option(
     "--announce",
     default="",

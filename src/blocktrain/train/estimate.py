@@ -17,16 +17,6 @@ from blocktrain.model.stack import new_block
 from blocktrain.train.feature_cache import cache_bytes
 from blocktrain.train.optimizer import moment_shapes
 
-# Sustained bf16 FLOP/s in training at these widths, not the datasheet's peak.
-DEVICES = {
-    "laptop-cpu": 1.0e11,
-    "server-cpu": 1.0e12,
-    "rtx-3060": 1.2e13,
-    "rtx-4090": 6.0e13,
-    "a100": 1.2e14,
-    "h100": 2.5e14,
-    "h200": 2.5e14,
-}
 FP32_BYTES = 4
 FROZEN_BYTES = {"bf16": 2, "int8": 1}
 
