@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -113,6 +114,7 @@ def test_train_then_everything_else(home: Path, trained: Path):
     resumed = run(home, *training(home, "trained"))
     assert resumed.returncode == 0
     assert "block" not in resumed.stdout.replace("blocktrain", "")
+    assert resumed.stderr == "finished before: block 0, 1\n"
 
 
 def test_side_by_side_gives_the_same_weights(home: Path, trained: Path):
@@ -128,6 +130,25 @@ def test_one_block_alone_gives_the_same_weights(home: Path, trained: Path):
     missing = run(home, "eval", "alone", "--windows", 4)
     assert missing.returncode == 4
     assert missing.stderr.startswith("error: block 0 has no version")
+
+
+def test_a_bar_says_done_at_the_end_alone(home: Path):
+    frames = shown(home, 80, *training(home, "bar", "train.steps=30"), "--block", "0")
+    assert "30/30" in frames
+    told = [frame for frame in re.split(r"[\r\n]+", frames) if "done" in frame]
+    assert told and all("30/30" in frame for frame in told)
+
+
+def test_eval_shows_a_bar_on_a_terminal_and_marks_the_score(home: Path, trained: Path):
+    asked = ["eval", "trained", "--windows", 8]
+    assert "scoring windows" in shown(home, 80, *asked)
+    piped = run(home, *asked)
+    assert piped.stderr == ""
+    assert "product *" in piped.stdout and "* the model's score: product" in piped.stdout
+    assert "block 1 (final)" in piped.stdout and "noise │" not in piped.stdout
+    assert "noise │ product, 2 draws" in run(home, *asked, "--draws", 2).stdout
+    quiet = shown(home, 80, *asked, "--json")
+    assert json.loads(quiet)["readout"] == "product"
 
 
 CASCADE = ["objective.kind=cascade", "objective.tail=1"]
@@ -211,7 +232,10 @@ def test_a_killed_run_resumes_bit_for_bit(home: Path, how: signal.Signals):
     if how == signal.SIGINT:
         assert process.returncode == 130
         assert "resumes" in errors
-    assert run(home, *training(home, out.name, *longer), "--block", "0").returncode == 0
+    stood_at = json.loads(manifest.read_text())["versions"][-1]["step"]
+    resumed = run(home, *training(home, out.name, *longer), "--block", "0")
+    assert resumed.returncode == 0
+    assert f"block 0 goes on from step {stood_at}" in resumed.stderr
     assert weights(out, 0) == weights(home / f"straight-{how.name}", 0)
     steps = [
         json.loads(x)["step"] for x in (out / "block-0/metrics.jsonl").read_text().splitlines()
@@ -351,7 +375,7 @@ def test_a_failing_block_stops_the_others_and_keeps_its_code(home: Path):
     newest.write_bytes(newest.read_bytes()[:-1])
     done = run(home, *training(home, "hurt", *longer), "--parallel", "2", timeout=60)
     assert done.returncode == 4, done.stderr
-    assert done.stderr.startswith("error: block 1: ")
+    assert "error: block 1: " in done.stderr
     assert newest.name in done.stderr
 
 

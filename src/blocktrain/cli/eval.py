@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 @click.option("--windows", type=click.IntRange(min=1), help="Score at most this many windows.")
 @click.option(
     "--draws",
-    type=click.IntRange(min=1, max=64),
-    default=4,
+    type=click.IntRange(min=0, max=64),
+    default=0,
     show_default=True,
-    help="Noise draws of the mixture.",
+    help="Also score starts from this many draws of noise, one alone (the paper's inference) and"
+    " all mixed; each takes as long as the score itself.",
 )
 @click.option(
     "--seed",
@@ -52,7 +53,12 @@ def command(
     precision: str,
     as_json: bool,
 ) -> None:
-    """Score RUN: non-overlapping windows, every byte predicted once, nothing leaked."""
+    """Score RUN: non-overlapping windows, every byte predicted once, nothing leaked.
+
+    The score is the row marked *: the product of all blocks' predictions. The other rows are for
+    comparison: what each block predicts when its turn comes, the last one's being the readout
+    `final`."""
+    from blocktrain.cli.progress import counted
     from blocktrain.data.corpus import load_corpus
     from blocktrain.data.windows import evaluation_windows
     from blocktrain.storage.run_dir import RunDir
@@ -72,7 +78,8 @@ def command(
     weights = None
     if fit_weights and len(stack.blocks) > 1:
         weights = fit_product_weights(stack, corpus.split("valid", window))
-    evaluation = evaluate(stack, chosen, draws, seed, weights)
+    with counted("scoring windows", len(chosen), hidden=as_json) as on_scored:
+        evaluation = evaluate(stack, chosen, draws, seed, weights, on_scored)
     if as_json:
         click.echo(json.dumps(_as_dict(evaluation, corpus.source, split)))
     else:
@@ -119,19 +126,25 @@ def _show(evaluation: "Evaluation", run: Path, source: str, split: str, compute:
     table = Table(title=Text(f"{run} on {source} {split}"), title_justify="left")
     for column in ("start", "readout", "CE (nats/byte)", "perplexity", "bits/byte"):
         table.add_column(column, justify="left" if column in ("start", "readout") else "right")
+    last = _last_block(evaluation)
     for score in evaluation.scores:
-        name = score.readout + (f", {score.draws} draws" if score.draws > 1 else "")
-        style = "bold" if score is evaluation.default else None
+        if last and score.readout == "final":
+            continue  # the last block's row again, by definition
+        name = score.readout + (" (final)" if score.readout == last else "")
+        name += f", {score.draws} draws" if score.draws > 1 else ""
+        name += " *" if score is evaluation.default else ""
         table.add_row(
             score.start,
             name,
             f"{score.ce:.4f}",
             f"{score.perplexity:.3f}",
             f"{score.bits_per_byte:.3f}",
-            style=style,
+            style="bold" if score is evaluation.default else None,
         )
     console = Console()
     console.print(table)
+    for line in _explained(evaluation):
+        console.print(line, highlight=False)
     console.print(
         f"{evaluation.windows} windows of {evaluation.window} bytes, digest {evaluation.digest};"
         f" {evaluation.parameters / 1e6:.2f}M parameters; {compute}",
@@ -143,3 +156,21 @@ def _show(evaluation: "Evaluation", run: Path, source: str, split: str, compute:
             f" {100 * evaluation.draft_agreement:.1f}% of positions",
             highlight=False,
         )
+
+
+def _last_block(evaluation: "Evaluation") -> str | None:
+    """The readout whose prediction is the last block's alone; None where there is one block."""
+    blocks = [score.readout for score in evaluation.scores if score.readout.startswith("block ")]
+    return blocks[-1] if blocks else None
+
+
+def _explained(evaluation: "Evaluation") -> list[str]:
+    starts = {score.start for score in evaluation.scores}
+    lines = [f"* the model's score: {evaluation.default.readout}"]
+    if _last_block(evaluation):
+        lines[0] += " of all blocks' predictions; final is the last block's alone"
+    if "mean" in starts:
+        line = "start: z, the guess that each block refines, begins at the mean"
+        noise = ", or at random as in the paper; draws are mixed"
+        lines.append(line + (noise if "noise" in starts else " (--draws adds noise)"))
+    return lines

@@ -34,6 +34,23 @@ def shown(
 
 
 @contextmanager
+def counted(title: str, total: int, *, hidden: bool = False) -> Iterator[Callable[[int], None]]:
+    """A callback that moves a bar on, where somebody at a terminal waits; gone when done."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = [*bars.Progress.get_default_columns(), bars.MofNCompleteColumn()]
+    with bars.Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        disable=hidden or not sys.stderr.isatty(),
+    ) as display:
+        task = display.add_task(title, total=total)
+        yield lambda more: display.advance(task, more)
+
+
+@contextmanager
 def _bars(title: str, err: bool) -> Iterator[Callable[["Progress"], None]]:
     from rich import progress as bars
     from rich.console import Console
@@ -83,7 +100,7 @@ def _numbers(progress: "Progress") -> str:
         "loss -" if progress.loss is None else f"loss {progress.loss:.3f}",
         "ce -" if progress.ce is None else f"ce {progress.ce:.3f}",
         f"{progress.bytes_per_s / 1e3:,.0f} kB/s",
-        f"{left // 60}:{left % 60:02d} left" if left else "done",
+        "done" if progress.step == progress.steps else f"{left // 60}:{left % 60:02d} left",
     ]
     if progress.valid_ce is not None:
         parts.append(f"valid {progress.valid_ce:.3f}")

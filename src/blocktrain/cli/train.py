@@ -30,7 +30,10 @@ def command(
     parallel: int,
     as_json: bool,
 ) -> None:
-    """Train a run. The same command again resumes it where it stopped."""
+    """Train a run. The same command again resumes it where it stopped.
+
+    The loss and ce that are shown are the training's own, on batches and, where blocks denoise,
+    with the answer in sight through the noise: not scores, which `blocktrain eval` gives."""
     from blocktrain.cli.interrupt import stop_on_signal
     from blocktrain.cli.presets import resolve_config
     from blocktrain.cli.progress import shown

@@ -7,6 +7,7 @@ per readout; noise starts also as the mixture over K draws.
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -74,8 +75,10 @@ def evaluate(
     draws: int = 4,
     seed: int = 0,
     product_weights: list[float] | None = None,
+    on_scored: Callable[[int], None] = lambda windows: None,
 ) -> Evaluation:
-    """Score every start, block and readout on the given windows."""
+    """Score every start, block and readout on the given windows; `on_scored` is told of every few
+    that are done."""
     sums: dict[Reading, float] = {}
     agreed = 0
     for number, batch in enumerate(_batches(windows)):
@@ -86,6 +89,7 @@ def evaluate(
         for key, log_probs in readings:
             nll = -log_probs.gather(-1, targets[..., None]).cpu().double().sum()
             sums[key] = sums.get(key, 0.0) + float(nll)
+        on_scored(len(batch))
     scores = [
         Score(start, name, total / windows.size, count)
         for (start, name, count), total in sums.items()

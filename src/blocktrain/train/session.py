@@ -47,7 +47,7 @@ class Session:
 
     def notes(self, blocks: Sequence[int]) -> list[str]:
         """What whoever trains these blocks should know before they do."""
-        config, found = self.run.config, []
+        config, found = self.run.config, self._resumed(blocks)
         if max(blocks) > 0 and (size := cache_bytes(config)):
             where = config.objective.feature_cache
             found.append(f"feature cache: {size / 1e6:,.0f} MB per block, {where}")
@@ -60,6 +60,16 @@ class Session:
                     f" {', '.join(map(str, missing))}"
                 )
         return found
+
+    def _resumed(self, blocks: Sequence[int]) -> list[str]:
+        stores = [self.run.block(block) for block in blocks]
+        done = [str(store.index) for store in stores if store.finished()]
+        found = [f"finished before: block {', '.join(done)}"] if done else []
+        return found + [
+            f"block {store.index} goes on from step {store.versions()[-1].step}"
+            for store in stores
+            if store.versions() and not store.finished()
+        ]
 
     def train_in_turn(
         self, blocks: Sequence[int], on_progress: OnProgress, stop: ShouldStop

@@ -42,6 +42,12 @@ def test_scores_are_the_mean_negative_log_likelihood(config: Config):
     assert mixture <= sum(map(ce, draws)) / 3
 
 
+def test_whoever_waits_is_told_of_every_window(config: Config):
+    scored: list[int] = []
+    evaluate(awake_stack(config), WINDOWS, draws=0, on_scored=scored.append)
+    assert sum(scored) == len(WINDOWS)
+
+
 def test_units_agree(config: Config):
     score = evaluate(awake_stack(config), WINDOWS, draws=1).default
     assert (score.start, score.readout) == ("mean", "product")
