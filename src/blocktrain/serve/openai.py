@@ -1,8 +1,9 @@
 """OpenAI's request bodies: JSON in, what an engine is asked for out. Knows no HTTP and no model.
 
 A token is a byte: lengths, limits and usage count bytes, and a prompt of token ids is a prompt of
-bytes. Fields OpenAI does not have either are ignored, as OpenAI does; fields it has and a byte
-model cannot honour are refused, unless they ask for what happens anyway.
+bytes. Fields OpenAI has and a byte model cannot honour are refused, unless they ask for what
+happens anyway or change nothing in an answer. Fields that nobody knows are refused, as by OpenAI:
+mistyped, they would be ignored in silence.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from blocktrain.core.spelling import meant
 from blocktrain.errors import RequestError
 from blocktrain.serve.request import DRAFTS, MODES, Request, Sampling
 
@@ -34,6 +36,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
     "audio": (None,),
 }
+# OpenAI's, that say nothing about the text of an answer or only how to come by it.
+IGNORED = {
+    "function_call", "metadata", "modalities", "parallel_tool_calls", "prediction",
+    "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier",
+    "service_tier", "store", "tool_choice", "user", "verbosity", "web_search_options",
+}  # fmt: skip
+LONGEST_NAME = 64  # of an unknown field, in the error that names it
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,8 @@ class _StreamOptions(_Body):
 
 class _Asked(_Body):
     """What both kinds of request may say."""
+
+    model_config = ConfigDict(extra="allow")  # to be looked at by name
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -160,6 +171,9 @@ def _parsed(kind: type[A], body: bytes) -> A:
         first = error.errors(include_url=False, include_input=False)[0]
         field = str(first["loc"][0]) if first["loc"] else None
         raise RequestError(f"{field or 'the body'}: {first['msg']}", field) from None
+    for field in asked.model_extra or {}:
+        if field not in IGNORED:
+            raise _unknown(field[:LONGEST_NAME], kind)
     for field, neutral in NEUTRAL.items():
         if getattr(asked, field, None) not in neutral:
             raise RequestError(
@@ -168,6 +182,12 @@ def _parsed(kind: type[A], body: bytes) -> A:
                 "unsupported_parameter",
             )
     return asked
+
+
+def _unknown(field: str, kind: type[_Asked]) -> RequestError:
+    guess = meant(field, kind.model_fields)
+    hint = f"; did you mean {guess}?" if guess else ""
+    return RequestError(f"there is no field {field}{hint}", field, "unknown_parameter")
 
 
 def _ask(

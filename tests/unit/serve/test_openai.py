@@ -39,7 +39,7 @@ def test_everything_a_request_may_say():
     ask = completion(
         model="m", prompt="né", max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, seed=5,
         stop=["a", "é"], stream=True, stream_options={"include_usage": True}, logprobs=2,
-        mode="sweep", passes=0, drafts="ngram", user="somebody", unheard_of=1,
+        mode="sweep", passes=0, drafts="ngram", user="somebody",
     )  # fmt: skip
     request = Request(
         "né".encode(), 9, "sweep", 0, "ngram", Sampling(0.5, 3, 0.9, 5), (b"a", "é".encode()), 2
@@ -154,6 +154,18 @@ def test_what_a_chat_cannot_be(fields: dict[str, Any], param: str):
 def test_what_asks_for_nothing_is_let_through():
     completion(logit_bias={}, presence_penalty=0, frequency_penalty=0.0, echo=False, best_of=1)
     chat(tools=[], response_format={"type": "text"}, logit_bias=None)
+
+
+def test_what_openai_has_and_no_answer_depends_on_is_let_through():
+    completion(user="me")
+    chat(user="me", metadata={}, store=False, service_tier="auto", parallel_tool_calls=False)
+
+
+def test_a_field_that_nobody_knows_is_refused_by_name():
+    for asked in (completion, chat):
+        with pytest.raises(RequestError, match="no field max_token; did you mean max_tokens") as no:
+            asked(max_token=40)
+        assert (no.value.field, no.value.code) == ("max_token", "unknown_parameter")
 
 
 @given(st.binary(max_size=60))
