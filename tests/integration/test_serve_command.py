@@ -1,5 +1,6 @@
 """`blocktrain serve` as an operator runs it: behind TLS, with its page in a real browser."""
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,8 @@ def test_the_page_streams_an_answer_and_says_what_it_cost(address: str) -> None:
         page.fill("#most", str(LONG))
         page.fill("#seed", "5")
         page.select_option("#mode", "ar")
+        assert page.input_value("#kind") == "text"  # no model here was taught to converse
+        page.select_option("#kind", "chat")
         page.evaluate(GROWTH)
         page.fill("#prompt", "Hello")
         page.press("#prompt", "Enter")
@@ -112,7 +115,16 @@ def test_the_page_streams_an_answer_and_says_what_it_cost(address: str) -> None:
         assert page.inner_text("#health") == "ready, 1 stage"
         page.set_viewport_size({"width": 360, "height": 740})
         assert page.evaluate("document.documentElement.scrollWidth") == 360  # a phone's whole width
+        given, needed = page.evaluate(WIDTHS)
+        assert given >= needed
     assert complaints == []
+
+
+WIDTHS = """() => {
+  const mode = document.getElementById("mode"), given = mode.offsetWidth;
+  mode.style.cssText = "flex: none; width: max-content";
+  return [given, mode.offsetWidth];
+}"""
 
 
 GROWTH = """() => {
@@ -121,6 +133,17 @@ GROWTH = """() => {
   const note = () => window.lengths.push(talk.querySelector(".said p")?.textContent.length ?? 0);
   new MutationObserver(note).observe(talk, {childList: true, subtree: true});
 }"""
+
+
+def test_a_server_says_that_it_loads_and_that_it_stops(run: Path, tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        server = processes.serve(run, "127.0.0.1:0", "--api-key", KEY)
+        said = server.log.read_text
+        processes.wait_for("it says that it loads", lambda: "loading 2 blocks" in said(), SECONDS)
+        processes.wait_for("it serves", lambda: "serving small" in said(), SECONDS)
+        server.process.send_signal(signal.SIGINT)
+        processes.wait_for("it ends", lambda: server.code is not None, SECONDS)
+    assert said().split("\n", 2)[2].split() == ["stopping"]  # not a word of stages that went
 
 
 def test_a_certificate_alone_is_refused_before_anything_is_loaded(run: Path, pair: Pair) -> None:

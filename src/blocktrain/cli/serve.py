@@ -82,6 +82,14 @@ def command(
     """Serve RUN with an OpenAI-compatible API. The router holds block 0; the other blocks are
     processes on this machine, or stages on other hosts. Every option can also be set as
     BLOCKTRAIN_SERVE_OPTION in the environment, the API key as BLOCKTRAIN_API_KEY."""
+    from blocktrain.storage.run_dir import RunDir
+
+    units = RunDir.open(run).config.units
+    loaded = "block 0" if stages or units == 1 else f"{units} blocks"
+    click.echo(
+        f"loading {loaded} of {run} ...", err=True
+    )  # which takes seconds, torch most of them
+
     from blocktrain.serve.router_server import RouterSettings, serve_router
 
     settings = RouterSettings(

@@ -38,9 +38,10 @@ class LocalStages:
                 keepers.create_task(self._keep(block))
 
     async def stop(self) -> None:
+        """At once: they keep nothing, and whoever asked for it waits."""
         for process in self._processes.values():
             if process.returncode is None:
-                process.terminate()
+                process.kill()
         for process in self._processes.values():
             await process.wait()
 
@@ -64,6 +65,7 @@ class LocalStages:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={"OMP_NUM_THREADS": str(threads), **os.environ},
+            start_new_session=True,  # Ctrl-C is for the router, which ends them after the answers
         )
         self._processes[block] = process
         assert process.stdout

@@ -56,6 +56,7 @@ class AnnouncedStop(uvicorn.Server):
     """Tells the clients of answers under way that it stops, instead of cutting them off."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        log.warning("stopping")
         self.config.app.state.gate.close()  # type: ignore[union-attr]
         await super().shutdown(sockets)
 
