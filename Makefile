@@ -45,11 +45,14 @@ bench-speed: $(VENV)/installed
 bench-memory: $(VENV)/installed
 	$(BIN)/python bench/memory.py --config configs/demo.toml --out runs/bench-memory
 
-# torch first and pinned: an unpinned torch brings gigabytes of CUDA packages.
+# torch first and pinned: an unpinned torch brings gigabytes of CUDA packages. Its build for CPUs is not
+# on PyPI, but may be in an index of this machine's own.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("blocktrain needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt torch 2>/dev/null || \
+		$(BIN)/pip install --quiet --constraint constraints.txt torch \
+			--extra-index-url https://download.pytorch.org/whl/cpu
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
