@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file
 
 from blocktrain.coordinator.home import Home
 from blocktrain.protocol import tensors
+from blocktrain.protocol.invite import Invite
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKTRAIN = [sys.executable, "-m", "blocktrain.cli.main"]
@@ -42,14 +44,26 @@ def environment(home: Path) -> dict[str, str]:
     return {**os.environ, "BLOCKTRAIN_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"}
 
 
-def call(home: Path, *arguments: object) -> str:
-    done = subprocess.run(
+def run(home: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [*BLOCKTRAIN, *map(str, arguments)],
         capture_output=True, text=True, timeout=SECONDS, cwd=home, env=environment(home),
         check=False,
     )  # fmt: skip
+
+
+def call(home: Path, *arguments: object) -> str:
+    done = run(home, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def mistake(home: Path, *arguments: object) -> str:
+    """What a command says that cannot be done."""
+    done = run(home, *arguments)
+    assert done.returncode != 0, done.stdout
+    assert "Traceback" not in done.stderr
+    return done.stderr
 
 
 @contextmanager
@@ -163,11 +177,9 @@ def ce_of(home: Path, run: str) -> float:
 
 def test_a_cascade_is_trained_scored_and_looked_at(home: Path):
     with coordinator(home, *settings(home, "objective.kind=cascade")) as told:
-        address = told["addresses"][0]
         judging = call(
-            home, "invite", "new", "--evaluate", "--data-dir", "coordinator",
-            "--address", address, "--uses", "1",
-        ).strip()  # fmt: skip
+            home, "invite", "new", "--evaluate", "--data-dir", "coordinator", "--uses", "1"
+        ).strip()
         judge = start_worker(home, judging, "--evaluate", "--name", "judge")
         finish(*(start_worker(home, told["invite"]) for _ in range(2)), judge)
         status = json.loads(call(home, "status", told["invite"], "--json"))
@@ -212,17 +224,65 @@ def wait_for(met, seconds: float = 60.0) -> None:
         time.sleep(0.5)
 
 
-def test_errors_are_one_line(home: Path):
-    done = subprocess.run(
-        [*BLOCKTRAIN, "worker", "bt1_nonsense"],
-        capture_output=True, text=True, timeout=60, cwd=home, env=environment(home), check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "mistyped" in done.stderr
-    assert "Traceback" not in done.stderr
-    nothing = subprocess.run(
-        [*BLOCKTRAIN, "coordinator", "--data-dir", "nowhere"],
-        capture_output=True, text=True, timeout=60, cwd=home, env=environment(home), check=False,
-    )  # fmt: skip
-    assert nothing.returncode == 2
-    assert "holds no run" in nothing.stderr
+IN_FOLDER = ("--data-dir", "coordinator")
+
+
+def listed(home: Path) -> list[dict]:
+    return json.loads(call(home, "invite", "list", *IN_FOLDER, "--json"))
+
+
+def test_an_invite_names_the_places_the_coordinator_said_or_others(home: Path):
+    with coordinator(home, *settings(home)) as told:
+        first = Invite.decode(told["invite"])
+        assert "not an address" in mistake(
+            home, "invite", "new", *IN_FOLDER, "--address", "no place"
+        )
+        assert len(listed(home)) == 1  # nothing that could be joined with was made
+        made = json.loads(call(home, "invite", "new", *IN_FOLDER, "--json"))
+        found = Invite.decode(made["invite"])
+        assert (found.addresses, found.fingerprint) == (first.addresses, first.fingerprint)
+        assert made["id"] in {invite["invite"] for invite in listed(home)}
+        elsewhere = run(home, "invite", "new", *IN_FOLDER, "--address", "127.0.0.1:7171")
+        assert Invite.decode(elsewhere.stdout).addresses == ("https://127.0.0.1:7171",)
+        assert "invite revoke" in elsewhere.stderr
+        assert call(home, "status", made["invite"])
+    assert "uses left" in call(home, "invite", "list", *IN_FOLDER).splitlines()[0]
+
+
+def test_an_invite_that_was_revoked_is_not_printed_again(home: Path):
+    with coordinator(home, *settings(home)) as told:
+        said = call(home, "invite", "revoke", *IN_FOLDER, told["invite"])
+        (revoked,) = listed(home)
+        assert said == f"revoked {revoked['invite']}\n"
+        assert revoked["revoked"]
+    with coordinator(home) as again:
+        assert call(home, "status", again["invite"])
+    with coordinator(home) as third:
+        kept = Invite.decode(third["invite"]).secret
+        assert kept == Invite.decode(again["invite"]).secret != Invite.decode(told["invite"]).secret
+    other = Invite(("https://host:1",), "secret", None, "another0").encode()
+    assert other not in mistake(home, "invite", "revoke", *IN_FOLDER, other)
+
+
+def test_a_port_that_is_taken_leaves_no_folder_behind(home: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = mistake(home, "coordinator", *settings(home), *IN_FOLDER, "--listen", place)
+    assert "already in use" in said
+    assert not (home / "coordinator").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["worker", "bt1_nonsense"], "mistyped"),
+        (["coordinator"], "holds no run"),
+        (["invite", "list"], "--data-dir"),
+        (["ban", "somebody"], "--data-dir"),
+        (["backup", "--out", "saved.tar"], "--data-dir"),
+    ],
+)
+def test_errors_are_one_line(home: Path, arguments: list[str], says: str):
+    said = mistake(home, *arguments)
+    assert says in said
+    assert len(said.splitlines()) == 1

@@ -1,14 +1,16 @@
 """blocktrain coordinator: start a run that others can join, or go on with one."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from blocktrain.cli import options
+from blocktrain.cli import addresses, options
 
 if TYPE_CHECKING:
+    from blocktrain.coordinator.home import Home
     from blocktrain.coordinator.service import Service
 
 FIRST_INVITE_USES = 100_000
@@ -23,7 +25,9 @@ FIRST_INVITE_SECONDS = 365 * 24 * 3600.0
     help="Preset name or TOML file; needed for a new run.",
 )
 @options.overrides
-@click.option("--listen", default="0.0.0.0:7070", show_default=True, metavar="HOST:PORT")
+@click.option(
+    "--listen", default=f"0.0.0.0:{addresses.DEFAULT_PORT}", show_default=True, metavar="HOST:PORT"
+)
 @options.data_dir
 @options.database
 @options.blobs
@@ -58,7 +62,7 @@ def command(
     that `blocktrain worker` joins with. Stop and start it at any moment; nothing is lost."""
     from blocktrain.cli.presets import resolve_config
     from blocktrain.config import load_config
-    from blocktrain.coordinator.home import Home
+    from blocktrain.coordinator.home import Advertised, Home
     from blocktrain.coordinator.server import own_addresses, serve, write_certificate
     from blocktrain.coordinator.service import Service
     from blocktrain.protocol.invite import Invite
@@ -67,33 +71,47 @@ def command(
     host, port = _place(listen)
     home = Home(data_dir, database, blobs)
     if config_path:
-        run = home.open_or_found(load_config(resolve_config(config_path), overrides))
+        config = load_config(resolve_config(config_path), overrides)
+        listener = bound_socket(host, port)  # first: one that is taken leaves no new folder behind
+        run = home.open_or_found(config)
     else:
         run = home.open()
+        listener = bound_socket(host, port)
     service = Service(run)
-    listener = bound_socket(host, port)
     port = listener.getsockname()[1]
-    hosts = [*advertise] or _reachable(host, own_addresses())
     scheme = "http" if plain_http else "https"
-    addresses = tuple(f"{scheme}://{_with_port(name, port)}" for name in hosts)
-    secret = home.invite_secret(
-        lambda: service.members.invite("train", FIRST_INVITE_USES, FIRST_INVITE_SECONDS)
-    )
+    places = [*advertise] or _reachable(host, own_addresses())
+    urls = tuple(addresses.as_url(place, scheme, port) for place in places)
     pinned = None if plain_http or certificate else run.authority.fingerprint
-    invite = Invite(addresses, secret, pinned, run.id).encode()
+    draft = Invite(urls, "unknown", pinned, run.id)  # before anything is made to join with
     tls = None
     if not plain_http:
-        names = [*own_addresses(), *(name.rpartition(":")[0] or name for name in advertise)]
+        names = [*own_addresses(), *(addresses.host_of(url) for url in urls)]
         tls = certificate or write_certificate(service, names, data_dir / "tls")
-    _announce(service, invite, addresses, as_json=as_json)
+    home.advertise(Advertised(urls, pinned))
+    invite = replace(draft, secret=_first_invite(home, service)).encode()
+    _announce(service, invite, urls, as_json=as_json)
     serve(service, listener, tls)
 
 
-def _announce(
-    service: "Service", invite: str, addresses: tuple[str, ...], *, as_json: bool
-) -> None:
+def _first_invite(home: "Home", service: "Service") -> str:
+    """The same at every start, as long as somebody could join with it."""
+    members = service.members
+
+    def is_good(secret: str) -> bool:
+        kept = members.invite_of(secret)
+        if kept is None or not kept.good:
+            click.echo("the invite of before was revoked or has ended: here is another", err=True)
+        return kept is not None and kept.good
+
+    return home.invite_secret(
+        lambda: members.invite("train", FIRST_INVITE_USES, FIRST_INVITE_SECONDS), is_good
+    )
+
+
+def _announce(service: "Service", invite: str, urls: tuple[str, ...], *, as_json: bool) -> None:
     if as_json:
-        told = {"run": service.run.id, "invite": invite, "addresses": addresses}
+        told = {"run": service.run.id, "invite": invite, "addresses": urls}
         click.echo(json.dumps(told))
         return
     config = service.run.config
@@ -101,7 +119,7 @@ def _announce(
         f"run     {service.run.id}: {config.objective.kind}, {config.units} blocks,"
         f" {config.train.steps} batches each"
     )
-    click.echo(f"at      {', '.join(addresses)}")
+    click.echo(f"at      {', '.join(urls)}")
     click.echo(f"invite  {invite}")
     click.echo("join    blocktrain worker INVITE      look  blocktrain status INVITE --watch")
 
@@ -118,10 +136,3 @@ def _reachable(host: str, own: list[str]) -> list[str]:
     if host not in ("0.0.0.0", "::"):
         return [host]
     return [own[-1], "127.0.0.1"]
-
-
-def _with_port(name: str, port: int) -> str:
-    has_port = name.rpartition(":")[2].isdigit() and name.count(":") == 1
-    if has_port or name.endswith("]"):
-        return name if has_port else f"{name}:{port}"
-    return f"[{name}]:{port}" if name.count(":") > 1 else f"{name}:{port}"

@@ -1,11 +1,19 @@
 """blocktrain invite: who may join a run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from blocktrain.cli import options
+from blocktrain.cli import addresses, options
+
+if TYPE_CHECKING:
+    from blocktrain.coordinator.home import Home
+    from blocktrain.coordinator.members import InviteState, Members
+    from blocktrain.coordinator.run import Run
+    from blocktrain.protocol.invite import Invite
 
 DAY = 24 * 3600
 
@@ -25,29 +33,42 @@ def command() -> None:
 )
 @click.option(
     "--address",
-    "addresses",
+    "written",
     multiple=True,
-    required=True,
-    metavar="URL",
-    help="Where the coordinator is reached, e.g. https://host:7070; repeatable.",
+    metavar="HOST[:PORT]",
+    help="Where the coordinator is reached; repeatable. Default: where it last said it is.",
 )
+@options.as_json
 def new(
     data_dir: Path,
     database: str | None,
     uses: int,
     days: float,
     evaluate: bool,
-    addresses: tuple[str, ...],
+    written: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Print a new invite; its secret is shown this once."""
     from blocktrain.coordinator.home import Home
     from blocktrain.coordinator.members import Members
-    from blocktrain.protocol.invite import Invite
 
-    run = Home(data_dir, database).open()
-    secret = Members(run).invite("evaluate" if evaluate else "train", uses, days * DAY)
-    pinned = run.authority.fingerprint if addresses[0].startswith("https://") else None
-    click.echo(Invite(addresses, secret, pinned, run.id).encode())
+    home = Home(data_dir, database)
+    run = home.open()
+    draft = _draft(home, run, written)  # before anything is made that could be joined with
+    members = Members(run)
+    secret = members.invite("evaluate" if evaluate else "train", uses, days * DAY)
+    made = members.invite_of(secret)
+    assert made
+    invite = replace(draft, secret=secret).encode()
+    if as_json:
+        click.echo(json.dumps({"id": made.invite, "invite": invite}))
+        return
+    click.echo(invite)
+    click.echo(
+        f"id {made.invite}: {uses} uses in {days:g} days, to {made.role};"
+        f" end it: blocktrain invite revoke {made.invite}",
+        err=True,
+    )
 
 
 @command.command("list")
@@ -63,9 +84,11 @@ def show(data_dir: Path, database: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([invite._asdict() for invite in found]))
         return
+    click.echo(f"{'id':16s}  {'to':9s} {'uses left':>9s}  time left")
     for invite in found:
-        state = "revoked" if invite.revoked else f"{max(0.0, invite.seconds_left) / DAY:.1f} days"
-        click.echo(f"{invite.invite}  {invite.role:9s} {invite.uses_left:>7d} uses  {state}")
+        click.echo(
+            f"{invite.invite:16s}  {invite.role:9s} {invite.uses_left:>9d}  {_time_left(invite)}"
+        )
 
 
 @command.command("revoke")
@@ -73,9 +96,45 @@ def show(data_dir: Path, database: str | None, as_json: bool) -> None:
 @options.data_dir
 @options.database
 def revoke(invite: str, data_dir: Path, database: str | None) -> None:
-    """Nobody new joins with INVITE any more; those who did stay."""
+    """Nobody new joins with INVITE (its id, or all of it) any more; those who did stay."""
     from blocktrain.coordinator.home import Home
     from blocktrain.coordinator.members import Members
 
-    Members(Home(data_dir, database).open()).revoke(invite)
-    click.echo(f"revoked {invite}")
+    members = Members(Home(data_dir, database).open())
+    named = _id_of(invite, members) if "_" in invite else invite  # no id has one
+    members.revoke(named)
+    click.echo(f"revoked {named}")
+
+
+def _draft(home: "Home", run: "Run", written: tuple[str, ...]) -> "Invite":
+    """An invite that lacks its secret."""
+    from blocktrain.protocol.invite import Invite
+
+    known = home.advertised()
+    if not written and not known:
+        raise click.UsageError(
+            "no coordinator of this folder has said yet where it is reached: give --address"
+        )
+    said = known.addresses if known else (f"https://localhost:{addresses.DEFAULT_PORT}",)
+    scheme, port = said[0].partition("://")[0], addresses.port_of(said[0])
+    urls = tuple(addresses.as_url(place, scheme, port) for place in written) or said
+    fingerprint = known.fingerprint if known else run.authority.fingerprint
+    plain = all(url.startswith("http://") for url in urls)
+    return Invite(urls, "unknown", None if plain else fingerprint, run.id)
+
+
+def _id_of(written: str, members: "Members") -> str:
+    """The id of an invite; what is secret in it is not shown, whatever is wrong with it."""
+    from blocktrain.errors import InviteError
+    from blocktrain.protocol.invite import Invite
+
+    found = members.invite_of(Invite.decode(written).secret)
+    if found is None:
+        raise InviteError("this invite is not of the run in this folder; see: invite list")
+    return found.invite
+
+
+def _time_left(invite: "InviteState") -> str:
+    if invite.revoked:
+        return "revoked"
+    return f"{invite.seconds_left / DAY:.1f} days" if invite.seconds_left > 0 else "expired"

@@ -10,28 +10,27 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
-from blocktrain.coordinator.home import INVITE_FILE
+from blocktrain.coordinator.home import INVITE_FILE, LEDGER_FILE
 from blocktrain.errors import CorruptFileError, RunError
 from blocktrain.storage.chunks import LocalChunks
 
-LEDGER = "ledger.db"
 CHUNKS = "chunks"
 
 
 def back_up(folder: Path, out: Path) -> int:
     """Write the folder into one tar file; its size in bytes."""
-    if not (folder / LEDGER).exists():
-        raise RunError(f"{folder} holds no ledger to back up")
+    if not (folder / LEDGER_FILE).exists():
+        raise RunError(f"{folder} holds no run; give the run's folder with --data-dir")
     if out.exists():
         raise RunError(f"{out} is there already")
     if not out.parent.is_dir():
         raise RunError(f"{out.parent} is no folder to write a backup into")
     partial = out.with_name(out.name + ".partial")
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
-        snapshot = Path(scratch) / LEDGER
-        _copy_ledger(folder / LEDGER, snapshot)
+        snapshot = Path(scratch) / LEDGER_FILE
+        _copy_ledger(folder / LEDGER_FILE, snapshot)
         with tarfile.open(partial, "w") as archive:
-            archive.add(snapshot, LEDGER)
+            archive.add(snapshot, LEDGER_FILE)
             for name in (INVITE_FILE, CHUNKS):
                 if (folder / name).exists():
                     archive.add(folder / name, name, filter=_finished)
@@ -50,7 +49,7 @@ def restore(archive_path: Path, folder: Path) -> int:
     except (tarfile.TarError, EOFError) as error:
         reason = str(error).splitlines()[0]
         raise CorruptFileError(f"{archive_path} is not a whole backup: {reason}") from None
-    if not (folder / LEDGER).exists():
+    if not (folder / LEDGER_FILE).exists():
         raise CorruptFileError(f"{archive_path} holds no ledger")
     chunks = LocalChunks(folder / CHUNKS)
     count = 0

@@ -1,5 +1,6 @@
 """A coordinator's folder: its ledger, chunks, certificate and first invite, where not elsewhere."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from blocktrain.config import Config
 from blocktrain.coordinator.run import Run, found_run, open_run
@@ -17,19 +19,31 @@ from blocktrain.storage.chunks import ChunkStore, open_chunks
 from blocktrain.storage.ledger import Ledger
 
 INVITE_FILE = "invite-secret"
+ADVERTISED_FILE = "advertised.json"
+LEDGER_FILE = "ledger.db"
+
+
+class Advertised(NamedTuple):
+    """Where a coordinator is reached, and by which authority it is known there."""
+
+    addresses: tuple[str, ...]
+    fingerprint: str | None  # None: plain HTTP, or a certificate that every machine believes
 
 
 class Home:
     def __init__(self, folder: Path, db: str | None = None, blobs: str | None = None) -> None:
         self.folder = folder
         self._elsewhere = db is not None
-        self.db = db or f"sqlite:///{(folder / 'ledger.db').resolve()}"
+        self.db = db or f"sqlite:///{(folder / LEDGER_FILE).resolve()}"
         self.blobs = blobs or str((folder / "chunks").resolve())
 
     def open(self, clock: Callable[[], float] = time.time) -> Run:
         """The run this folder holds."""
-        if not self._elsewhere and not (self.folder / "ledger.db").exists():
-            raise ConfigError(f"{self.folder} holds no run; start one with --config")
+        if not self._elsewhere and not (self.folder / LEDGER_FILE).exists():
+            raise ConfigError(
+                f"{self.folder} holds no run; give the run's folder with --data-dir,"
+                " or start one with: blocktrain coordinator --config"
+            )
         with _closed_on_error(Ledger(self.db)) as ledger:
             return open_run(ledger, open_chunks(self.blobs), clock)
 
@@ -48,17 +62,36 @@ class Home:
                 )
             return open_run(ledger, chunks, clock)
 
-    def invite_secret(self, make: Callable[[], str]) -> str:
-        """The invite printed at every start: made once, then kept for the operator alone."""
-        path = self.folder / INVITE_FILE
-        if not path.exists() or not path.read_text().strip():  # killed before it was filled
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Whole or not at all: another coordinator may be starting, or this one may be killed.
-            scratch = path.with_name(f"{INVITE_FILE}.{os.getpid()}")
-            scratch.touch(mode=0o600)
-            scratch.write_text(make())
-            scratch.replace(path)
-        return path.read_text().strip()
+    def invite_secret(
+        self, make: Callable[[], str], is_good: Callable[[str], bool] = lambda secret: True
+    ) -> str:
+        """The invite printed at every start: kept for the operator alone, and made anew only where
+        nobody could join with it any more."""
+        kept = self._kept(INVITE_FILE).strip()  # nothing: killed before it was filled
+        if not kept or not is_good(kept):
+            self._keep(INVITE_FILE, make())
+        return self._kept(INVITE_FILE).strip()
+
+    def advertise(self, advertised: Advertised) -> None:
+        """Remember it for invites that are made later."""
+        self._keep(ADVERTISED_FILE, json.dumps(advertised._asdict()))
+
+    def advertised(self) -> Advertised | None:
+        """What the coordinator that was started last said."""
+        kept = json.loads(self._kept(ADVERTISED_FILE) or "null")
+        return Advertised(tuple(kept["addresses"]), kept["fingerprint"]) if kept else None
+
+    def _kept(self, name: str) -> str:
+        path = self.folder / name
+        return path.read_text() if path.exists() else ""
+
+    def _keep(self, name: str, text: str) -> None:
+        """Whole or not at all: another coordinator may be starting, or this one may be killed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        scratch = self.folder / f"{name}.{os.getpid()}"
+        scratch.touch(mode=0o600)
+        scratch.write_text(text)
+        scratch.replace(self.folder / name)
 
 
 @contextmanager

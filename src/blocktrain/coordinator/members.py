@@ -38,6 +38,11 @@ class InviteState(NamedTuple):
     seconds_left: float
     revoked: bool
 
+    @property
+    def good(self) -> bool:
+        """Whether somebody new can join with it."""
+        return not self.revoked and self.uses_left > 0 and self.seconds_left > 0
+
 
 class Members:
     def __init__(self, run: Run) -> None:
@@ -117,10 +122,13 @@ class Members:
     def invites(self) -> list[InviteState]:
         now = self.run.clock()
         with self.run.ledger.read() as tx:
-            return [
-                InviteState(row.id, row.role, row.uses_left, row.expires - now, row.revoked)
-                for row in tx.invites()
-            ]
+            return [_invite_state(row, now) for row in tx.invites()]
+
+    def invite_of(self, secret: str) -> InviteState | None:
+        """The invite that has this secret, whatever became of it."""
+        with self.run.ledger.read() as tx:
+            row = tx.invite(tokens.hash_secret(secret))
+        return _invite_state(row, self.run.clock()) if row else None
 
     def revoke(self, invite: str) -> None:
         with self.run.ledger.write() as tx:
@@ -179,6 +187,10 @@ class Members:
 
     def _token(self, worker: str, role: str, now: float) -> str:
         return tokens.issue(self.run.token_secret, worker, role, now, TOKEN_SECONDS)
+
+
+def _invite_state(row: Found, now: float) -> InviteState:
+    return InviteState(row.id, row.role, row.uses_left, row.expires - now, row.revoked)
 
 
 def _refuse_banned(worker: Found) -> None:

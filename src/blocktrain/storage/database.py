@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 from blocktrain.errors import ConfigError
 from blocktrain.storage import driver
 
+PSYCOPG = "postgresql+psycopg"
 BUSY_MILLISECONDS = 30_000
 CACHE_KILOBYTES = 16_000  # of each connection
 
@@ -24,12 +25,13 @@ def open_engine(url: str) -> sql.Engine:
         if parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
         return _sqlite_engine(parsed)
-    if parsed.drivername in ("postgresql", "postgres"):
-        parsed = parsed.set(drivername="postgresql+psycopg")
+    if parsed.drivername not in ("postgresql", "postgres", PSYCOPG):
+        raise ConfigError(f"{shown(url)} is neither SQLite nor PostgreSQL")
+    parsed = parsed.set(drivername=PSYCOPG)
     try:
         engine = sql.create_engine(parsed, pool_pre_ping=True, pool_size=16)
-    except (sql.exc.ArgumentError, ImportError):
-        raise ConfigError(f"{shown(url)} is neither SQLite nor PostgreSQL") from None
+    except ImportError:
+        raise ConfigError("PostgreSQL needs psycopg: pip install 'blocktrain[postgres]'") from None
 
     @sql.event.listens_for(engine, "after_cursor_execute")
     def wait(connection: Connection, *rest: Any) -> None:

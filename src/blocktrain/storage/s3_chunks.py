@@ -233,7 +233,9 @@ def _store(bucket: str, prefix: str, endpoint: str | None, region: str | None) -
     try:
         from obstore.store import S3Store
     except ImportError:
-        raise ConfigError("an s3:// chunk store needs the package obstore") from None
+        raise ConfigError(
+            "an s3:// chunk store needs obstore: pip install 'blocktrain[s3]'"
+        ) from None
     options: S3Config = {}
     if endpoint:
         options["endpoint"] = endpoint

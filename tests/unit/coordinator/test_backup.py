@@ -64,5 +64,5 @@ def test_nothing_is_overwritten(folder: Path, tmp_path: Path):
         restore(tmp_path / "saved.tar", folder)
     with pytest.raises(RunError, match="no folder"):
         back_up(folder, tmp_path / "nowhere" / "saved.tar")
-    with pytest.raises(RunError, match="no ledger"):
+    with pytest.raises(RunError, match="--data-dir"):
         back_up(tmp_path, tmp_path / "other.tar")

@@ -549,3 +549,9 @@ def test_a_path_or_a_file_url_is_a_folder(tmp_path: Path):
 def test_a_bad_address_says_what_is_wrong(url: str, message: str):
     with pytest.raises(ConfigError, match=message):
         open_chunks(url)
+
+
+def test_a_bucket_without_its_extra_names_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "obstore.store", None)  # as where it was never installed
+    with pytest.raises(ConfigError, match=r"pip install 'blocktrain\[s3\]'"):
+        open_chunks("s3://bucket/prefix")

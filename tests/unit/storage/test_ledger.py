@@ -702,3 +702,9 @@ def test_kill_9_inside_a_transaction_leaves_nothing_of_it(ledger: Ledger, url: s
     assert check_consistent(ledger, told[:5]) == 5
     with ledger.write() as tx:
         assert claim(tx, 1).fence == tx.block(0).version + 1
+
+
+def test_a_driver_that_is_not_installed_is_named_by_its_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "psycopg", None)  # as where it was never installed
+    with pytest.raises(ConfigError, match=r"pip install 'blocktrain\[postgres\]'"):
+        Ledger("postgresql://me:hidden@127.0.0.1:1/run")
