@@ -180,8 +180,12 @@ def test_a_cascade_is_trained_scored_and_looked_at(home: Path):
         judging = call(
             home, "invite", "new", "--evaluate", "--data-dir", "coordinator", "--uses", "1"
         ).strip()
-        judge = start_worker(home, judging, "--evaluate", "--name", "judge")
-        finish(*(start_worker(home, told["invite"]) for _ in range(2)), judge)
+        judge = start_worker(home, judging, "--evaluate", "--name", "judge", "--folder", "both")
+        trainer = start_worker(home, told["invite"], "--folder", "both")  # one place, two roles
+        finish(start_worker(home, told["invite"]), trainer)
+        judged, _ = judge.communicate(timeout=SECONDS)
+        assert judge.returncode == 0, judged
+        assert "scoring versions" in judged and ": CE " in judged
         status = json.loads(call(home, "status", told["invite"], "--json"))
         assert status["ce"] < 5.0
         assert all(block["ce"] < 5.5 for block in status["blocks"])
@@ -222,6 +226,21 @@ def wait_for(met, seconds: float = 60.0) -> None:
     while not met():
         assert time.monotonic() < ends, "it did not come about in time"
         time.sleep(0.5)
+
+
+def test_a_coordinator_that_does_not_answer_is_told_at_once(home: Path):
+    """Long before it is given up."""
+    with coordinator(home, *settings(home)) as told:
+        invite = told["invite"]
+    for command in (["status", invite], ["fetch", invite, "--out", "out"], ["worker", invite]):
+        with subprocess.Popen(
+            [*BLOCKTRAIN, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=home, env=environment(home),
+        ) as asking:  # fmt: skip
+            line = asking.stdout.readline()
+            asking.kill()
+        assert line.startswith("no answer from https://127.0.0.1:"), line
+        assert ("waiting for" if command[0] == "worker" else "again for 60 s") in line
 
 
 IN_FOLDER = ("--data-dir", "coordinator")

@@ -12,10 +12,10 @@ from blocktrain.cli import options
 @options.data_dir
 @options.database
 def command(worker: str, data_dir: Path, database: str | None) -> None:
-    """Take nothing more from WORKER (its id in `blocktrain status`); what it was doing, or sent and
-    was not merged yet, is handed out to others."""
+    """Take nothing more from WORKER (its name or id in `blocktrain status`, or how the id begins);
+    what it was doing, or sent and was not merged yet, is handed out to others."""
     from blocktrain.coordinator.home import Home
     from blocktrain.coordinator.members import Members
 
-    Members(Home(data_dir, database).open()).ban(worker)
-    click.echo(f"banned {worker}")
+    banned = Members(Home(data_dir, database).open()).ban(worker)
+    click.echo(f"banned {banned.id} ({banned.name})")

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.calling import caller
 from blocktrain.cli.sizes import size
 
 
@@ -16,12 +17,9 @@ from blocktrain.cli.sizes import size
 def command(invite: str, out: Path, as_json: bool) -> None:
     """Download every block's current version into a run directory that eval, generate and export
     accept. Can be done at any moment of a run."""
-    from blocktrain.protocol.identity import WorkerKey
-    from blocktrain.protocol.invite import Invite
-    from blocktrain.worker.client import Client
     from blocktrain.worker.model_fetch import fetch_model
 
-    fetched = fetch_model(Client(Invite.decode(invite), WorkerKey.create()), out)
+    fetched = fetch_model(caller(invite), out)
     if as_json:
         told = {"out": str(out), "versions": fetched.versions, "bytes_moved": fetched.bytes_moved}
         click.echo(json.dumps(told))

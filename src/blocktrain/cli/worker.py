@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MOST_WORKERS_HERE = 256
 SECONDS_BETWEEN_LINES = 10.0
+PASSING = ("training", "scoring", "waiting")  # shown until the next thing happens
+ROUTINE = ("leased", "trained", "accepted")  # the passing ones say it too
 
 
 @click.command("worker")
@@ -73,7 +75,8 @@ def command(
     from blocktrain.worker.settings import WorkerSettings
 
     decoded = Invite.decode(invite)
-    with _own_folder(decoded.run) if folder is None else nullcontext(folder) as home:
+    with _own_folder(decoded.run) if folder is None else nullcontext(folder) as place:
+        home = place / "evaluate" if evaluate else place  # a worker keeps its role: two are two
         settings = WorkerSettings(
             folder=home,
             device=device,
@@ -142,10 +145,10 @@ def _shown(*, as_json: bool) -> Iterator[Callable[["WorkerEvent"], None]]:
         with console.status("joining") as status:
 
             def show(event: "WorkerEvent") -> None:
-                if event.kind == "training":
+                if event.kind in PASSING:
                     status.update(_line(event))
-                elif event.kind not in ("leased", "trained", "waiting"):
-                    console.print(event.text)
+                elif event.kind not in ROUTINE:
+                    console.print(_news(event))
 
             yield show
     else:
@@ -153,25 +156,35 @@ def _shown(*, as_json: bool) -> Iterator[Callable[["WorkerEvent"], None]]:
 
 
 def _lines() -> Callable[["WorkerEvent"], None]:
-    last = 0.0
+    last, told = 0.0, ""
 
     def show(event: "WorkerEvent") -> None:
-        nonlocal last
-        if event.kind == "training":
-            if time.monotonic() - last < SECONDS_BETWEEN_LINES:
+        nonlocal last, told
+        if event.kind in PASSING:
+            line = _line(event)
+            if line == told or time.monotonic() - last < SECONDS_BETWEEN_LINES:
                 return
-            last = time.monotonic()
-            click.echo(_line(event))
-        elif event.kind not in ("leased", "trained", "waiting"):
-            click.echo(event.text)
+            last, told = time.monotonic(), line
+            click.echo(line)
+        elif event.kind not in ROUTINE:
+            click.echo(_news(event))
 
     return show
 
 
 def _line(event: "WorkerEvent") -> str:
+    """What goes on; the last number is the text in updates that the run has taken."""
+    if event.kind != "training":
+        return event.text
     loss = f"loss {event.loss:.4f}  " if event.loss is not None else ""
     return (
         f"block {event.block}  {event.step}/{event.steps}  {loss}"
         f"{size(event.bytes_per_s)}/s  down {size(event.bytes_down)}"
-        f" up {size(event.bytes_up)}  given {size(event.contribution)}"
+        f"  up {size(event.bytes_up)}  trained {size(event.contribution)}"
     )
+
+
+def _news(event: "WorkerEvent") -> str:
+    if event.kind not in ("finished", "stopped") or not event.contribution:
+        return event.text
+    return f"{event.text}; {size(event.contribution)} of text trained here is in the run"

@@ -49,6 +49,11 @@ class Asked:
         self.verifying = server.verifying
 
     @property
+    def reader(self) -> Caller | None:
+        """The worker that reads; None where it is somebody with an invite."""
+        return self._caller
+
+    @property
     def caller(self) -> Caller:
         assert self._caller is not None, "an action for workers alone"
         return self._caller

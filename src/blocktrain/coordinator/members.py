@@ -1,5 +1,6 @@
 """Who takes part: invites, workers, tokens, bans."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,8 +60,10 @@ class Members:
         with self.run.ledger.write() as tx:
             invite = self._valid_invite(tx, asked.invite, now)
             known = tx.worker_of_key(asked.public_key)
-            worker = self._again(tx, known, now) if known else self._first(tx, invite, asked, now)
-            role = known.role if known else invite.role
+            if known:
+                worker, role = self._again(tx, known, asked, now), known.role
+            else:
+                worker, role = self._first(tx, invite, asked, now), invite.role
         return Joined(
             worker=worker,
             role=role,
@@ -135,14 +138,15 @@ class Members:
             if not tx.revoke_invite(invite):
                 raise RefusedError("not_found", f"there is no invite {invite}")
 
-    def ban(self, worker: str) -> None:
-        """Nothing more from this worker; what it holds, or sent and was not merged, is handed out
-        to others."""
+    def ban(self, named: str) -> Found:
+        """Nothing more from the worker of this name or id (its beginning will do); what it holds,
+        or sent and was not merged, is handed out to others."""
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
-            if not tx.ban_worker(worker):
-                raise RefusedError("not_found", f"there is no worker {worker}")
+            found = _named(tx.workers(), named)
+            worker: str = found.id
+            tx.ban_worker(worker)
             for lease in tx.leases_of(worker, HELD):
                 tx.move_lease(lease.id, "returned")
                 tx.give_back_range(lease.block, lease.first_batch, lease.steps)
@@ -153,10 +157,17 @@ class Members:
                 if update.state == "pending":
                     tx.give_back_range(covered.block, covered.first_batch, covered.steps)
             tx.add_event(now, "banned", worker)
+        return found
 
-    def _again(self, tx: Transaction, known: Found, now: float) -> str:
+    def note(self, caller: Caller) -> None:
+        """A sign of life, of a worker that only reads for now."""
+        with self.run.ledger.write() as tx:
+            tx.touch_worker(caller.worker, self.run.clock())
+
+    def _again(self, tx: Transaction, known: Found, asked: Join, now: float) -> str:
         _refuse_banned(known)
         tx.touch_worker(known.id, now)
+        tx.rename_worker(known.id, asked.name, asked.device)
         return str(known.id)
 
     def _first(self, tx: Transaction, invite: Found, asked: Join, now: float) -> str:
@@ -191,6 +202,19 @@ class Members:
 
 def _invite_state(row: Found, now: float) -> InviteState:
     return InviteState(row.id, row.role, row.uses_left, row.expires - now, row.revoked)
+
+
+def _named(workers: Sequence[Found], named: str) -> Found:
+    """The one worker that is meant; an id counts before what merely looks like one."""
+    found = [worker for worker in workers if worker.id == named] or [
+        worker for worker in workers if named in (worker.name, worker.id[: len(named)]) and named
+    ]
+    if not found:
+        raise RefusedError("not_found", f"there is no worker {named}")
+    if len(found) > 1:
+        each = ", ".join(f"{worker.id} ({worker.name})" for worker in found)
+        raise RefusedError("conflict", f"{named} may be any of {each}: name one by its id")
+    return found[0]
 
 
 def _refuse_banned(worker: Found) -> None:

@@ -1,7 +1,5 @@
 """What can be seen of a run from outside: status, events, scores."""
 
-from typing import Literal
-
 from blocktrain.coordinator import traffic
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
@@ -16,14 +14,16 @@ from blocktrain.protocol.messages import (
     Moved,
     Score,
     Status,
+    WorkerState,
     WorkerStatus,
 )
 from blocktrain.storage.ledger import Transaction
 from blocktrain.storage.prepared import Found
 
-LOST_AFTER = 90.0  # seconds without a word
+LOST_AFTER = 90.0  # seconds without a word from a worker that has something to do
+AWAY_AFTER = 20.0  # from one that has not: it would have asked again
 URL_SECONDS = 3600
-NO_SCORE = "no worker with the evaluate role has scored it yet"
+NO_SCORE = "not scored yet; `invite new --evaluate` makes an invite for `worker INVITE --evaluate`"
 
 
 class Reports:
@@ -41,13 +41,20 @@ class Reports:
                 self._block(tx, state, of_blocks.get(state.index, traffic.NOTHING))
                 for state in tx.block_states()
             )
+            assert row is not None
             held = {lease.worker: lease.block for lease in tx.held_leases()}
+            lost = tx.lost_workers()
             workers = tuple(
-                self._worker(worker, held, now, of_workers.get(worker.id, traffic.NOTHING))
+                self._worker(
+                    worker,
+                    held.get(worker.id),
+                    _state(worker, worker.id in held, worker.id in lost, bool(row.finished), now),
+                    of_workers.get(worker.id, traffic.NOTHING),
+                    now,
+                )
                 for worker in tx.workers()
             )
             score = tx.newest_score(None)
-        assert row is not None
         return Status(
             run=self.run.id,
             state="finished" if row.finished else "running",
@@ -55,7 +62,7 @@ class Reports:
             ce_note="" if score else NO_SCORE,
             blocks=blocks,
             workers=workers,
-            seconds=now - self.run.created,
+            seconds=(row.finished or now) - self.run.created,
         )
 
     def blob(self, name: str) -> BlobAnswer:
@@ -125,14 +132,16 @@ class Reports:
             moved=moved,
         )
 
-    def _worker(self, row: Found, held: dict[str, int], now: float, moved: Moved) -> WorkerStatus:
+    def _worker(
+        self, row: Found, block: int | None, state: WorkerState, moved: Moved, now: float
+    ) -> WorkerStatus:
         return WorkerStatus(
             worker=row.id,
             name=row.name,
             role=row.role,
             device=row.device,
-            block=held.get(row.id),
-            state=_state(row, row.id in held, now),
+            block=block,
+            state=state,
             bytes_trained=row.batches_merged * self.run.batch_bytes,
             updates=row.updates_merged,
             seconds_since_seen=max(0.0, now - row.seen),
@@ -141,10 +150,15 @@ class Reports:
 
 
 def _state(
-    row: Found, holds_lease: bool, now: float
-) -> Literal["training", "waiting", "lost", "banned"]:
+    row: Found, holds_lease: bool, lost_lease: bool, finished: bool, now: float
+) -> WorkerState:
+    silent = now - row.seen
     if row.banned:
         return "banned"
-    if now - row.seen > LOST_AFTER:
+    if lost_lease or (holds_lease and silent > LOST_AFTER):
         return "lost"
-    return "training" if holds_lease else "waiting"
+    if holds_lease:
+        return "training"
+    if row.role == "evaluate":  # says nothing while it scores
+        return "away" if silent > LOST_AFTER else "waiting"
+    return "away" if finished or silent > AWAY_AFTER else "waiting"

@@ -26,6 +26,7 @@ BlockIndex = Annotated[int, Field(ge=0, le=4095)]
 Role = Literal["train", "evaluate"]
 Codec = Literal["none", "bf16", "int8", "sparse"]
 Split = Literal["train", "valid", "test"]
+WorkerState = Literal["training", "waiting", "away", "lost", "banned"]
 
 
 class Message(BaseModel):
@@ -281,7 +282,7 @@ class WorkerStatus(Message):
     role: Role
     device: Name
     block: BlockIndex | None
-    state: Literal["training", "waiting", "lost", "banned"]
+    state: WorkerState
     bytes_trained: Count
     updates: Count
     seconds_since_seen: float

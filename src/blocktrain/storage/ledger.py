@@ -180,8 +180,18 @@ class Transaction:
     def touch_worker(self, worker: str, now: float) -> None:
         self._tell(statements.TOUCH_WORKER, of_worker=worker, now=now)
 
+    def rename_worker(self, worker: str, name: str, device: str) -> None:
+        chosen = update(workers).where(workers.c.id == worker)
+        self._run(chosen.values(name=name, device=device))
+
     def ban_worker(self, worker: str) -> bool:
         return self._changed(update(workers).where(workers.c.id == worker).values(banned=True))
+
+    def lost_workers(self) -> set[str]:
+        """Whose lease ran out, and of whom nothing was heard since."""
+        chosen = select(workers.c.id).join(leases, leases.c.worker == workers.c.id)
+        silent = leases.c.deadline >= workers.c.seen
+        return set(self._run(chosen.where(leases.c.state == "expired", silent)).scalars())
 
     # Blocks and leases
 

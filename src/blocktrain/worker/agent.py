@@ -50,6 +50,7 @@ from blocktrain.worker.idleness import Idleness, of_this_machine
 from blocktrain.worker.keeper import Keeper
 from blocktrain.worker.lease_trainer import LeaseReport, Trained
 from blocktrain.worker.retry import Patience
+from blocktrain.worker.role import check_role
 from blocktrain.worker.settings import WorkerSettings
 from blocktrain.worker.throttle import Throttle
 from blocktrain.worker.traffic import Traffic
@@ -102,6 +103,7 @@ class Agent:
         self._stop = False
         self._stop_seen_at: float | None = None
         self._asked_to_stop: Callable[[], bool] = lambda: False
+        client.connection.on_silence = self._tell_silence
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Work until the run is over. False: stopped before that."""
@@ -157,8 +159,7 @@ class Agent:
         )
         self._run, self._worker = joined.description.run, joined.worker
         self._tell("joined", f"joined run {self._run} as worker {self._worker}")
-        if joined.role != "train":
-            raise ConfigError(f"this invite is for workers that {joined.role}: add --{joined.role}")
+        check_role(joined, "train", settings.folder)
         self._config = _config(joined.description.config, settings.device)
         self._blocks = self._fitting_blocks()
         compute = resolve(settings.device, self._config.train.precision)
@@ -210,13 +211,11 @@ class Agent:
         patience = self.client.patience(ASK_SECONDS, self._while_wanted().wanted)
         try:
             answer = self.client.lease(request, patience)
-        except UnreachableError as error:
+        except UnreachableError:
             now = self._clock.monotonic()
             self._silent_since = now if self._silent_since is None else self._silent_since
             if now - self._silent_since > GIVE_UP_SECONDS:
                 raise
-            if not self._stopping():
-                self._tell("unreachable", f"{error}; trying again")
             return None
         self._silent_since = None
         return answer
@@ -329,7 +328,8 @@ class Agent:
             self._tell("refused", f"update refused: {receipt.reason}", lease)
         else:
             self._contribution += self._text_bytes(lease.steps)
-            self._tell("accepted", receipt.reason or f"update {receipt.state}", lease)
+            late = f" ({receipt.reason})" if receipt.reason else ""
+            self._tell("accepted", f"block {lease.block}: {lease.steps} steps sent{late}", lease)
 
     def _on_send_failure(self, lease: Lease, error: BlocktrainError) -> None:
         self._block.settled(lease, accepted=False)
@@ -408,6 +408,11 @@ class Agent:
         self._tell(
             "training", "", lease, step=report.steps_done, loss=report.loss, bytes_per_s=speed
         )
+
+    def _tell_silence(self, reason: str, seconds: float) -> None:
+        """From whichever thread has found it out."""
+        if not self._stopping():
+            self._tell("unreachable", f"{reason}; waiting for the coordinator")
 
     def _tell(self, kind: Kind, text: str, lease: Lease | None = None, **facts: Any) -> None:
         with self._event_lock:

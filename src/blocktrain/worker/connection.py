@@ -37,6 +37,9 @@ class Connection:
         self._trusted: httpx.Client | None = None
         self._public: httpx.Client | None = None
         self._lock = threading.Lock()
+        self._silent = False
+        # Told once when no address answers any more: why, and for how many seconds it is tried.
+        self.on_silence: Callable[[str, float], None] = lambda reason, seconds: None
 
     def attempt(self, attempt: Callable[[httpx.Client, str], Result], patience: Patience) -> Result:
         """Try with one address after another until it works or patience ends."""
@@ -44,12 +47,14 @@ class Connection:
         def once() -> Result:
             http, current = self._trusted_http(), self._current
             try:
-                return attempt(http, self._invite.addresses[current])
+                answer = attempt(http, self._invite.addresses[current])
             except PassingError:
                 self._leave(current)
                 raise
+            self._silent = False
+            return answer
 
-        return self.retry(once, patience, at_once=len(self._invite.addresses))
+        return self.retry(once, patience, len(self._invite.addresses), self._tell_silence)
 
     def public_http(self) -> httpx.Client:
         """For links to other places, which the machine's own authorities vouch for."""
@@ -62,6 +67,14 @@ class Connection:
             for http in (self._trusted, self._public):
                 if http:
                     http.close()
+
+    def _tell_silence(self, failure: PassingError, seconds: float) -> None:
+        if failure.after is not None:  # an answer, if only that it is busy
+            return
+        with self._lock:
+            known, self._silent = self._silent, True
+        if not known:
+            self.on_silence(str(failure), seconds)
 
     def _leave(self, address: int) -> None:
         with self._lock:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from blocktrain.config import Config, from_toml
 from blocktrain.data.corpus import Bytes
 from blocktrain.data.windows import evaluation_windows
-from blocktrain.errors import ConfigError
 from blocktrain.model.stack import Stack, assemble, new_block
 from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Score, Status
@@ -23,6 +22,7 @@ from blocktrain.worker.client import Client
 from blocktrain.worker.corpus_cache import CorpusCache
 from blocktrain.worker.events import Kind, WorkerEvent
 from blocktrain.worker.retry import Patience
+from blocktrain.worker.role import check_role
 from blocktrain.worker.settings import WorkerSettings
 from blocktrain.worker.throttle import Throttle
 from blocktrain.worker.traffic import Traffic
@@ -47,6 +47,9 @@ class Evaluator:
         cache = Blobs(LocalChunks(settings.folder / "chunks", sync=False))
         throttle = Throttle(settings.max_bandwidth, client.clock)
         self._transfer = Transfer(client, cache, throttle, self._traffic)
+        client.connection.on_silence = lambda reason, seconds: self._tell(
+            "unreachable", f"{reason}; waiting for the coordinator"
+        )
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Score until the run is over and its last versions are scored. False: stopped before."""
@@ -54,10 +57,8 @@ class Evaluator:
         joined = self.client.join(
             self.settings.name, resolve(self.settings.device, "auto").name, patience
         )
-        if joined.role != "evaluate":
-            raise ConfigError(
-                f"this invite is for workers that {joined.role}: leave --evaluate out"
-            )
+        check_role(joined, "evaluate", self.settings.folder)
+        self._tell("joined", f"joined run {joined.description.run} as worker {joined.worker}")
         config = from_toml(joined.description.config)
         compute = resolve(self.settings.device, config.train.precision)
         folder = self.settings.folder / joined.description.run
@@ -70,8 +71,10 @@ class Evaluator:
             status = self.client.status(patience)
             versions = tuple(block.version for block in status.blocks)
             if versions != scored:
+                self._tell("scoring", f"scoring {_named(versions)}")
                 self._score(config, compute, status, windows, patience)
                 scored = versions
+                self._tell("waiting", "waiting for newer versions")
             elif status.state == "finished":
                 self._tell("finished", "the run is finished and scored")
                 return True
@@ -94,8 +97,7 @@ class Evaluator:
         for block, version in enumerate(versions):
             self._report(block, (version,), evaluation, _block_ce(evaluation, block))
         self._report(None, versions, evaluation, evaluation.default.ce)
-        named = ", ".join(map(str, versions))
-        self._tell("accepted", f"versions {named}: CE {evaluation.default.ce:.4f}")
+        self._tell("scored", f"{_named(versions)}: CE {evaluation.default.ce:.4f}")
 
     def _stack(self, config: Config, compute: Compute, status: Status, patience: Patience) -> Stack:
         blocks = []
@@ -127,6 +129,10 @@ class Evaluator:
     def _tell(self, kind: Kind, text: str) -> None:
         traffic = self._traffic
         self._on_event(WorkerEvent(kind, text, bytes_down=traffic.down, bytes_up=traffic.up))
+
+
+def _named(versions: tuple[int, ...]) -> str:
+    return f"versions {', '.join(map(str, versions))}"
 
 
 def _block_ce(evaluation: Evaluation, block: int) -> float:

@@ -11,6 +11,8 @@ Kind = Literal[
     "trained",  # the lease is done, its update goes up
     "accepted",  # the coordinator has the update
     "refused",  # the coordinator does not want the update
+    "scoring",  # versions are fetched and scored
+    "scored",  # the coordinator has their scores
     "lost",  # the lease is no longer ours, its work is dropped
     "returned",  # the lease was given back
     "waiting",  # nothing to do right now

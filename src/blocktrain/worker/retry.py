@@ -45,9 +45,14 @@ class Retry:
         self._clock, self._random = clock, random
 
     def __call__(
-        self, attempt: Callable[[], Result], patience: Patience, at_once: int = 1
+        self,
+        attempt: Callable[[], Result],
+        patience: Patience,
+        at_once: int = 1,
+        on_pause: Callable[[PassingError, float], None] = lambda failure, left: None,
     ) -> Result:
-        """Repeat an attempt while its failures may pass; every `at_once` of them, pause."""
+        """Repeat an attempt while its failures may pass; every `at_once` of them, pause, and say
+        why, and for how many seconds more it will be tried."""
         failures = 0
         while True:
             try:
@@ -57,6 +62,8 @@ class Retry:
                 rounds, in_round = divmod(failures, at_once)
                 pause = 0.0 if in_round else self._drawn(rounds)
                 left = patience.until - self._clock.monotonic()
+                if not in_round and left > 0.0:
+                    on_pause(failure, left)
                 if failure.after is not None:
                     pause += min(failure.after, LONGEST_ASKED_PAUSE)
                     left -= failure.after

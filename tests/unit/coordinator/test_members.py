@@ -128,7 +128,8 @@ def test_a_worker_that_comes_back_keeps_its_id_and_costs_no_use(service: Service
     assert service.members.caller(again.token).worker == first.worker
     assert service.members.invites()[0].uses_left == 0
     assert kinds(service) == ["joined"]
-    assert service.reports.status().workers[0].seconds_since_seen == 0
+    (known,) = service.reports.status().workers
+    assert (known.seconds_since_seen, known.name) == (0, "new name")
 
 
 def test_a_worker_that_comes_back_keeps_its_role(service: Service):
@@ -259,6 +260,20 @@ def test_a_ban_is_of_a_worker_there_is(service: Service):
         service.members.ban("nobody00")
     assert refused.value.code == "not_found"
     assert kinds(service) == []
+
+
+def test_a_ban_finds_its_worker_by_name_or_by_how_its_id_begins(service: Service):
+    one, two, twin = (join(service, name=name) for name in ("one", "two", "two"))
+    with pytest.raises(RefusedError, match=f"{two.id} .two., {twin.id} .two.") as several:
+        service.members.ban("two")
+    assert several.value.code == "conflict"
+    with pytest.raises(RefusedError, match="no worker"):
+        service.members.ban("")
+    assert kinds(service) == ["joined"] * 3
+    assert service.members.ban("one").id == one.id
+    assert service.members.ban(two.id[:12]).id == two.id
+    states = {worker.worker: worker.state for worker in service.reports.status().workers}
+    assert states == {one.id: "banned", two.id: "banned", twin.id: "waiting"}
 
 
 def test_a_good_token_of_an_unknown_worker_opens_nothing(service: Service, clock: SetClock):

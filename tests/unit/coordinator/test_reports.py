@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.support.coordinator import SetClock, join, running
 
-from blocktrain.coordinator.reports import LOST_AFTER, NO_SCORE
+from blocktrain.coordinator.reports import AWAY_AFTER, LOST_AFTER, NO_SCORE
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import NotFoundError, RefusedError
 from blocktrain.protocol.messages import BlockStatus, Moved, Score, Status, WorkerStatus
@@ -84,22 +84,23 @@ def test_a_block_that_is_trained(service: Service):
 
 
 def test_what_workers_do(service: Service, clock: SetClock):
-    trains, waits, banned, lost = (join(service, name=name) for name in ("a", "b", "c", "d"))
+    trains, waits, banned, lost, left = (join(service, name=name) for name in "abcde")
     service.members.ban(banned.id)
+    lost.lease()
     clock.forward(LOST_AFTER + 1)
     waits.work(blocks=(0,))
     service.round()
     trains.lease(blocks=(1,))
     clock.forward(2)
     states = {w.name: w.state for w in service.reports.status().workers}
-    assert states == {"a": "training", "b": "waiting", "c": "banned", "d": "lost"}
+    assert states == {"a": "training", "b": "waiting", "c": "banned", "d": "lost", "e": "away"}
     assert worker_status(service, trains.id) == WorkerStatus(
         worker=trains.id, name="a", role="train", device="cpu", block=1, state="training",
         bytes_trained=0, updates=0, seconds_since_seen=2.0, moved=Moved(),
     )  # fmt: skip
     found = worker_status(service, waits.id)
     assert (found.block, found.bytes_trained, found.updates) == (None, 160, 1)
-    assert worker_status(service, lost.id).seconds_since_seen == LOST_AFTER + 3
+    assert worker_status(service, left.id).seconds_since_seen == LOST_AFTER + 3
 
 
 def test_a_worker_is_lost_after_ninety_seconds_of_silence(service: Service, clock: SetClock):
@@ -109,8 +110,37 @@ def test_a_worker_is_lost_after_ninety_seconds_of_silence(service: Service, cloc
     assert worker_status(service, member.id).state == "training"
     clock.forward(0.1)
     assert worker_status(service, member.id).state == "lost"
+    clock.forward(1000)
+    service.round()  # its lease has run out
+    assert worker_status(service, member.id).state == "lost"
     member.ask()
     assert worker_status(service, member.id).state == "training"
+
+
+def test_who_has_nothing_to_do_and_does_not_ask_is_away(service: Service, clock: SetClock):
+    member, judge = join(service), join(service, "evaluate")
+    clock.forward(AWAY_AFTER)
+    assert worker_status(service, member.id).state == "waiting"
+    clock.forward(0.1)
+    assert worker_status(service, member.id).state == "away"
+    assert worker_status(service, judge.id).state == "waiting"  # it may be scoring
+    clock.forward(LOST_AFTER)
+    assert worker_status(service, judge.id).state == "away"
+    service.members.note(judge.caller)
+    assert worker_status(service, judge.id).state == "waiting"
+
+
+def test_a_finished_run_has_taken_the_time_it_took(service: Service, clock: SetClock):
+    member = join(service)
+    clock.forward(30)
+    for block in (0, 1):
+        for _ in range(4):
+            member.work(blocks=(block,))
+            service.round()
+    clock.forward(500)
+    status = service.reports.status()
+    assert (status.state, status.seconds) == ("finished", 30)
+    assert status.workers[0].state == "away"
 
 
 def test_participation_is_the_share_of_leases_met_in_time(service: Service, clock: SetClock):

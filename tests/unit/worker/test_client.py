@@ -211,6 +211,20 @@ def test_a_silent_connection_is_given_up(server: FaultServer, new_client: NewCli
     assert time.monotonic() - began < 1.8
 
 
+def test_silence_is_told_once_until_somebody_answers(server: FaultServer, new_client: NewClient):
+    client, told = new_client(), []
+    client.connection.on_silence = lambda reason, seconds: told.append((reason, seconds))
+    client.hello()
+    for _ in range(2):
+        server.faults = [Fault("GET /v1/hello", cut_after=0, times=4)]
+        client.hello(client.patience(60.0))
+    assert len(told) == 2
+    assert all("no answer from http" in reason and seconds > 50 for reason, seconds in told)
+    server.faults = [Fault("GET /v1/hello", status=429, headers={"Retry-After": "0"})]
+    client.hello()
+    assert len(told) == 2  # busy is an answer
+
+
 def test_a_trickling_connection_is_given_up(server: FaultServer, new_client: NewClient):
     """Each byte comes in time, but all of them would take hours."""
     hurried = Clock(lambda: 1000.0 * time.monotonic(), time.time, lambda seconds: None)

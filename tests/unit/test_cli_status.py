@@ -1,0 +1,68 @@
+"""What `blocktrain status` shows, in terminals of several sizes."""
+
+import pytest
+from rich.console import Console
+
+from blocktrain.cli.status import _shown
+from blocktrain.protocol.messages import Blob, BlockStatus, Moved, Status, WorkerStatus
+
+STATES = ["away", "training", "waiting"]
+
+
+def status(blocks: int = 4, workers: int = 3, **changes: object) -> Status:
+    weights = Blob(name="0" * 64, size=1)
+    return Status(
+        run="zatvonzfqsshmi57", state="running", ce=None, ce_note="not scored yet", seconds=33.0,
+        blocks=tuple(
+            BlockStatus(index=index, version=12, weights=weights, ce=2.5, bytes_trained=10**9,
+                        progress=0.5, replicas=1, participation=1.0, pending_updates=0,
+                        moved=Moved())
+            for index in range(blocks)
+        ),
+        workers=tuple(
+            WorkerStatus(worker=f"worker{number:010d}", name=f"[b]machine {number} of somebody",
+                         role="train", device="NVIDIA GeForce RTX 4090, bf16", block=None,
+                         state=STATES[number % 3], bytes_trained=123 * 10**6, updates=12345,
+                         seconds_since_seen=7200.0, moved=Moved())
+            for number in range(workers)
+        ),
+    ).model_copy(update=changes)  # fmt: skip
+
+
+def shown(status: Status, width: int, rows: int | None = None) -> list[str]:
+    console = Console(width=width, height=rows or 25, color_system=None)
+    with console.capture() as captured:
+        console.print(_shown(status, console, rows))
+    return captured.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
+def test_a_workers_id_and_state_are_never_cut(width: int):
+    text = "\n".join(shown(status(), width))
+    for worker in status().workers:
+        assert worker.worker in text
+        assert f" {worker.state} " in text
+
+
+def test_at_eighty_columns_only_the_device_is_missing():
+    text = "\n".join(shown(status(), 80))
+    assert "device" not in text
+    for words in ("[b]machi", "12345", "123 MB", "2 h ago"):
+        assert words in text
+    assert "RTX 4090" in "\n".join(shown(status(), 160))
+
+
+@pytest.mark.parametrize(("blocks", "workers"), [(4, 3), (4, 50), (64, 50), (1, 0)])
+def test_a_screen_holds_whole_tables_or_says_how_much_more_there_is(blocks: int, workers: int):
+    lines = shown(status(blocks, workers), 80, rows=23)
+    assert len(lines) <= 23
+    assert lines[-1].startswith("└") or "more" in lines[-1]
+    if workers == 50 and blocks == 4:
+        named = "\n".join(lines)
+        assert "training" in named and "away" not in named  # who is there comes first
+        assert "and 43 more" in named
+
+
+def test_a_run_that_is_over_took_its_time():
+    assert "running for 0:00:33" in shown(status(), 80)[0]
+    assert "finished after 0:00:33" in shown(status(state="finished"), 80)[0]
