@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from blocktrain.cli.chronicle import FINISHED
 from blocktrain.coordinator.home import Home
 from blocktrain.protocol import tensors
 from blocktrain.protocol.invite import Invite
@@ -215,6 +217,29 @@ def test_a_coordinator_goes_on_where_it_stopped_and_a_banned_worker_stays_out(ho
         assert "banned" in said
         assert call(home, "backup", "--data-dir", "coordinator", "--out", "saved.tar")
     call(home, "restore", "saved.tar", "--data-dir", "restored")
+
+
+def test_whoever_starts_a_coordinator_reads_what_happens(home: Path):
+    more = settings(home, "swarm.first_steps=2", "swarm.most_steps=2")
+    with (
+        (home / "told").open("w") as log,
+        subprocess.Popen(
+            [*BLOCKTRAIN, "coordinator", *more, *IN_FOLDER, "--listen", "127.0.0.1:0"],
+            stdout=log, stderr=log, cwd=home, env=environment(home),
+        ) as process,
+    ):  # fmt: skip
+        wait_for(lambda: "\ninvite" in (home / "told").read_text())
+        invite = (home / "told").read_text().split("\ninvite ")[1].split()[0]
+        finish(start_worker(home, invite, "--name", "reader"))
+        wait_for(lambda: "\ndone " in (home / "told").read_text())
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+    lines = (home / "told").read_text().rstrip().splitlines()[4:]
+    assert lines[0].startswith("joined  reader (")
+    assert lines[-2:] == [f"done    {FINISHED}", "stopping"]
+    versions = [line for line in lines if line.startswith("block 0 version ")]
+    assert 1 <= len(versions) < 12 / 2  # of as many as there were
+    assert not [line for line in lines if "Traceback" in line]
 
 
 def status_of(home: Path, told: dict) -> dict:

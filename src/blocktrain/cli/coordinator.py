@@ -60,6 +60,7 @@ def command(
 ) -> None:
     """Serve a run: hand out work, take updates in, merge them into versions. Prints the invite
     that `blocktrain worker` joins with. Stop and start it at any moment; nothing is lost."""
+    from blocktrain.cli.chronicle import Chronicle
     from blocktrain.cli.presets import resolve_config
     from blocktrain.config import load_config
     from blocktrain.coordinator.home import Advertised, Home
@@ -91,7 +92,11 @@ def command(
     home.advertise(Advertised(urls, pinned))
     invite = replace(draft, secret=_first_invite(home, service)).encode()
     _announce(service, invite, urls, as_json=as_json)
-    serve(service, listener, tls)
+    if as_json:
+        serve(service, listener, tls)
+        return
+    with Chronicle(service):
+        serve(service, listener, tls, on_stop=lambda: click.echo("stopping"))
 
 
 def _first_invite(home: "Home", service: "Service") -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN = 2.0
 FRAME_ROWS = 5  # of a table: title, header, borders
+LEAST_ROWS = 3  # of a table that is not shown whole
 BORDER, BORDER_OF_COLUMN = 1, 3
 LEAST_NAME = 8
 # Whoever is there comes first: a short screen shows no more.
@@ -112,7 +113,7 @@ def _shown(status: "Status", console: "Console", rows: int | None) -> "Group":
     left = None if rows is None else rows - len(head.wrap(console, console.width))
     for columns in (_blocks(status), _workers(status), _moved(status)):
         room = None if left is None else left - FRAME_ROWS
-        if room is not None and room < min(len(columns.rows), 2):
+        if room is not None and room < min(len(columns.rows), LEAST_ROWS):
             break
         table = columns.table(console, room)
         parts.append(table)

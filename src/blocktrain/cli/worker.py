@@ -141,7 +141,7 @@ def _shown(*, as_json: bool) -> Iterator[Callable[["WorkerEvent"], None]]:
     elif sys.stdout.isatty():
         from rich.console import Console
 
-        console = Console(highlight=False)
+        console = Console(highlight=False, markup=False)
         with console.status("joining") as status:
 
             def show(event: "WorkerEvent") -> None:
@@ -149,6 +149,8 @@ def _shown(*, as_json: bool) -> Iterator[Callable[["WorkerEvent"], None]]:
                     status.update(_line(event))
                 elif event.kind not in ROUTINE:
                     console.print(_news(event))
+                if event.kind == "unreachable":
+                    status.update("waiting for the coordinator")
 
             yield show
     else:

@@ -4,9 +4,10 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -42,8 +43,23 @@ def write_certificate(service: Service, hosts: Sequence[str], folder: Path) -> t
     return certificate, key
 
 
-def serve(service: Service, listener: socket.socket, tls: tuple[Path, Path] | None) -> None:
-    """Answer until a signal says stop."""
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_stop = on_stop
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._on_stop()
+        super().handle_exit(sig, frame)
+
+
+def serve(
+    service: Service,
+    listener: socket.socket,
+    tls: tuple[Path, Path] | None,
+    on_stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Answer until a signal says stop; `on_stop` is told so before the last answers are given."""
     config = uvicorn.Config(
         create_app(service),
         log_level="warning",
@@ -59,6 +75,6 @@ def serve(service: Service, listener: socket.socket, tls: tuple[Path, Path] | No
         config.ssl.minimum_version = ssl.TLSVersion.TLSv1_3
     service.start()
     try:
-        uvicorn.Server(config).run(sockets=[listener])
+        _Server(config, on_stop).run(sockets=[listener])
     finally:
         service.stop()

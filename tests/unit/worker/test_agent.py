@@ -462,7 +462,7 @@ def test_an_invite_for_another_role_is_refused(
     script: Script, watched: Watched, server: FaultServer
 ):
     server.on("POST /v1/join", lambda body: joined(role="evaluate"))
-    with pytest.raises(ConfigError, match="add --evaluate, .* another --folder"):
+    with pytest.raises(ConfigError, match=r"add --evaluate, .* another --folder"):
         watched.run()
 
 
