@@ -137,6 +137,7 @@ def test_a_finished_run_has_taken_the_time_it_took(service: Service, clock: SetC
         for _ in range(4):
             member.work(blocks=(block,))
             service.round()
+    service.round()
     clock.forward(500)
     status = service.reports.status()
     assert (status.state, status.seconds) == ("finished", 30)
