@@ -88,4 +88,9 @@ class Chronicle:
 
 
 def _tell(label: str, text: str) -> None:
-    click.echo(f"{label:7s} {text}")
+    click.echo(f"{label:7s} {_plain(text)}")
+
+
+def _plain(text: str) -> str:
+    """What strangers say must not command the terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -288,5 +288,5 @@ def _parsed(kind: type[Answer], body: bytes, path: str) -> Answer:
 
 def _short(name: str) -> str:
     """What the protocol takes as a name."""
-    visible = "".join(letter for letter in name if letter >= " ")
+    visible = "".join(letter for letter in name if letter.isprintable())
     return visible[:LONGEST_NAME] or "unnamed"
