@@ -17,8 +17,10 @@ def seen(command: Sequence[str], columns: int, cwd: Path, env: Mapping[str, str]
     """All that it wrote to a terminal of so many columns, without colours; it must succeed."""
     here, there = pty.openpty()
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    # Where these are set, they would count for more than the terminal.
+    clean = {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
-        command, stdin=there, stdout=there, stderr=there, cwd=cwd, env={**env, "TERM": "xterm"}
+        command, stdin=there, stdout=there, stderr=there, cwd=cwd, env={**clean, "TERM": "xterm"}
     )
     os.close(there)
     written = b""
