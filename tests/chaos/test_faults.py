@@ -192,11 +192,15 @@ def swarm(founded: Path, tmp_path: Path, processes: Processes) -> Iterator[Swarm
     "fault", ["claimed@3", "chunk-stored@2", "settled@2", "merge-written@2", "published@2"]
 )
 def test_a_coordinator_is_killed_and_comes_back(swarm: Swarm, tmp_path: Path, fault: str):
+    _survives_its_coordinator(swarm, fault, tmp_path / "model")
+
+
+def _survives_its_coordinator(swarm: Swarm, fault: str, model: Path) -> None:
     coordinator = swarm.coordinator(f"{fault}=kill")
     workers = [swarm.worker("a"), swarm.worker("b")]
     swarm.processes.wait_for_kill(coordinator)
     swarm.coordinator()
-    swarm.finishes(tmp_path / "model")
+    swarm.finishes(model)
     assert all(worker.code in (None, 0) for worker in workers)
 
 
@@ -204,12 +208,7 @@ def test_a_coordinator_is_killed_and_comes_back(swarm: Swarm, tmp_path: Path, fa
 def test_a_coordinator_of_compressed_updates_is_killed_and_comes_back(
     frugal: Swarm, tmp_path: Path, fault: str
 ):
-    coordinator = frugal.coordinator(f"{fault}=kill")
-    workers = [frugal.worker("a"), frugal.worker("b")]
-    frugal.processes.wait_for_kill(coordinator)
-    frugal.coordinator()
-    frugal.finishes(tmp_path / "model")
-    assert all(worker.code in (None, 0) for worker in workers)
+    _survives_its_coordinator(frugal, fault, tmp_path / "model")
     _check_versions_follow(frugal.run)
 
 
