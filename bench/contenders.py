@@ -1,9 +1,9 @@
 """What bench/speed.py and bench/memory.py share: who is compared, on what data, shown how.
 
 Contenders, each a real training step on random bytes: end-to-end with all layers, end-to-end
-with the layers of one block, one denoising block, the last block of a cascade with all blocks
-before it, end-to-end with the layers it trains, and `plain`, an ordinary PyTorch loop of the
-first one's shape. Not run by itself; the benches import it:
+with the layers of one block, one denoising block, the last block of a cascade and the one before
+it, which has a tail, each with all blocks before it, end-to-end with the layers such a worker
+trains, and `plain`, an ordinary PyTorch loop of the first one's shape. Not run by itself; the benches import it:
 
     PYTHONPATH=src python bench/speed.py --config configs/wikitext2-38m.toml --out DIR
     PYTHONPATH=src python bench/memory.py --config configs/wikitext2-38m.toml --out DIR
@@ -64,6 +64,13 @@ def contenders(config: Config) -> list[Contender]:
         Contender("causal", f"causal LM, {depth} layers", _of_depth(whole, depth)),
         Contender("denoise", f"denoising block, {depth} layers", block),
         Contender("fitting", f"causal LM, {own} layers", _of_depth(whole, own)),
+        Contender(
+            "tailed",
+            f"block {last - 1} of a cascade, {cascade.depths[last - 1]} layers and a tail,"
+            f" {sum(cascade.depths[: last - 1])} frozen",
+            cascade,
+            last - 1,
+        ),
         Contender(
             "cascade",
             f"last block of a cascade, {own} layers, {model.layers - own} frozen",

@@ -184,6 +184,7 @@ def speed_ratios(ms: dict[str, float]) -> dict[str, float]:
     return {
         "denoising block / causal LM of the same layers": ms["denoise"] / ms["causal"],
         "denoising block / end-to-end": ms["denoise"] / ms["end_to_end"],
+        "tailed block of a cascade / causal LM of the same layers": ms["tailed"] / ms["fitting"],
         "last block of a cascade / causal LM of the same layers": ms["cascade"] / ms["fitting"],
         "last block of a cascade / end-to-end": ms["cascade"] / ms["end_to_end"],
         "end-to-end / plain PyTorch loop": ms["end_to_end"] / ms["plain"],
