@@ -196,9 +196,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=6, help="of the kind `workers`")
     parser.add_argument("--against", default="end-to-end", choices=KINDS, help="gaps are to this")
     parser.add_argument("--data", default="", help="corpus to score on; default: the config's")
-    parser.add_argument(
-        "--splits", nargs="+", default=["valid", "test"], choices=["valid", "test"]
-    )
+    parser.add_argument("--splits", nargs="+", default=["valid", "test"], choices=["valid", "test"])
     parser.add_argument("--windows", type=int, help="score at most this many windows of a split")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--json", type=Path, help="where to write the results")

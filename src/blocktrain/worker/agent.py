@@ -332,7 +332,8 @@ class Agent:
             self._tell("accepted", f"block {lease.block}: {lease.steps} steps sent{late}", lease)
 
     def _on_send_failure(self, lease: Lease, error: BlocktrainError) -> None:
-        self._block.settled(lease, accepted=False)
+        # Who cannot be reached may have the update, and only its answer was lost.
+        self._block.settled(lease, accepted=None if isinstance(error, UnreachableError) else False)
         self._failures, self._last_failure = self._failures + 1, error
         self._tell("refused", f"update not sent: {error}", lease)
 

@@ -19,7 +19,7 @@ from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Blob, Lease, Predecessor, Recipe
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.device import Compute
-from blocktrain.worker.kept_residual import KeptResidual
+from blocktrain.worker.kept_residual import KeptResidual, settle_what_was_left
 from blocktrain.worker.lease_trainer import LeaseReport, LeaseTrainer, Trained
 from blocktrain.worker.retry import Patience
 from blocktrain.worker.transfer import Transfer
@@ -52,6 +52,7 @@ class HeldBlock:
     ) -> None:
         self._config, self._corpus, self._compute = config, corpus, compute
         self._transfer, self._scratch = transfer, scratch
+        settle_what_was_left(scratch)
         self.versions = Versions(transfer, scratch, config.swarm.codec)
         self._trainer: LeaseTrainer | None = None
         self.stands_at: Blob | None = None
@@ -127,8 +128,8 @@ class HeldBlock:
             blob = cache.write(encode_and_owe(codec, news, owe))
         return Update(blob, cache.recipe(blob.name), learned.loss)
 
-    def settled(self, lease: Lease, *, accepted: bool) -> None:
-        """The news of an update: whether what it left out is still owed."""
+    def settled(self, lease: Lease, *, accepted: bool | None) -> None:
+        """The news of an update, and with it what is still owed. None: there will be none."""
         KeptResidual(self._scratch, lease.block).settle(lease.lease, accepted=accepted)
 
     def put_away(self) -> None:

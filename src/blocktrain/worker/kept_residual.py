@@ -1,8 +1,10 @@
 """What the encoded updates of a block still owe, on disk between leases.
 
 A lease's new residual counts once its update was accepted; until then it waits under the lease's
-name. A cache like the moments: what cannot be read is as good as nothing owed, and the disk is not
-waited for. Both ways it passes through memory frame by frame.
+name. Where nobody knows whether it was, neither the old one nor the new one counts: what is told
+twice does harm, what is never told is learned again. A cache like the moments: what cannot be read
+is as good as nothing owed, and the disk is not waited for. Both ways it passes through memory
+frame by frame.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +18,13 @@ from blocktrain.core.codec_numbers import Floats
 from blocktrain.errors import ProtocolError
 from blocktrain.protocol.tensors import header_bytes, parse_header
 
-NAME = "residual"
+NAME, ENDING = "residual", ".safetensors"
 PIECE = 1 << 16  # numbers at a time
 
 
 class KeptResidual:
     def __init__(self, folder: Path, block: int) -> None:
-        self._path = folder / f"residual-{block}.safetensors"
+        self._path = folder / f"{NAME}-{block}{ENDING}"
 
     def add_to(self, parts: Sequence[Floats]) -> None:
         """Add what is owed to these numbers, one array behind the other; nothing where what is kept
@@ -42,21 +44,31 @@ class KeptResidual:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         for stale in self._path.parent.glob(f"{self._path.name}.*"):
             stale.unlink(missing_ok=True)
-        partial = self._path.with_name(f"{self._path.name}.partial")
+        partial = self._path.with_name(f"partial-{self._path.name}")
         with partial.open("wb") as file:
             file.write(header_bytes([(NAME, "F32", (count,))]))
             yield lambda piece: file.write(piece.astype("<f4", copy=False).data)
         partial.replace(self._waiting(lease))
 
-    def settle(self, lease: str, *, accepted: bool) -> None:
+    def settle(self, lease: str, *, accepted: bool | None) -> None:
+        """None: whether the update was accepted is not known."""
         waiting = self._waiting(lease)
         if accepted and waiting.exists():
             waiting.replace(self._path)
-        else:
-            waiting.unlink(missing_ok=True)
+        elif accepted is None and waiting.exists():
+            self._path.unlink(missing_ok=True)
+        waiting.unlink(missing_ok=True)
 
     def _waiting(self, lease: str) -> Path:
         return self._path.with_name(f"{self._path.name}.{lease}")
+
+
+def settle_what_was_left(folder: Path) -> None:
+    """Updates that were on their way when an earlier process ended: nobody knows what became of
+    them."""
+    for waiting in folder.glob(f"{NAME}-*{ENDING}.*"):
+        waiting.with_suffix("").unlink(missing_ok=True)
+        waiting.unlink(missing_ok=True)
 
 
 def _is_of(file: FileIO, count: int) -> bool:

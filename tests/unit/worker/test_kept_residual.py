@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from blocktrain.worker.kept_residual import PIECE, KeptResidual
+from blocktrain.worker.kept_residual import PIECE, KeptResidual, settle_what_was_left
 
 OWED = np.arange(5, dtype=np.float32)
 
@@ -40,6 +40,32 @@ def test_an_update_that_was_refused_changes_nothing(tmp_path: Path):
     kept.settle("lease1", accepted=True)
     propose(kept, "lease2", 2 * OWED)
     kept.settle("lease2", accepted=False)
+    assert load(kept, 5).tolist() == OWED.tolist()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_where_nobody_knows_whether_an_update_arrived_nothing_is_owed(tmp_path: Path, ended: bool):
+    kept, other = KeptResidual(tmp_path, 0), KeptResidual(tmp_path, 1)
+    for each in (kept, other):
+        propose(each, "lease1", OWED)
+        each.settle("lease1", accepted=True)
+    propose(kept, "lease2", 2 * OWED)
+    if ended:
+        settle_what_was_left(tmp_path)
+    else:
+        kept.settle("lease2", accepted=None)
+    assert not load(kept, 5).any(), "told once is enough"
+    assert load(other, 5).tolist() == OWED.tolist(), "no update of that block was on its way"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_update_that_was_never_made_leaves_what_is_owed(tmp_path: Path):
+    kept = KeptResidual(tmp_path, 0)
+    propose(kept, "lease1", OWED)
+    kept.settle("lease1", accepted=True)
+    with pytest.raises(ZeroDivisionError), kept.proposal("lease2", 5):
+        raise ZeroDivisionError("the process ends in the middle")
+    settle_what_was_left(tmp_path)
     assert load(kept, 5).tolist() == OWED.tolist()
 
 
