@@ -3,7 +3,8 @@
 Contenders, each a real training step on random bytes: end-to-end with all layers, end-to-end
 with the layers of one block, one denoising block, the last block of a cascade and the one before
 it, which has a tail, each with all blocks before it, end-to-end with the layers such a worker
-trains, and `plain`, an ordinary PyTorch loop of the first one's shape. Not run by itself; the benches import it:
+trains, and `plain`, an ordinary PyTorch loop of the first one's shape. Not run by itself; the
+benches import it:
 
     PYTHONPATH=src python bench/speed.py --config configs/wikitext2-38m.toml --out DIR
     PYTHONPATH=src python bench/memory.py --config configs/wikitext2-38m.toml --out DIR

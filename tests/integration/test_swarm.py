@@ -182,6 +182,9 @@ def test_a_cascade_is_trained_scored_and_looked_at(home: Path):
         judging = call(
             home, "invite", "new", "--evaluate", "--data-dir", "coordinator", "--uses", "1"
         ).strip()
+        early = start_worker(home, judging, "--evaluate", "--until", "0m", "--folder", "both")
+        said, _ = early.communicate(timeout=SECONDS)
+        assert early.returncode == 130 and "time is over" in said, said
         judge = start_worker(home, judging, "--evaluate", "--name", "judge", "--folder", "both")
         trainer = start_worker(home, told["invite"], "--folder", "both")  # one place, two roles
         finish(start_worker(home, told["invite"]), trainer)

@@ -17,6 +17,12 @@ def place(context: click.Context, option: click.Parameter, text: str) -> str:
     return text
 
 
+def places(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
+    """Several of them, with commas between."""
+    listed = [part.strip() for part in text.split(",")]
+    return tuple(place(context, option, part) for part in listed if part)
+
+
 config = click.option(
     "--config",
     "config_path",

@@ -33,6 +33,7 @@ from blocktrain.cli import options
     "--stages",
     default="",
     metavar="HOST:PORT,...",
+    callback=options.places,
     help="Where `blocktrain stage` holds the blocks after the first; more than one for a block are"
     " replicas. Default: processes on this machine.",
 )
@@ -67,7 +68,7 @@ def command(
     api_keys: tuple[str, ...],
     tls_cert: Path | None,
     tls_key: Path | None,
-    stages: str,
+    stages: tuple[str, ...],
     keys: Path | None,
     plain_tcp: bool,
     wire: str,
@@ -96,7 +97,7 @@ def command(
         run=run,
         listen=listen,
         api_keys=tuple(key for key in api_keys if key),
-        stages=tuple(address.strip() for address in stages.split(",") if address.strip()),
+        stages=stages,
         keys=keys or run / "keys",
         plain_tcp=plain_tcp,
         wire=wire,

@@ -74,6 +74,8 @@ def command(
     from blocktrain.worker.evaluator import Evaluator
     from blocktrain.worker.settings import WorkerSettings
 
+    if evaluate and (blocks or memory or idle_only):
+        raise click.UsageError("--blocks, --memory, --idle-only are for training, not --evaluate")
     decoded = Invite.decode(invite)
     with _own_folder(decoded.run) if folder is None else nullcontext(folder) as place:
         home = place / "evaluate" if evaluate else place  # a worker keeps its role: two are two

@@ -58,8 +58,6 @@ def serve_router(
         raise ConfigError(
             f"no keys at {settings.keys}: `blocktrain keys` makes them, --plain-tcp does without"
         )
-    for address in settings.stages:
-        parted(address)  # mistyped, it would only be dialled in vain
     tls = https_context(settings.tls_cert, settings.tls_key)
     source = source or StoredBlocks(RunDir.open(settings.run), settings.weights)
     asyncio.run(_serve(settings, source, tls, tell))

@@ -365,7 +365,7 @@ class Agent:
         return True
 
     def _is_late(self) -> bool:
-        return self.settings.until is not None and self._clock.wall() >= self.settings.until
+        return self.settings.is_late(self._clock.wall())
 
     def _stop_reason(self) -> str:
         if not self._stopping():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from blocktrain.config import Config, from_toml
 from blocktrain.data.corpus import Bytes
 from blocktrain.data.windows import evaluation_windows
+from blocktrain.errors import UnreachableError
 from blocktrain.model.stack import Stack, assemble, new_block
 from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Score, Status
@@ -53,7 +54,26 @@ class Evaluator:
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Score until the run is over and its last versions are scored. False: stopped before."""
-        patience = Patience(math.inf, lambda: not should_stop())
+
+        def leaving() -> bool:
+            return should_stop() or self._is_late()
+
+        try:
+            finished = self._work(leaving)
+        except UnreachableError:  # a question that was given up
+            if not leaving():
+                raise
+            finished = False
+        if finished:
+            self._tell("finished", "the run is finished and scored")
+        else:
+            why = "the worker's time is over" if self._is_late() else "the worker was stopped"
+            self._tell("stopped", why)
+        return finished
+
+    def _work(self, leaving: Callable[[], bool]) -> bool:
+        """Whether all is scored."""
+        patience = Patience(math.inf, lambda: not leaving())
         joined = self.client.join(
             self.settings.name, resolve(self.settings.device, "auto").name, patience
         )
@@ -67,7 +87,7 @@ class Evaluator:
         window = config.model.window
         windows = evaluation_windows(corpus.split("valid", window), window, self.windows)
         scored: tuple[int, ...] = ()
-        while not should_stop():
+        while not leaving():
             status = self.client.status(patience)
             versions = tuple(block.version for block in status.blocks)
             if versions != scored:
@@ -76,12 +96,13 @@ class Evaluator:
                 scored = versions
                 self._tell("waiting", "waiting for newer versions")
             elif status.state == "finished":
-                self._tell("finished", "the run is finished and scored")
                 return True
             else:
                 self.client.clock.sleep(LOOK_SECONDS)
-        self._tell("stopped", "the worker was stopped")
         return False
+
+    def _is_late(self) -> bool:
+        return self.settings.is_late(self.client.clock.wall())
 
     def _score(
         self,

@@ -15,3 +15,7 @@ class WorkerSettings:
     until: float | None = None  # seconds since 1970 after which it leaves
     idle_only: bool = False
     name: str = field(default_factory=platform.node)
+
+    def is_late(self, now: float) -> bool:
+        """Whether the time the owner gave is over."""
+        return self.until is not None and now >= self.until
