@@ -349,11 +349,9 @@ class Transaction:
         """Version + 1, if the block still stands at `version` and every update still waits. It
         comes with the difference that leads to it, and with what that left out."""
         self.lock_blocks()
-        leases_of = [item.lease for item in merged]
-        waiting = select(func.count()).where(
-            updates.c.lease.in_(leases_of), updates.c.state == "pending"
-        )
-        if self._run(waiting).scalar_one() != len(leases_of):
+        names = {item.lease for item in merged}
+        waiting = {row.lease: row for row in self._rows(statements.PENDING)}
+        if not names <= waiting.keys():
             return False
         steps = sum(item.steps for item in merged)
         swapped = self._changed(
@@ -376,18 +374,11 @@ class Transaction:
         for item in merged:
             self._tell(statements.MERGE_UPDATE, of_lease=item.lease, into=version + 1)
             self._tell(statements.CREDIT_WORKER, of_worker=item.worker, steps=item.steps)
-        self._rebase(leases_of, version + 1)
+        for row in waiting.values():
+            # Came in meanwhile and continues what was merged: counts as trained from that.
+            if row.lease not in names and row.continues in names:
+                self._tell(statements.REBASE_UPDATE, of_lease=row.lease, base=version + 1)
         return True
-
-    def _rebase(self, merged: Sequence[str], version: int) -> None:
-        """What came in meanwhile and continues what was merged counts as trained from that."""
-        continuing = select(leases.c.id).where(leases.c.continues.in_(merged))
-        self._run(
-            update(updates)
-            .where(updates.c.state == "pending", updates.c.base_version < version)
-            .where(updates.c.lease.in_(continuing))
-            .values(base_version=version)
-        )
 
     def reopen_unsent(self, worker: str) -> None:
         """Leases of a worker that began anew, of whose updates nothing was heard: it is to have

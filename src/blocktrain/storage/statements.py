@@ -124,6 +124,9 @@ MERGE_UPDATE = (
     .where(updates.c.lease == _the_lease)
     .values(state="merged", merged_into=bindparam("into"))
 )
+REBASE_UPDATE = (
+    update(updates).where(updates.c.lease == _the_lease).values(base_version=bindparam("base"))
+)
 
 VERSION = select(versions).where(versions.c.block == _the_block, versions.c.version == _the_version)
 NEWEST_VERSION = (

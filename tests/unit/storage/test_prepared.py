@@ -66,6 +66,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "PENDING": {},
     "ACCEPT_UPDATE": {"of_lease": "offered", "base": 1, "share": 0.3, "now": NOW + 9},
     "MERGE_UPDATE": {"of_lease": "pending", "into": 1},
+    "REBASE_UPDATE": {"of_lease": "pending", "base": 1},
     "VERSION": {"of_block": 0, "of_version": 0},
     "NEWEST_VERSION": {"of_block": 0},
     "COUNT_TRAFFIC": {"worker": "w0", "block": 0, **MOVED},

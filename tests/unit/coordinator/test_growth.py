@@ -1,0 +1,101 @@
+"""Nothing a coordinator does takes longer because much has happened before."""
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sqlalchemy as sql
+from tests.support.coordinator import Made, Member, SetClock, join, running
+
+from blocktrain.coordinator.service import Service
+from blocktrain.core.codec import codec_named, encode
+from blocktrain.protocol.messages import Lease, LeaseProgress, LeaseReturn, Receipt, Score
+
+NUMBERS = 24  # of a block
+GROWING = ("leases", "updates", "events")  # tables with a row for all that ever was
+
+
+@pytest.fixture
+def clock() -> SetClock:
+    return SetClock()
+
+
+@pytest.fixture
+def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
+    with running(tmp_path, clock, swarm__codec="bf16") as service:
+        yield service
+
+
+@pytest.fixture
+def asked(service: Service) -> set[str]:
+    """Every statement that SQLite runs from here on, its values in it."""
+    statements: set[str] = set()
+    engine = service.run.ledger.engine
+
+    @sql.event.listens_for(engine, "connect")
+    def listen(connection: Any, record: Any) -> None:
+        connection.set_trace_callback(statements.add)
+
+    engine.dispose()  # what is connected already would not be heard
+    return statements
+
+
+def made(member: Member, lease: Lease) -> Made:
+    coder = codec_named("bf16")
+    assert coder is not None
+    data = b"".join(encode(np.ones(NUMBERS, np.float32), coder))
+    return member.signer.update_of_bytes(lease, data, codec="bf16")
+
+
+def send_whole(member: Member, update: Made) -> Receipt:
+    """As a small one is sent: offer and bytes in one request."""
+    updates, claim = member.service.updates, update.offer.claim
+    held = updates.held(member.caller, claim.lease)
+    assert held is not None
+    updates.keep_whole(held, update.offer, memoryview(b"".join(update.chunks.values())))
+    fault = updates.verify_whole(held, claim)
+    return updates.settle_whole(member.caller, held, update.offer, fault)
+
+
+def scans(database: Path, statements: set[str]) -> set[str]:
+    """Statements that read all of a table that grows, by SQLite's account."""
+    connection = sqlite3.connect(database)
+    found = set()
+    for statement in statements:
+        if statement.split()[0] not in ("SELECT", "UPDATE", "DELETE", "INSERT"):
+            continue
+        plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}")]
+        if any(f"{step} ".startswith(f"SCAN {table} ") for step in plan for table in GROWING):
+            found.add(statement)
+    return found
+
+
+def test_no_table_that_grows_is_read_as_a_whole(
+    service: Service, asked: set[str], tmp_path: Path, clock: SetClock
+):
+    ann, bob, judge = join(service), join(service), join(service, "evaluate")
+    first = ann.lease()
+    second = ann.lease(held_block=first.block, trained=first.lease, steps_per_second=1.0)
+    assert second.continues == first.lease
+    assert ann.send(made(ann, first)).state == "pending"
+    service.round()
+    assert send_whole(ann, made(ann, second)).state == "pending"
+    service.round()
+    held = bob.lease()
+    service.leases.progress(bob.caller, held.lease, LeaseProgress(fence=held.fence, steps_done=1))
+    service.leases.give_back(bob.caller, held.lease, LeaseReturn(fence=held.fence, reason="enough"))
+    bob.lease()
+    clock.forward(1e6)
+    service.round()  # takes it back
+    bob.lease()
+    service.members.ban(bob.id)
+    score = Score(block=0, versions=(1,), split="valid", windows="windows0", ce=1.0)
+    service.reports.score(judge.caller, score)
+    service.merger.collect()
+    service.reports.status()
+    service.reports.events(service.reports.last_event() - 1, 10)
+    assert len(asked) > 50
+    assert scans(tmp_path / "ledger.db", asked) == set()
