@@ -316,6 +316,7 @@ def _take_down(tx: Transaction, offer: UpdateOffer, lease: Found) -> Found:
         signature=offer.signature,
         loss=offer.claim.loss,
         downloads=traffic.to_json(offer.downloads),
+        continues=lease.continues,
     )
 
 

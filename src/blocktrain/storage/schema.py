@@ -145,6 +145,7 @@ updates = Table(
     Column("committed", Double),
     Column("merged_into", Integer),
     Column("downloads", Text),  # JSON: what the worker says it downloaded before
+    Column("continues", String(64)),  # as its lease: every claim asks for it of all that wait
     Index("updates_by_state", "state"),
     Index("updates_by_worker", "worker", "state"),
 )

@@ -106,8 +106,8 @@ PENDING = select(
     updates.c.base_version,
     updates.c.steps,
     updates.c.committed,
-    leases.c.continues,
-).where(updates.c.state == "pending", leases.c.id == updates.c.lease)
+    updates.c.continues,
+).where(updates.c.state == "pending")
 BLOCK_STATES = (RETURNED, HELD_LEASES, PENDING, BLOCKS)
 ACCEPT_UPDATE = (
     update(updates)

@@ -14,15 +14,18 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sql
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from tests.support.postgres import fresh_database
 
 from blocktrain.core.swarm import PendingUpdate
 from blocktrain.errors import ConfigError, UnreachableError
 from blocktrain.protocol.messages import Blob, Moved
+from blocktrain.storage import migrations
 from blocktrain.storage.ledger import Ledger, Transaction
-from blocktrain.storage.schema import metadata
+from blocktrain.storage.schema import leases, metadata
 from blocktrain.storage.statements import HELD
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -570,6 +573,26 @@ def test_the_migrations_make_exactly_the_schema(url: str):
         tables = sql.inspect(connection).get_table_names()
     assert set(tables) == {*metadata.tables, "alembic_version"}
     ledger.close()
+
+
+def test_an_update_that_waits_keeps_what_it_continues_when_the_schema_changes(
+    ledger: Ledger, url: str
+):
+    with ledger.write() as tx:
+        first, second = claim(tx, 10), claim(tx, 10)
+        submit(tx, second)
+    config = Config()
+    config.set_main_option("script_location", str(migrations.FOLDER))
+    with ledger.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0004")
+        chosen = sql.update(leases).where(leases.c.id == second.id)
+        connection.execute(chosen.values(continues=first.id))
+    again = Ledger(url)
+    with again.read() as tx:
+        (waiting,) = tx.block_states()[0].pending
+    again.close()
+    assert (waiting.lease, waiting.continues) == (second.id, first.id)
 
 
 def test_opening_at_the_same_time_is_fine(url: str):
