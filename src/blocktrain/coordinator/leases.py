@@ -22,7 +22,7 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.storage.ledger import Transaction, Version
 from blocktrain.storage.prepared import Found
-from blocktrain.storage.statements import HELD
+from blocktrain.storage.schema import HELD
 
 
 class HeldLease(NamedTuple):

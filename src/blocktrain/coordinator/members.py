@@ -17,7 +17,7 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.storage.ledger import Transaction
 from blocktrain.storage.prepared import Found
-from blocktrain.storage.statements import HELD
+from blocktrain.storage.schema import HELD, LIVE
 
 TOKEN_SECONDS = 3600
 CLOCK_SKEW = 300.0
@@ -150,7 +150,7 @@ class Members:
             for lease in tx.leases_of(worker, HELD):
                 tx.move_lease(lease.id, "returned")
                 tx.give_back_range(lease.block, lease.first_batch, lease.steps)
-            for update in tx.updates_of(worker, ("offered", "pending")):
+            for update in tx.updates_of(worker, LIVE):
                 covered = tx.lease(update.lease)
                 assert covered is not None
                 tx.refuse_update(update.lease, "the worker was banned")

@@ -29,7 +29,7 @@ from blocktrain.storage.chunks import Incoming, name_of
 from blocktrain.storage.ledger import Transaction, Version
 from blocktrain.storage.merging import check_encoded, check_update
 from blocktrain.storage.prepared import Found
-from blocktrain.storage.statements import HELD
+from blocktrain.storage.schema import HELD
 from blocktrain.storage.weights_file import weights_form
 
 URL_SECONDS = 3600

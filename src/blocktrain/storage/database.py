@@ -33,6 +33,13 @@ def open_engine(url: str) -> sql.Engine:
     except ImportError:
         raise ConfigError("PostgreSQL needs psycopg: pip install 'blocktrain[postgres]'") from None
 
+    @sql.event.listens_for(engine, "connect")
+    def prepare(connection: Any, record: Any) -> None:
+        # Plans are kept: one that was made while a table was small would go on reading all of it.
+        # Before version 18 such a table seems dear enough to compile for where there is no index.
+        connection.execute("SET enable_seqscan = off; SET jit = off")
+        connection.commit()
+
     @sql.event.listens_for(engine, "after_cursor_execute")
     def wait(connection: Connection, *rest: Any) -> None:
         driver.wait(connection)  # SQLAlchemy looks at the answer of all it runs itself

@@ -25,6 +25,7 @@ from blocktrain.storage.database import open_engine, shown
 from blocktrain.storage.migrations import upgrade
 from blocktrain.storage.prepared import Answer, Found, PreparedStatements
 from blocktrain.storage.schema import (
+    LIVE,
     blocks,
     differences,
     events,
@@ -39,6 +40,7 @@ from blocktrain.storage.schema import (
     workers,
 )
 from blocktrain.storage.shared_commits import SharedCommits
+from blocktrain.storage.statements import in_state
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class Transaction:
         """Whose lease ran out, and of whom nothing was heard since."""
         chosen = select(workers.c.id).join(leases, leases.c.worker == workers.c.id)
         silent = leases.c.deadline >= workers.c.seen
-        return set(self._run(chosen.where(leases.c.state == "expired", silent)).scalars())
+        return set(self._run(chosen.where(in_state(leases, "expired"), silent)).scalars())
 
     # Blocks and leases
 
@@ -271,7 +273,7 @@ class Transaction:
         return self._first(statements.OPEN_LEASE_OF, of_worker=worker)
 
     def leases_of(self, worker: str, states: Collection[str]) -> Sequence[Found]:
-        chosen = select(leases).where(leases.c.worker == worker, leases.c.state.in_(states))
+        chosen = select(leases).where(leases.c.worker == worker, in_state(leases, *states))
         return self._run(chosen.order_by(leases.c.created)).all()
 
     def move_lease(self, lease: str, state: str) -> bool:
@@ -309,7 +311,7 @@ class Transaction:
         return self._first(statements.UPDATE, of_lease=lease)
 
     def updates_of(self, worker: str, states: Collection[str]) -> Sequence[Found]:
-        chosen = select(updates).where(updates.c.worker == worker, updates.c.state.in_(states))
+        chosen = select(updates).where(updates.c.worker == worker, in_state(updates, *states))
         return self._run(chosen).all()
 
     def accept_update(self, lease: str, base: int, weight: float, now: float) -> None:
@@ -318,7 +320,7 @@ class Transaction:
 
     def refuse_update(self, lease: str, reason: str) -> bool:
         chosen = update(updates).where(updates.c.lease == lease)
-        chosen = chosen.where(updates.c.state.in_(("offered", "pending")))
+        chosen = chosen.where(in_state(updates, *LIVE))
         return self._changed(chosen.values(state="refused", reason=reason[:500], weight=0.0))
 
     def claim_merge(self, block: int, version: int, now: float, seconds: float) -> bool:
@@ -386,7 +388,7 @@ class Transaction:
         heard_of = select(updates.c.lease).where(updates.c.lease == leases.c.id).exists()
         self._run(
             update(leases)
-            .where(leases.c.worker == worker, leases.c.state == "sending", ~heard_of)
+            .where(leases.c.worker == worker, in_state(leases, "sending"), ~heard_of)
             .values(state="open")
         )
 
@@ -419,7 +421,7 @@ class Transaction:
 
     def live_updates(self) -> Sequence[Found]:
         """Updates whose chunks are still needed."""
-        return self._run(select(updates).where(updates.c.state.in_(("offered", "pending")))).all()
+        return self._run(select(updates).where(in_state(updates, *LIVE))).all()
 
     # Bytes
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from sqlalchemy import (
     BindParameter,
     Column,
+    ColumnElement,
     Insert,
     Table,
     bindparam,
     func,
     insert,
+    literal_column,
     or_,
     select,
     update,
@@ -18,6 +20,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql
 
 from blocktrain.storage.schema import (
+    HELD,
     blocks,
     events,
     gaps,
@@ -28,7 +31,6 @@ from blocktrain.storage.schema import (
     workers,
 )
 
-HELD = ("open", "sending")  # states in which a lease is somebody's
 COUNTS = [column for column in traffic.c if not column.primary_key]
 
 # SQLAlchemy keeps a column's own name for its new value; the row that is meant has a longer one.
@@ -36,7 +38,11 @@ _the_block: BindParameter[int] = bindparam("of_block")
 _the_lease: BindParameter[str] = bindparam("of_lease")
 _the_version: BindParameter[int] = bindparam("of_version")
 _the_worker: BindParameter[str] = bindparam("of_worker")
-_held = or_(*(leases.c.state == state for state in HELD))
+
+
+def in_state(table: Table, *states: str) -> ColumnElement[bool]:
+    """With the words themselves in the statement: see the indexes of `schema`."""
+    return or_(*(table.c.state == literal_column(f"'{state}'") for state in states))
 
 
 def _added_up(table: Table, counts: Sequence[Column[int]]) -> Insert:
@@ -82,20 +88,24 @@ COUNT_MISSED = (
 
 LEASE = select(leases).where(leases.c.id == _the_lease)
 ADD_LEASE = insert(leases)
-HELD_LEASES = select(leases).where(_held)
+HELD_LEASES = select(leases).where(in_state(leases, *HELD))
 OPEN_LEASE_OF = (
     select(leases)
-    .where(leases.c.worker == _the_worker, leases.c.state == "open")
+    .where(leases.c.worker == _the_worker, in_state(leases, "open"))
     .order_by(leases.c.created)
     .limit(1)
 )
-OVERDUE = select(leases).where(_held, leases.c.deadline < bindparam("now"))
+OVERDUE = select(leases).where(in_state(leases, *HELD), leases.c.deadline < bindparam("now"))
 TRAINED_LEASE = (
     update(leases)
-    .where(leases.c.id == _the_lease, leases.c.worker == _the_worker, leases.c.state == "open")
+    .where(leases.c.id == _the_lease, leases.c.worker == _the_worker, in_state(leases, "open"))
     .values(state="sending")
 )
-MOVE_LEASE = update(leases).where(leases.c.id == _the_lease, _held).values(state=bindparam("to"))
+MOVE_LEASE = (
+    update(leases)
+    .where(leases.c.id == _the_lease, in_state(leases, *HELD))
+    .values(state=bindparam("to"))
+)
 
 UPDATE = select(updates).where(updates.c.lease == _the_lease)
 ADD_UPDATE = insert(updates)
@@ -107,11 +117,11 @@ PENDING = select(
     updates.c.steps,
     updates.c.committed,
     updates.c.continues,
-).where(updates.c.state == "pending")
+).where(in_state(updates, "pending"))
 BLOCK_STATES = (RETURNED, HELD_LEASES, PENDING, BLOCKS)
 ACCEPT_UPDATE = (
     update(updates)
-    .where(updates.c.lease == _the_lease, updates.c.state == "offered")
+    .where(updates.c.lease == _the_lease, in_state(updates, "offered"))
     .values(
         state="pending",
         base_version=bindparam("base"),

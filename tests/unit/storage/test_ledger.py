@@ -25,8 +25,8 @@ from blocktrain.errors import ConfigError, UnreachableError
 from blocktrain.protocol.messages import Blob, Moved
 from blocktrain.storage import migrations
 from blocktrain.storage.ledger import Ledger, Transaction
-from blocktrain.storage.schema import leases, metadata
-from blocktrain.storage.statements import HELD
+from blocktrain.storage.schema import HELD, leases, metadata
+from blocktrain.storage.statements import HELD_LEASES
 
 ROOT = Path(__file__).resolve().parents[3]
 NOW = 1_700_000_000.0
@@ -625,6 +625,17 @@ def test_sqlite_writes_ahead_and_syncs_every_transaction(tmp_path: Path):
         for name, value in pragmas.items():
             assert second.exec_driver_sql(f"PRAGMA {name}").scalar() == value, name
     ledger.close()
+
+
+def test_postgresql_looks_things_up_while_tables_are_small():
+    """Its plans are kept, and would read all of them when they are large."""
+    ledger = Ledger(fresh_database())
+    with ledger.engine.connect() as connection:
+        connection.exec_driver_sql("ANALYZE")  # it knows that they are empty
+        plan = connection.execute(sql.text(f"EXPLAIN {HELD_LEASES.compile(ledger.engine)}"))
+        steps = " ".join(plan.scalars())
+    ledger.close()
+    assert "leases_by_" in steps and "Seq Scan" not in steps
 
 
 def test_readers_do_not_wait_for_a_writer(ledger: Ledger):
