@@ -4,9 +4,21 @@ A ledger reads a `BlockState` whenever it is asked; a simulation keeps one state
 plan takes either, because it asks for no more than a `BlockView`.
 """
 
+import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+
+class LeaseView(Protocol):
+    """What a plan reads of a lease that is trained."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def created(self) -> float: ...
+    @property
+    def expected(self) -> float | None: ...
 
 
 class Waiting(Protocol):
@@ -47,6 +59,8 @@ class BlockView(Protocol[Update_co]):
     @property
     def open_leases(self) -> int: ...
     @property
+    def busy_until(self) -> float: ...
+    @property
     def workers(self) -> Collection[str]: ...
     @property
     def finishing(self) -> Collection[str]: ...
@@ -81,6 +95,7 @@ class BlockState:
     finishing: frozenset[str]  # of these, whose update of the current version is on its way in
     pending: tuple[PendingUpdate, ...]
     sending: tuple[tuple[str, str, int], ...] = ()  # worker, lease, steps
+    busy_until: float = -math.inf  # when the last of those who train now is expected to have sent
 
     @property
     def to_hand_out(self) -> int:

@@ -6,6 +6,7 @@ that any number of coordinators may share one ledger. Knows no clock: times are 
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -262,7 +263,13 @@ class Transaction:
     def add_lease(self, **values: Any) -> Found:
         """Record a lease as open, with the block's next fencing token."""
         counted = self._rows(statements.COUNT_GIVEN, of_block=values["block"])
-        lease = {"continues": None, **values, "fence": counted[0].fence, "state": "open"}
+        lease = {
+            "continues": None,
+            "expected": None,
+            **values,
+            "fence": counted[0].fence,
+            "state": "open",
+        }
         self._tell(statements.ADD_LEASE, **lease)
         return SimpleNamespace(**lease)
 
@@ -283,6 +290,10 @@ class Transaction:
     def trained_lease(self, lease: str, worker: str) -> None:
         """Its worker has come to the end of an open lease: the update is on its way."""
         self._tell(statements.TRAINED_LEASE, of_lease=lease, of_worker=worker)
+
+    def expect_lease(self, lease: str, at: float) -> None:
+        """When its update is to be there, by what is known now."""
+        self._tell(statements.EXPECT_LEASE, of_lease=lease, at=at)
 
     def move_lease_if_held(self, lease: str, state: str) -> None:
         """The same for whoever does not ask: nothing waits for it."""
@@ -557,6 +568,14 @@ def _block_state(
         pending=tuple(pending),
         sending=tuple(
             (lease.worker, lease.id, lease.steps) for lease in held if lease.state == "sending"
+        ),
+        busy_until=max(
+            (
+                lease.expected
+                for lease in held
+                if lease.state == "open" and lease.expected is not None
+            ),
+            default=-math.inf,
         ),
     )
 

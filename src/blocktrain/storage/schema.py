@@ -127,6 +127,7 @@ leases = Table(
     Column("continues", String(64)),  # the lease from whose end it is trained on
     Column("fence", BigInteger, nullable=False),
     Column("deadline", Double, nullable=False),
+    Column("expected", Double),  # when its update is, by how fast its worker was
     Column("state", String(16), nullable=False),
     Column("created", Double, nullable=False),
     _index_of("leases_by_worker", HELD, "worker", "state"),

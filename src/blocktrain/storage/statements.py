@@ -101,6 +101,7 @@ TRAINED_LEASE = (
     .where(leases.c.id == _the_lease, leases.c.worker == _the_worker, in_state(leases, "open"))
     .values(state="sending")
 )
+EXPECT_LEASE = update(leases).where(leases.c.id == _the_lease).values(expected=bindparam("at"))
 MOVE_LEASE = (
     update(leases)
     .where(leases.c.id == _the_lease, in_state(leases, *HELD))

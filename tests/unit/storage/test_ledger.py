@@ -1,6 +1,7 @@
 """Every rule of the ledger, on SQLite and on PostgreSQL."""
 
 import itertools
+import math
 import os
 import random
 import subprocess
@@ -430,6 +431,19 @@ def test_block_states_tell_who_does_what(ledger: Ledger):
     assert state.finishing == {"w1", "w2"}
     assert state.pending == (pending,)
     assert (other.index, other.to_hand_out, other.workers) == (1, 600, frozenset())
+
+
+def test_a_block_is_busy_until_the_last_of_those_who_train_it_is_expected(ledger: Ledger):
+    with ledger.write() as tx:
+        unknown, first, last, sends = (claim(tx, 10, worker=f"w{n}") for n in range(4))
+        assert tx.block_states()[0].busy_until == -math.inf
+        for lease, at in ((first, NOW + 10), (last, NOW + 20), (sends, NOW + 30)):
+            tx.expect_lease(lease.id, at)
+        tx.move_lease(sends.id, "sending")
+        assert tx.block_states()[0].busy_until == NOW + 20
+        tx.expect_lease(unknown.id, NOW + 25)
+        state, other = tx.block_states()
+    assert (state.busy_until, other.busy_until) == (NOW + 25, -math.inf)
 
 
 def test_an_update_of_an_older_version_keeps_nobody_from_going_on(ledger: Ledger):

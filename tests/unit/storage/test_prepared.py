@@ -57,6 +57,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "OPEN_LEASE_OF": {"of_worker": "w0"},
     "OVERDUE": {"now": NOW + 61},
     "TRAINED_LEASE": {"of_lease": "open", "of_worker": "w0"},
+    "EXPECT_LEASE": {"of_lease": "open", "at": NOW + 7},
     "MOVE_LEASE": {"of_lease": "open", "to": "returned"},
     "UPDATE": {"of_lease": "pending"},
     "ADD_UPDATE": {
