@@ -73,13 +73,15 @@ class Leases:
     ) -> Lease | Wait | Finished:
         if all(block.finished for block in blocks):
             return Finished()
+        swarm, transfer = self.run.config.swarm, asked.transfer_seconds
         chosen = plan.choose_block(
             blocks,
             worker.id,
             asked.held_block,
             asked.blocks,
-            patient=self._is_patient(asked),
+            patient=plan.is_patient(swarm, transfer),
             trained=asked.trained,
+            soon=plan.soon(swarm, now, transfer),
             lead=self.run.config.lead,
         )
         if chosen is None:
@@ -88,10 +90,13 @@ class Leases:
 
     def progress(self, caller: Caller, lease: str, told: LeaseProgress) -> LeaseState:
         """A sign of life; whether the lease is still the worker's."""
-        now = self.run.clock()
+        now, swarm = self.run.clock(), self.run.config.swarm
         with self.run.ledger.write() as tx:
             self.members.seen(tx, caller, now)
             held = own_lease(tx, caller, lease, told.fence)
+            expected = plan.expected_now(swarm, held, told.steps_done, now)
+            if expected is not None and expected != held.expected:
+                tx.expect_lease(lease, expected)
         if held.state in HELD:
             return LeaseState(open=True, seconds_left=held.deadline - now)
         return LeaseState(open=False, seconds_left=0.0, reason=f"this lease is {held.state}")
@@ -131,12 +136,14 @@ class Leases:
         asked: LeaseRequest,
         now: float,
     ) -> Found:
-        swarm = self.run.config.swarm
-        continues = asked.trained
-        if not plan.may_continue(block, worker, continues, patient=self._is_patient(asked)):
+        swarm, continues = self.run.config.swarm, asked.trained
+        speed, transfer = asked.steps_per_second, asked.transfer_seconds
+        patient, soon = plan.is_patient(swarm, transfer), plan.soon(swarm, now, transfer)
+        if not plan.may_continue(block, worker, continues, patient=patient, soon=soon):
             continues = None
         start, stride = plan.place_in_schedule(block, worker, continuing=continues is not None)
-        wanted = plan.lease_steps(swarm, asked.steps_per_second, block.to_hand_out)
+        seconds = plan.training_seconds(swarm, block, now, transfer)
+        wanted = plan.lease_steps(swarm, seconds, speed, block.to_hand_out)
         first_batch, steps = tx.take_range(block.index, wanted)
         lease = tx.add_lease(
             id=tokens.identifier_of(now),
@@ -148,15 +155,12 @@ class Leases:
             schedule_start=start,
             schedule_stride=stride,
             continues=continues,
-            deadline=now
-            + plan.lease_seconds(swarm, steps, asked.steps_per_second, asked.transfer_seconds),
+            deadline=now + plan.lease_seconds(swarm, steps, speed, transfer),
+            expected=plan.expected_at(now, steps, speed, transfer),
             created=now,
         )
         tx.add_event(now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}")
         return lease
-
-    def _is_patient(self, asked: LeaseRequest) -> bool:
-        return plan.is_patient(self.run.config.swarm, asked.transfer_seconds)
 
     def _described(self, tx: Transaction, lease: Found, worker: Found, now: float) -> Lease:
         base = tx.version(lease.block, lease.base_version)

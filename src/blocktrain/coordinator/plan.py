@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 from blocktrain.config import SwarmConfig
 from blocktrain.core.codec import kept_in_last_words
-from blocktrain.core.swarm import BlockView, Waiting
+from blocktrain.core.swarm import BlockView, LeaseView, Waiting
 
 STAY = 0.5  # of the run: how far ahead of the slowest block a worker's own may be before it moves
 PATIENCE = 0.25  # of a lease's time that a worker spends on its own transfers without moving
+FILLING = 0.1  # of a lease's time: what is left until others end is filled if it is more
 QUORUM_LEASES = 2.0  # of a lease's time that the first update waits for a quorum
 MERGE_WAIT = 0.3  # seconds; the worker's own update is about to become a version
 IDLE_WAIT = 5.0
@@ -38,6 +39,7 @@ def choose_block(
     *,
     patient: bool = True,
     trained: Hashable = None,
+    soon: float = math.inf,
     lead: float = 0.0,
 ) -> Block | None:
     """The block to hand out, or None where there is nothing this worker could do now.
@@ -61,7 +63,9 @@ def choose_block(
         block
         for block in open_to
         if worker not in block.finishing
-        or (block.index == held and may_continue(block, worker, trained, patient=patient))
+        or (
+            block.index == held and may_continue(block, worker, trained, patient=patient, soon=soon)
+        )
     ]
     if not free:
         return None
@@ -107,15 +111,22 @@ def _least_crowded(blocks: Sequence[Block], worker: str) -> list[Block]:
 
 
 def may_continue(
-    block: BlockView[Any], worker: str, trained: Hashable, *, patient: bool = True
+    block: BlockView[Any],
+    worker: str,
+    trained: Hashable,
+    *,
+    patient: bool = True,
+    soon: float = math.inf,
 ) -> bool:
     """Whether a worker may train on from the end of a lease whose update is on its way: only where
     that is all that the newest version lacks of what it has done, so that nobody gets further than
     that from what the others learn. Who shares its block rather waits for what all have made of it,
-    where that is soon: from its own end alone, leases might as well be twice as long."""
+    where that is `soon`: from its own end alone, leases might as well be twice as long. While
+    others are still to train for longer it goes on until they end, as if its lease had been as
+    long as theirs."""
     if trained is None or set(block.unmerged(worker)) != {trained}:
         return False
-    return not patient or set(block.workers) == {worker}
+    return not patient or set(block.workers) == {worker} or block.busy_until > soon
 
 
 def place_in_schedule(
@@ -142,12 +153,47 @@ def wait_seconds(blocks: Sequence[BlockView[Any]], worker: str) -> float:
     return MERGE_WAIT if any(worker in block.workers for block in blocks) else IDLE_WAIT
 
 
-def lease_steps(swarm: SwarmConfig, steps_per_second: float | None, left: int) -> int:
+def soon(swarm: SwarmConfig, now: float, transfer_seconds: float) -> float:
+    """Until when others' ends are too near for a worker to train something and send it by then."""
+    return now + transfer_seconds + FILLING * swarm.lease_seconds
+
+
+def training_seconds(
+    swarm: SwarmConfig, block: BlockView[Any], now: float, transfer_seconds: float
+) -> float:
+    """The time of a lease: until its update would come in together with the last of those who
+    train the block already, so that nobody waits for another. Where they end too soon for that,
+    or nobody trains it, as long as leases are in this run, which is also the most."""
+    if block.busy_until <= soon(swarm, now, transfer_seconds):
+        return swarm.lease_seconds
+    return min(block.busy_until - now - transfer_seconds, swarm.lease_seconds)
+
+
+def lease_steps(
+    swarm: SwarmConfig, seconds: float, steps_per_second: float | None, left: int
+) -> int:
     """As many steps as the worker does in the time of a lease; a few where its speed is unknown."""
     fitting = swarm.first_steps
     if steps_per_second is not None:
-        fitting = int(swarm.lease_seconds * steps_per_second)
+        fitting = round(seconds * steps_per_second)
     return max(1, min(fitting, swarm.most_steps, left))
+
+
+def expected_at(
+    now: float, steps: int, steps_per_second: float | None, transfer_seconds: float
+) -> float | None:
+    """When a lease's update will be there, as far as can be told from how the last one went."""
+    return now + transfer_seconds + steps / steps_per_second if steps_per_second else None
+
+
+def expected_now(swarm: SwarmConfig, lease: LeaseView, steps_done: int, now: float) -> float | None:
+    """The same by how a lease goes; as before, where it goes about as was thought."""
+    before = lease.expected
+    if steps_done == 0:
+        return before
+    at = lease.created + (now - lease.created) * lease.steps / steps_done
+    is_near = before is not None and abs(at - before) < FILLING * swarm.lease_seconds
+    return before if is_near else at
 
 
 def lease_seconds(

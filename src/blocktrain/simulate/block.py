@@ -5,6 +5,7 @@ ledger rebuilds the same from its rows at every question, which a million questi
 """
 
 import heapq
+import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 
@@ -15,8 +16,9 @@ class VirtualLease:
     """A lease, and then the update that came of it."""
 
     __slots__ = (
-        "__weakref__", "base_version", "before", "block", "committed", "deadline", "first_batch",
-        "lease", "merged_into", "schedule_start", "schedule_stride", "state", "steps", "worker",
+        "__weakref__", "base_version", "before", "block", "committed", "created", "deadline",
+        "expected", "first_batch", "lease", "merged_into", "schedule_start", "schedule_stride",
+        "state", "steps", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -39,7 +41,8 @@ class VirtualLease:
             block, worker, continuing=before is not None
         )
         self.state = "open"
-        self.committed = 0.0
+        self.created = self.committed = 0.0
+        self.expected: float | None = None
 
     @property
     def continues(self) -> int | None:
@@ -61,11 +64,21 @@ class VirtualBlock:
         self.pending: list[VirtualLease] = []  # in the order of their arrival
         self.gaps: dict[int, int] = {}  # ranges that came back: steps by first batch
         self._order: list[int] = []  # a heap of first batches; some are no gaps any more
+        self.expected: dict[str, float] = {}  # by worker, of open leases: when its update is
         self.merging = False
         self.author: VirtualLease | None = None  # whose update this version is, to the last bit
 
     def unmerged(self, worker: str) -> Mapping[Hashable, int]:
         return self._unmerged.get(worker, {})
+
+    @property
+    def busy_until(self) -> float:
+        return max(self.expected.values(), default=-math.inf)
+
+    def expect(self, lease: VirtualLease, at: float | None) -> None:
+        lease.expected = at
+        if at is not None:
+            self.expected[lease.worker] = at
 
     def trained(self, lease: VirtualLease) -> None:
         """No version holds it yet."""

@@ -65,29 +65,44 @@ class VirtualCoordinator:
             return already
         patient = plan.is_patient(self.swarm, transfer_seconds)
         name = trained.lease if trained else None
+        soon = plan.soon(self.swarm, now, transfer_seconds)
         block = plan.choose_block(
-            self.blocks, worker, held, None, patient=patient, trained=name, lead=self.lead
+            self.blocks,
+            worker,
+            held,
+            None,
+            patient=patient,
+            trained=name,
+            soon=soon,
+            lead=self.lead,
         )
         if block is None:
             return None
-        continues = plan.may_continue(block, worker, name, patient=patient)
+        continues = plan.may_continue(block, worker, name, patient=patient, soon=soon)
         before = trained if continues else None
-        wanted = plan.lease_steps(self.swarm, steps_per_second, block.to_hand_out)
+        seconds = plan.training_seconds(self.swarm, block, now, transfer_seconds)
+        wanted = plan.lease_steps(self.swarm, seconds, steps_per_second, block.to_hand_out)
         first_batch, steps = block.take(wanted)
         deadline = now + plan.lease_seconds(self.swarm, steps, steps_per_second, transfer_seconds)
         self.given += 1
         lease = VirtualLease(self.given, worker, block, first_batch, steps, deadline, before)
+        lease.created = now
         block.open_leases += 1
         block.workers[worker] += 1
+        block.expect(lease, plan.expected_at(now, steps, steps_per_second, transfer_seconds))
         self._open[worker] = lease
         self.learner.taken(lease)
         return lease
 
+    def progress(self, lease: VirtualLease, steps_done: int, now: float) -> None:
+        """A sign of life."""
+        lease.block.expect(lease, plan.expected_now(self.swarm, lease, steps_done, now))
+
     def offer(self, lease: VirtualLease, now: float) -> None:
         """An update is about to be sent."""
         if lease.state == "open":
+            self._ended(lease)
             lease.state = "sending"
-            del self._open[lease.worker]
             lease.block.trained(lease)
             if lease.base_version == lease.block.version:
                 lease.block.finishing[lease.worker] += 1
@@ -168,7 +183,7 @@ class VirtualCoordinator:
             return False
         block = lease.block
         if lease.state == "open":
-            del self._open[lease.worker]
+            self._ended(lease)
         elif lease.base_version == block.version:
             count_out(block.finishing, lease.worker)
         lease.state = state
@@ -176,6 +191,11 @@ class VirtualCoordinator:
         block.open_leases -= 1
         count_out(block.workers, lease.worker)
         return True
+
+    def _ended(self, lease: VirtualLease) -> None:
+        """Nobody trains it any more."""
+        del self._open[lease.worker]
+        lease.block.expected.pop(lease.worker, None)
 
     def _refuse(self, lease: VirtualLease, reason: str, *, put_back: bool) -> None:
         self.refused[str(reason)] += 1

@@ -178,6 +178,22 @@ class Lives:
         worker.began = self._agenda.now
         self._begin(worker, Activity.TRAINING)
         self._plan_end_of_training(worker)
+        if worker.straggles or worker.measured is None:
+            self._plan_sign_of_life(worker, worker.lease)
+
+    def _plan_sign_of_life(self, worker: VirtualWorker, lease: VirtualLease) -> None:
+        """Only of those is it played who may go otherwise than their last lease did."""
+        interval = report_interval(lease.deadline - worker.asked)
+        signs = math.floor((self._agenda.now - worker.asked) / interval) + 1
+        heard = worker.asked + signs * interval + worker.latency
+        self._agenda.at(heard, self._give_sign_of_life, worker, lease)
+
+    def _give_sign_of_life(self, worker: VirtualWorker, lease: VirtualLease) -> None:
+        if worker.lease is lease and lease.state == "open":
+            self._begin(worker, Activity.TRAINING)  # again: what is done is counted
+            done = int(lease.steps - worker.steps_left)
+            self._coordinator.progress(lease, done, self._agenda.now)
+            self._plan_sign_of_life(worker, lease)
 
     def _plan_end_of_training(self, worker: VirtualWorker) -> None:
         ends = self._agenda.now + worker.steps_left / worker.steps_per_second

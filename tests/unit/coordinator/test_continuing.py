@@ -20,7 +20,7 @@ from blocktrain.coordinator.plan import (
 from blocktrain.coordinator.service import Service
 from blocktrain.core.codec import codec_named, encode
 from blocktrain.core.swarm import BlockState, PendingUpdate
-from blocktrain.protocol.messages import Finished, Lease, Wait
+from blocktrain.protocol.messages import Finished, Lease, LeaseProgress, Wait
 
 NUMBERS = 24  # of a block
 STEPS = {"steps_per_second": 0.2}  # leases of 6
@@ -283,10 +283,46 @@ def test_who_shares_a_block_waits_for_what_all_have_made_of_it():
     assert choose_block([busy], "ann", 0, None, trained="one") is None
 
 
-def test_whoever_is_joined_by_another_goes_on_from_a_version(service: Service):
+def test_who_shares_a_block_trains_on_while_others_are_not_done_soon():
+    sent = block(sending=(("ann", "one", 10),), finishing=frozenset({"ann"}), busy_until=500.0)
+    for soon, goes_on in ((499.0, True), (500.0, False), (501.0, False)):
+        assert may_continue(sent, "ann", "one", soon=soon) == goes_on
+        found = choose_block([sent], "ann", 0, None, trained="one", soon=soon)
+        assert found == (sent if goes_on else None)
+    ahead = block(sending=(("ann", "one", 10), ("ann", "two", 10)), busy_until=500.0)
+    assert not may_continue(ahead, "ann", "two", soon=0.0)  # two updates that nobody else has seen
+
+
+def test_who_ends_before_the_others_fills_the_time_until_they_end(
+    service: Service, clock: SetClock
+):
+    ann, bob = join(service), join(service)
+    bob.lease(blocks=(0,), **STEPS)  # 6 steps in 30 seconds
+    first = ann.lease(blocks=(0,), steps_per_second=0.4)
+    assert first.steps == 12  # also 30 seconds
+    clock.forward(10.0)  # it was faster than it said
+    second = go_on(ann, first, blocks=(0,), steps_per_second=0.4)
+    assert (second.continues, second.steps) == (first.lease, 8)  # bob has 20 seconds to go
+
+
+def test_a_sign_of_life_tells_others_how_long_there_is_to_fill(service: Service, clock: SetClock):
+    ann, bob = join(service), join(service)
+    slow = bob.lease(blocks=(0,), **STEPS)
+    first = ann.lease(blocks=(0,), **STEPS)
+    clock.forward(30.0)
+    asked = {"held_block": 0, "blocks": (0,), "trained": first.lease, **STEPS}
+    assert isinstance(ann.ask(**asked).answer, Wait)
+    half = LeaseProgress(fence=slow.fence, steps_done=3)
+    service.leases.progress(bob.caller, slow.lease, half)
+    second = ann.lease(**asked)
+    assert (second.continues, second.steps) == (first.lease, 6)
+
+
+def test_whoever_is_joined_by_another_goes_on_from_a_version(service: Service, clock: SetClock):
     ann, bob = join(service), join(service)
     first = ann.lease(blocks=(0,), **STEPS)
     other = bob.lease(blocks=(0,), **STEPS)
+    clock.forward(30.0)
     asked = {"held_block": 0, "blocks": (0,), "trained": first.lease, **STEPS}
     assert isinstance(ann.ask(**asked).answer, Wait)
     learned(ann, first, 1.0)

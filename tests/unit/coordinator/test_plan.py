@@ -1,7 +1,7 @@
 """Decisions on made-up states: examples, and properties that hold for every state."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from blocktrain.config import SwarmConfig
 from blocktrain.coordinator.plan import (
+    FILLING,
     IDLE_WAIT,
     MERGE_WAIT,
     QUORUM_LEASES,
@@ -18,11 +19,15 @@ from blocktrain.coordinator.plan import (
     choose_block,
     due_at,
     due_updates,
+    expected_at,
+    expected_now,
     is_patient,
     kept_down,
     lease_seconds,
     lease_steps,
     refusal,
+    soon,
+    training_seconds,
     useful_differences,
     wait_seconds,
     weight,
@@ -282,8 +287,14 @@ def test_who_has_an_update_on_its_way_asks_again_sooner_than_who_has_nothing():
 # How much, and until when
 
 
+def fitted(swarm: SwarmConfig, speed: float | None, left: int, busy_for: float = -math.inf) -> int:
+    """The steps of a lease on a block that others train for so many seconds more."""
+    seconds = training_seconds(swarm, block(busy_until=NOW + busy_for), NOW, 0.0)
+    return lease_steps(swarm, seconds, speed, left)
+
+
 def test_a_first_lease_is_a_few_steps():
-    assert lease_steps(SWARM, None, 1000) == SWARM.first_steps
+    assert fitted(SWARM, None, 1000) == SWARM.first_steps
 
 
 @pytest.mark.parametrize(
@@ -293,16 +304,81 @@ def test_a_first_lease_is_a_few_steps():
 def test_a_lease_is_fitted_to_the_speed_the_most_and_what_is_left(
     speed: float | None, left: int, steps: int
 ):
-    assert lease_steps(SWARM, speed, left) == steps
+    assert fitted(SWARM, speed, left) == steps
+
+
+remaining = st.just(-math.inf) | st.floats(-100, 2000)
 
 
 @settings(deadline=None)
-@given(swarms, speeds, st.integers(1, 1000))
-def test_a_lease_fits_its_time_and_its_bounds(swarm: SwarmConfig, speed: float | None, left: int):
-    steps = lease_steps(swarm, speed, left)
+@given(swarms, speeds, st.integers(1, 1000), remaining)
+def test_a_lease_fits_its_time_and_its_bounds(
+    swarm: SwarmConfig, speed: float | None, left: int, busy_for: float
+):
+    steps = fitted(swarm, speed, left, busy_for)
     assert 1 <= steps <= min(swarm.most_steps, left)
     if speed is not None and steps > 1:
-        assert steps / speed <= swarm.lease_seconds * (1 + 1e-9)
+        assert (steps - 0.5) / speed <= swarm.lease_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("busy_for", "steps"),
+    [(-math.inf, 60), (-5.0, 60), (3.0, 60), (3.5, 7), (20.0, 40), (50.0, 60)],
+)
+def test_a_lease_ends_with_those_that_others_train(busy_for: float, steps: int):
+    """Unless that is hardly worth a lease, or longer than a lease."""
+    assert fitted(SWARM, 2.0, 1000, busy_for) == steps
+
+
+def test_what_a_worker_transfers_is_part_of_the_time_until_others_end():
+    shared = block(busy_until=NOW + 20.0)
+    assert training_seconds(SWARM, shared, NOW, 4.0) == 16.0
+    assert soon(SWARM, NOW, 4.0) == NOW + 7.0
+    assert training_seconds(SWARM, shared, NOW, 17.0) == SWARM.lease_seconds
+
+
+@settings(deadline=None)
+@given(swarms, st.floats(1e-3, 1e5), st.floats(0, 100), st.floats(0, 2000))
+def test_updates_of_those_who_share_a_block_come_in_within_a_step_of_each_other(
+    swarm: SwarmConfig, speed: float, transfer: float, busy_for: float
+):
+    shared = block(busy_until=NOW + busy_for)
+    seconds = training_seconds(swarm, shared, NOW, transfer)
+    steps = lease_steps(replace(swarm, most_steps=10**9), seconds, speed, 10**9)
+    comes = expected_at(NOW, steps, speed, transfer)
+    assert comes is not None
+    fills = FILLING * swarm.lease_seconds < busy_for - transfer <= swarm.lease_seconds
+    if fills and abs(busy_for - transfer - FILLING * swarm.lease_seconds) > 1e-6:
+        assert abs(comes - shared.busy_until) <= 1 / speed + 1e-6
+
+
+# When it is done
+
+
+@dataclass
+class Trained:
+    """A lease that was given ten seconds ago."""
+
+    steps: int = 60
+    created: float = NOW - 10.0
+    expected: float | None = NOW + 20.0
+
+
+def test_nobody_knows_when_a_worker_of_unknown_speed_is_done():
+    assert expected_at(NOW, 10, None, 5.0) is None
+    assert expected_at(NOW, 10, 2.0, 5.0) == NOW + 10.0
+
+
+def test_a_lease_that_goes_otherwise_is_expected_otherwise():
+    assert expected_now(SWARM, Trained(), 10, NOW) == NOW + 50.0
+    assert expected_now(SWARM, Trained(), 60, NOW) == NOW
+    assert expected_now(SWARM, Trained(expected=None), 10, NOW) == NOW + 50.0
+    assert expected_now(SWARM, Trained(expected=None), 0, NOW) is None
+
+
+@pytest.mark.parametrize("done", [0, 19, 20, 21])
+def test_a_lease_that_goes_as_was_thought_is_expected_as_before(done: int):
+    assert expected_now(SWARM, Trained(), done, NOW) == NOW + 20.0
 
 
 @settings(deadline=None)
@@ -310,7 +386,7 @@ def test_a_lease_fits_its_time_and_its_bounds(swarm: SwarmConfig, speed: float |
 def test_no_lease_is_shorter_than_the_work_it_asks_for(
     swarm: SwarmConfig, speed: float | None, left: int
 ):
-    steps = lease_steps(swarm, speed, left)
+    steps = fitted(swarm, speed, left)
     seconds = lease_seconds(swarm, steps, speed)
     assert seconds >= swarm.shortest_deadline
     expected = steps / speed if speed is not None else swarm.lease_seconds

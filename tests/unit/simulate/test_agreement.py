@@ -26,7 +26,7 @@ from blocktrain.coordinator import plan
 from blocktrain.coordinator.service import Service
 from blocktrain.core.codec import codec_named, encode
 from blocktrain.core.swarm import BlockState
-from blocktrain.protocol.messages import Lease, LeaseReturn, Wait
+from blocktrain.protocol.messages import Lease, LeaseProgress, LeaseReturn, Wait
 from blocktrain.simulate.block import VirtualBlock, VirtualLease
 from blocktrain.simulate.coordinator import VirtualCoordinator
 from blocktrain.simulate.scenario import Scenario
@@ -129,6 +129,14 @@ class Mirrored(VirtualCoordinator):
         self.compare()
         return lease
 
+    def progress(self, lease: VirtualLease, steps_done: int, now: float) -> None:
+        self.move_clock(now)
+        super().progress(lease, steps_done, now)
+        member, given = self.real[lease.lease]
+        told = LeaseProgress(fence=given.fence, steps_done=steps_done)
+        assert self.service.leases.progress(member.caller, given.lease, told).open
+        self.compare()
+
     def offer(self, lease: VirtualLease, now: float) -> None:
         self.move_clock(now)
         super().offer(lease, now)
@@ -200,6 +208,7 @@ class Mirrored(VirtualCoordinator):
             assert (state.version, state.merged_batches) == (block.version, block.merged_batches)
             assert (state.next_batch, state.to_hand_out) == (block.next_batch, block.to_hand_out)
             assert (state.under_way, state.open_leases) == (block.under_way, block.open_leases)
+            assert state.busy_until == block.busy_until
             assert {names[worker] for worker in state.workers} == set(block.workers)
             assert {names[worker] for worker in state.finishing} == set(block.finishing)
             told = sorted((u.committed, u.base_version, u.steps) for u in state.pending)
