@@ -62,7 +62,7 @@ def choose_block(
     free = [
         block
         for block in open_to
-        if worker not in block.finishing
+        if not own_update_comes(block, worker, trained)
         or (
             block.index == held and may_continue(block, worker, trained, patient=patient, soon=soon)
         )
@@ -108,6 +108,12 @@ def _least_crowded(blocks: Sequence[Block], worker: str) -> list[Block]:
     crowds = {block.index: len(set(block.workers) - {worker}) for block in blocks}
     least = min(crowds.values(), default=0)
     return [block for block in blocks if crowds[block.index] == least]
+
+
+def own_update_comes(block: BlockView[Any], worker: str, trained: Hashable) -> bool:
+    """Whether a worker had better go on from what its own update becomes: one of the current
+    version, or that of the lease it has `trained`, which may be late or continue another."""
+    return worker in block.finishing or trained in block.unmerged(worker)
 
 
 def may_continue(

@@ -7,7 +7,7 @@ ledger rebuilds the same from its rows at every question, which a million questi
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 
 from blocktrain.coordinator import plan
 
@@ -67,6 +67,11 @@ class VirtualBlock:
         self.expected: dict[str, float] = {}  # by worker, of open leases: when its update is
         self.merging = False
         self.author: VirtualLease | None = None  # whose update this version is, to the last bit
+
+    @property
+    def senders(self) -> Collection[str]:
+        """Whose updates are on their way in, late ones too."""
+        return self._unmerged
 
     def unmerged(self, worker: str) -> Mapping[Hashable, int]:
         return self._unmerged.get(worker, {})

@@ -36,6 +36,7 @@ class Lives:
     ) -> None:
         self.settings = scenario.simulate
         self._block_bytes, self._update_bytes = scenario.block_bytes, scenario.update_bytes
+        self._encodes = scenario.swarm.codec != "none"
         self._needs_all_before = scenario.objective.kind == "cascade"
         self._agenda, self._coordinator, self._tally = agenda, coordinator, tally
         self._chance = Chance(self.settings.seed)
@@ -272,12 +273,12 @@ class Lives:
         self._begin(worker, Activity.TRANSFERRING if worker.sending else Activity.WAITING)
         self._parked[worker.name] = plan.wait_seconds(self._coordinator.blocks, worker.name)
 
-    def _version_came(self, block: VirtualBlock, finishing: Sequence[str]) -> None:
+    def _version_came(self, block: VirtualBlock, senders: Sequence[str]) -> None:
         """Those who waited for what their own updates become may go on from it."""
         if self._coordinator.finished:
             self._agenda.end()
         if block.to_hand_out:
-            for name in finishing:
+            for name in senders:
                 if name in self._parked:
                     worker, seconds = self._workers[name], self._parked.pop(name)
                     asks = self._agenda.now + self._chance.within(seconds)
@@ -300,7 +301,10 @@ class Lives:
         transfer_seconds = worker.fetch_seconds + worker.send_seconds
         patient = plan.is_patient(self._coordinator.swarm, transfer_seconds)
         waits_for = worker.held_block if patient else None
-        own_is_coming = waits_for is not None and name in blocks[waits_for].finishing
+        trained = worker.ended.lease if worker.ended and self._encodes else None
+        own_is_coming = waits_for is not None and plan.own_update_comes(
+            blocks[waits_for], name, trained
+        )
         return name not in block.finishing and not own_is_coming
 
     def _find_work(self, worker: VirtualWorker, turn: int, block: VirtualBlock) -> None:

@@ -85,9 +85,9 @@ class Rounds:
                 self._agenda.at(published, self._publish, block, merged)
 
     def _publish(self, block: VirtualBlock, merged: Sequence[VirtualLease]) -> None:
-        finishing = tuple(block.finishing)
+        senders = tuple(block.senders)
         self._coordinator.publish(block, merged, self._agenda.now)
         self._free_mergers += 1
-        self._on_version(block, finishing)
+        self._on_version(block, senders)
         self.look(block)
         self._merge_next()

@@ -293,6 +293,13 @@ def test_who_shares_a_block_trains_on_while_others_are_not_done_soon():
     assert not may_continue(ahead, "ann", "two", soon=0.0)  # two updates that nobody else has seen
 
 
+def test_nobody_begins_anew_from_a_version_that_its_own_late_update_is_to_change():
+    """Though a late update, or one that continues another, is not of the current version."""
+    late = block(sending=(("ann", "one", 10),))
+    assert choose_block([late], "ann", 0, None, trained="one") is None
+    assert choose_block([late], "ann", 0, None) == late  # codec none: there it would only wait
+
+
 def test_who_ends_before_the_others_fills_the_time_until_they_end(
     service: Service, clock: SetClock
 ):
