@@ -156,7 +156,7 @@ class Leases:
             schedule_stride=stride,
             continues=continues,
             deadline=now + plan.lease_seconds(swarm, steps, speed, transfer),
-            expected=plan.expected_at(now, steps, speed, transfer),
+            expected=plan.expected_at(block, now, steps, speed, transfer),
             created=now,
         )
         tx.add_event(now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}")

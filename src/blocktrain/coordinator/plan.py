@@ -113,7 +113,7 @@ def _least_crowded(blocks: Sequence[Block], worker: str) -> list[Block]:
 def own_update_comes(block: BlockView[Any], worker: str, trained: Hashable) -> bool:
     """Whether a worker had better go on from what its own update becomes: one of the current
     version, or that of the lease it has `trained`, which may be late or continue another."""
-    return worker in block.finishing or trained in block.unmerged(worker)
+    return worker in block.finishing or (trained is not None and trained in block.unmerged(worker))
 
 
 def may_continue(
@@ -186,10 +186,20 @@ def lease_steps(
 
 
 def expected_at(
-    now: float, steps: int, steps_per_second: float | None, transfer_seconds: float
+    block: BlockView[Any],
+    now: float,
+    steps: int,
+    steps_per_second: float | None,
+    transfer_seconds: float,
 ) -> float | None:
-    """When a lease's update will be there, as far as can be told from how the last one went."""
-    return now + transfer_seconds + steps / steps_per_second if steps_per_second else None
+    """When a lease's update will be there, as far as can be told from how the last one went. One
+    that was only rounded beyond the end of the others counts as theirs: among many, each rounded
+    beyond the one before, the end would move on and on."""
+    if steps_per_second is None:
+        return None
+    at = now + transfer_seconds + steps / steps_per_second
+    is_rounded = at - 0.5 / steps_per_second <= block.busy_until
+    return min(at, block.busy_until) if is_rounded else at
 
 
 def expected_now(swarm: SwarmConfig, lease: LeaseView, steps_done: int, now: float) -> float | None:

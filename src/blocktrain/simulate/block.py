@@ -64,7 +64,8 @@ class VirtualBlock:
         self.pending: list[VirtualLease] = []  # in the order of their arrival
         self.gaps: dict[int, int] = {}  # ranges that came back: steps by first batch
         self._order: list[int] = []  # a heap of first batches; some are no gaps any more
-        self.expected: dict[str, float] = {}  # by worker, of open leases: when its update is
+        self._expected: dict[str, float] = {}  # by worker, of open leases: when its update is
+        self._busy_until: float | None = -math.inf  # the last of these; None: not looked up yet
         self.merging = False
         self.author: VirtualLease | None = None  # whose update this version is, to the last bit
 
@@ -78,12 +79,20 @@ class VirtualBlock:
 
     @property
     def busy_until(self) -> float:
-        return max(self.expected.values(), default=-math.inf)
+        if self._busy_until is None:
+            self._busy_until = max(self._expected.values(), default=-math.inf)
+        return self._busy_until
 
     def expect(self, lease: VirtualLease, at: float | None) -> None:
+        self.expect_no_more(lease)
         lease.expected = at
         if at is not None:
-            self.expected[lease.worker] = at
+            self._expected[lease.worker] = at
+            self._busy_until = max(self.busy_until, at)
+
+    def expect_no_more(self, lease: VirtualLease) -> None:
+        if self._expected.pop(lease.worker, None) == self._busy_until:
+            self._busy_until = None
 
     def trained(self, lease: VirtualLease) -> None:
         """No version holds it yet."""

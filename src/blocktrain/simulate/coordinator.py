@@ -89,7 +89,8 @@ class VirtualCoordinator:
         lease.created = now
         block.open_leases += 1
         block.workers[worker] += 1
-        block.expect(lease, plan.expected_at(now, steps, steps_per_second, transfer_seconds))
+        expected = plan.expected_at(block, now, steps, steps_per_second, transfer_seconds)
+        block.expect(lease, expected)
         self._open[worker] = lease
         self.learner.taken(lease)
         return lease
@@ -195,7 +196,7 @@ class VirtualCoordinator:
     def _ended(self, lease: VirtualLease) -> None:
         """Nobody trains it any more."""
         del self._open[lease.worker]
-        lease.block.expected.pop(lease.worker, None)
+        lease.block.expect_no_more(lease)
 
     def _refuse(self, lease: VirtualLease, reason: str, *, put_back: bool) -> None:
         self.refused[str(reason)] += 1

@@ -345,7 +345,7 @@ def test_updates_of_those_who_share_a_block_come_in_within_a_step_of_each_other(
     shared = block(busy_until=NOW + busy_for)
     seconds = training_seconds(swarm, shared, NOW, transfer)
     steps = lease_steps(replace(swarm, most_steps=10**9), seconds, speed, 10**9)
-    comes = expected_at(NOW, steps, speed, transfer)
+    comes = expected_at(block(), NOW, steps, speed, transfer)
     assert comes is not None
     fills = FILLING * swarm.lease_seconds < busy_for - transfer <= swarm.lease_seconds
     if fills and abs(busy_for - transfer - FILLING * swarm.lease_seconds) > 1e-6:
@@ -365,8 +365,18 @@ class Trained:
 
 
 def test_nobody_knows_when_a_worker_of_unknown_speed_is_done():
-    assert expected_at(NOW, 10, None, 5.0) is None
-    assert expected_at(NOW, 10, 2.0, 5.0) == NOW + 10.0
+    assert expected_at(block(), NOW, 10, None, 5.0) is None
+    assert expected_at(block(), NOW, 10, 2.0, 5.0) == NOW + 10.0
+
+
+@pytest.mark.parametrize(
+    ("busy_for", "comes_in"), [(12.0, 10.0), (10.0, 10.0), (9.9, 9.9), (9.75, 9.75), (9.7, 10.0)]
+)
+def test_what_was_only_rounded_beyond_the_end_of_others_does_not_move_it(
+    busy_for: float, comes_in: float
+):
+    """Half a step of this worker is a quarter of a second."""
+    assert expected_at(block(busy_until=NOW + busy_for), NOW, 10, 2.0, 5.0) == NOW + comes_in
 
 
 def test_a_lease_that_goes_otherwise_is_expected_otherwise():
