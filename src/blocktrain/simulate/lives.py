@@ -185,9 +185,7 @@ class Lives:
     def _plan_sign_of_life(self, worker: VirtualWorker, lease: VirtualLease) -> None:
         """Only of those is it played who may go otherwise than their last lease did."""
         interval = report_interval(lease.deadline - worker.asked)
-        signs = math.floor((self._agenda.now - worker.asked) / interval) + 1
-        heard = worker.asked + signs * interval + worker.latency
-        self._agenda.at(heard, self._give_sign_of_life, worker, lease)
+        self._agenda.at(self._agenda.now + interval, self._give_sign_of_life, worker, lease)
 
     def _give_sign_of_life(self, worker: VirtualWorker, lease: VirtualLease) -> None:
         if worker.lease is lease and lease.state == "open":

@@ -29,6 +29,7 @@ CHURN = {
     "simulate__workers": 6,
     "simulate__speed_spread": 0.5,
     "simulate__availability": 0.7,
+    "simulate__goodbye_share": 0.2,
     "simulate__stay_seconds": 15.0,
     "simulate__sample_seconds": 10.0,
 }
