@@ -56,7 +56,7 @@ WORKERS = {
 }
 LIVES: dict[str, dict[str, Any]] = {
     "always there": {},
-    "coming and going": {"simulate__availability": 0.6, "simulate__stay_seconds": 30.0},
+    "coming and going": {"simulate__availability": 0.6, "simulate__stay_seconds": 20.0},
     "vanishing": {
         "simulate__availability": 0.7,
         "simulate__stay_seconds": 20.0,
