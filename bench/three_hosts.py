@@ -11,7 +11,7 @@ at a third of it and comes back at half. Bytes are those of all packets on the w
 both directions, headers and repetitions and all. Waiting is the share of a worker's time, from
 joining to its last word, in which it took no step. CE is on test, of the model fetched at the end.
 The run at home is `blocktrain train`: every block trained alone on the same bytes. Writes
-three-hosts.json into DIR after every run, prints a table last; called again with the same
+three-hosts.json and the workers' logs into DIR after every run, prints a table last; called again with the same
 settings, it adds to it and does not train at home again.
 """
 
@@ -19,13 +19,14 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,7 @@ class Swarm:
         self._wan, self._folder, self._config = wan, folder, config
         self._device, self._threads = args.device, args.threads
         self._running: dict[str, subprocess.Popen[Any]] = {}
+        self._lives: defaultdict[str, list[Path]] = defaultdict(list)  # the log of each start
 
     def start_coordinator(self) -> None:
         address = self._wan.address(COORDINATOR)
@@ -91,7 +93,10 @@ class Swarm:
         if isinstance(self._wan, Links):
             invite = self._wan.invite(host, invite)
         command = ["worker", invite, "--json", "--name", host, "--device", self._device]
-        self._running[host] = self._start(host, [*command, "--folder", self._folder / host])
+        log = f"{host}-{len(self._lives[host])}"
+        self._lives[host].append(self._log(log))
+        command += ["--folder", str(self._folder / host)]
+        self._running[host] = self._start(host, command, log)
 
     def kill_worker(self, host: str) -> None:
         self._running[host].kill()
@@ -102,13 +107,14 @@ class Swarm:
         self._start(COORDINATOR, ["fetch", self.invite, "--out", out], log="fetch").wait()
 
     def lives(self, host: str) -> list[list[Event]]:
-        """What a worker told, one list for each time it was started."""
-        return lives(self._log(host).read_text().splitlines())
+        """What a worker told, one list for each time it was started and joined."""
+        return [life for log in self._lives[host] if (life := told(log.read_text()))]
 
     def finished(self) -> bool:
         for host, process in self._running.items():
             if process.poll() not in (None, 0, -signal.SIGKILL):
-                raise RuntimeError(f"worker {host} failed: {self._log(host).read_text()[-2000:]}")
+                log = self._lives[host][-1].read_text()
+                raise RuntimeError(f"worker {host} failed: {log[-2000:]}")
         return all(process.poll() is not None for process in self._running.values())
 
     def _start(self, host: str, arguments: list[Any], log: str = "") -> "subprocess.Popen[Any]":
@@ -129,15 +135,12 @@ class Swarm:
         return lines[0]
 
 
-def lives(lines: Iterable[str]) -> list[list[Event]]:
-    """A worker's log, cut where it joined."""
-    found: list[list[Event]] = []
-    for line in lines:
-        event = json.loads(line)
-        if event["kind"] == "joined":
-            found.append([])
-        found[-1].append(event)
-    return found
+def told(log: str) -> list[Event]:
+    """What a worker told since it joined. The last line may be only half there: it is being
+    written, or its worker was killed."""
+    whole, _, _ = log.rpartition("\n")
+    events = (json.loads(line) for line in whole.splitlines())
+    return list(itertools.dropwhile(lambda event: event["kind"] != "joined", events))
 
 
 def contributed(lives: Sequence[Sequence[Event]]) -> int:
@@ -148,9 +151,9 @@ def contributed(lives: Sequence[Sequence[Event]]) -> int:
 def waits(life: Sequence[Event]) -> dict[str, float]:
     """Seconds without a step, by what came before them; news of an update that is made and travels
     by itself is no such thing."""
-    told = [event for event in life if event["kind"] not in ("trained", "accepted", "refused")]
+    heard = [event for event in life if event["kind"] not in ("trained", "accepted", "refused")]
     spent: defaultdict[str, float] = defaultdict(float)
-    for before, after in itertools.pairwise(told):
+    for before, after in itertools.pairwise(heard):
         idle = after["seconds"] - before["seconds"]
         spent[before["kind"]] += idle - (after["training_seconds"] - before["training_seconds"])
     return dict(spent)
@@ -200,7 +203,7 @@ def measured(folder: Path, config: Config, args: argparse.Namespace, trip: float
         seconds = time.monotonic() - began
         swarm.fetch(folder / "model")
         lines = {host: wan.traffic(host) for host in WORKERS}
-    told = {host: swarm.lives(host) for host in WORKERS}
+    lives = {host: swarm.lives(host) for host in WORKERS}
     return {
         "codec": config.swarm.codec,
         "round_trip_ms": trip,
@@ -209,9 +212,9 @@ def measured(folder: Path, config: Config, args: argparse.Namespace, trip: float
         "seconds": seconds,
         "bytes_up": sum(line.up.bytes for line in lines.values()),
         "bytes_down": sum(line.down.bytes for line in lines.values()),
-        "waiting": {host: waiting_share(told[host]) for host in WORKERS},
-        "waits": {host: [waits(life) for life in told[host]] for host in WORKERS},
-        "leases": {h: sum(e["kind"] == "leased" for life in told[h] for e in life) for h in told},
+        "waiting": {host: waiting_share(lives[host]) for host in WORKERS},
+        "waits": {host: [waits(life) for life in lives[host]] for host in WORKERS},
+        "leases": {h: sum(e["kind"] == "leased" for life in lives[h] for e in life) for h in lives},
     }
 
 
@@ -292,6 +295,8 @@ def main() -> None:
         for codec, trip in itertools.product(args.codecs, args.round_trips):
             folder = Path(scratch) / f"{codec}-{trip:.0f}"
             run = measured(folder, config.with_settings(swarm__codec=codec), args, trip)
+            for log in folder.glob("?-*.log"):
+                shutil.copy(log, args.out / f"{folder.name}-{log.name}")
             report["runs"].append({**provenance(), **run})
             kept.write_text(json.dumps(report, indent=1))
     print_table(report)

@@ -33,9 +33,15 @@ FIRST = [
 SECOND = [told("joined", 3.0), told("finished", 7.0, 3.0, 2)]
 
 
-def test_a_log_is_cut_where_the_worker_came_back(bench):
-    lines = [json.dumps(event) for event in (*FIRST, *SECOND)]
-    assert bench.lives(lines) == [FIRST, SECOND]
+def test_a_log_is_read_from_joining_to_its_last_whole_line(bench):
+    early = told("unreachable", 0.5)
+    log = "".join(json.dumps(event) + "\n" for event in (early, *FIRST))
+    assert bench.told(log) == FIRST
+    assert bench.told(log + '{"kind": "accep') == FIRST, "being written, or cut off by a kill"
+    assert bench.told(log.splitlines()[0]) == [] == bench.told("")
+
+
+def test_every_life_of_a_worker_counts(bench):
     assert bench.contributed([FIRST, SECOND]) == 7
 
 
