@@ -11,8 +11,8 @@ at a third of it and comes back at half. Bytes are those of all packets on the w
 both directions, headers and repetitions and all. Waiting is the share of a worker's time, from
 joining to its last word, in which it took no step. CE is on test, of the model fetched at the end.
 The run at home is `blocktrain train`: every block trained alone on the same bytes. Writes
-three-hosts.json and the workers' logs into DIR after every run, prints a table last; called again with the same
-settings, it adds to it and does not train at home again.
+three-hosts.json and the workers' logs into DIR after every run, prints a table last; called again
+with the same settings, it adds to it and does not train at home again.
 """
 
 import argparse
