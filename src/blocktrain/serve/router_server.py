@@ -84,14 +84,14 @@ async def _serve(
         stack.push_async_callback(_cancelled, running)
         host, port = listener.getsockname()[:2]
         address = f"{'https' if tls else 'http'}://{whole(host, port)}"
-        tell(f"serving {engine.model} at {address}/v1, a page to try it at {address}/")
+        about = f"serving {engine.model} at {address}/v1, a page to try it at {address}/"
         api = Settings(
             keys=settings.api_keys,
             limits=ApiLimits(output_bytes=settings.most_bytes),
             at_once=settings.most_requests,
             queue=settings.most_requests,
         )
-        serving = asyncio.ensure_future(serve(engine, api, listener, tls))
+        serving = asyncio.ensure_future(serve(engine, api, listener, tls, lambda: tell(about)))
         await asyncio.wait([running, serving], return_when=asyncio.FIRST_COMPLETED)
         serving.cancel()
         if running.done():

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import socket
 import ssl
+from collections.abc import Callable
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -52,8 +53,17 @@ class TimedHeaders(HttpToolsProtocol):
             self._due.cancel()
 
 
-class AnnouncedStop(uvicorn.Server):
-    """Tells the clients of answers under way that it stops, instead of cutting them off."""
+class Announcing(uvicorn.Server):
+    """Tells when it answers, from when on a signal stops it in good order; and the clients of
+    answers under way that it stops, instead of cutting them off."""
+
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_start = on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.warning("stopping")
@@ -66,6 +76,7 @@ async def serve(
     settings: Settings,
     listener: socket.socket,
     tls: ssl.SSLContext | None = None,
+    on_start: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer until a signal says stop, on the loop that the engine runs on."""
     if not settings.keys:
@@ -74,7 +85,7 @@ async def serve(
         log.warning(
             "no TLS: API keys and texts travel in the clear (--tls-cert and --tls-key end that)"
         )
-    await web_server(engine, settings, listener, tls).serve(sockets=[listener])
+    await web_server(engine, settings, listener, tls, on_start).serve(sockets=[listener])
 
 
 def web_server(
@@ -82,6 +93,7 @@ def web_server(
     settings: Settings,
     listener: socket.socket,
     tls: ssl.SSLContext | None = None,
+    on_start: Callable[[], None] = lambda: None,
 ) -> uvicorn.Server:
     bound_what_is_kept(listener, settings.patience)
 
@@ -101,7 +113,7 @@ def web_server(
     )
     config.load()
     config.ssl = tls
-    return AnnouncedStop(config)
+    return Announcing(config, on_start)
 
 
 def bound_what_is_kept(listener: socket.socket, patience: float) -> None:
