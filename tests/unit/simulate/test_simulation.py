@@ -302,7 +302,7 @@ def test_ten_thousand_workers_and_a_hundred_thousand_leases_take_seconds():
     scene = scenario(
         model__layers=8,
         model__blocks=8,
-        train__steps=450_000,
+        train__steps=370_000,
         swarm__quorum=100,
         swarm__grace_seconds=5.0,
         swarm__most_stale=20,
