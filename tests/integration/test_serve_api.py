@@ -281,6 +281,16 @@ def test_a_bug_is_an_error_in_the_same_format(engine: SmallEngine):
     assert answer.json()["error"]["code"] == "internal" and "log may" not in answer.text
 
 
+def test_a_server_says_that_it_answers_once_it_does(engine: SmallEngine):
+    listener, answered = bound_socket("127.0.0.1", 0), []
+    server = web_server(
+        engine, SETTINGS, listener, on_start=lambda: answered.append(server.started)
+    )
+    assert answered == []
+    with listening(server, listener):
+        assert answered == [True]
+
+
 def test_a_server_that_stops_says_so_to_those_it_answers(engine: SmallEngine):
     engine.seconds_per_byte = 0.01
     listener = bound_socket("127.0.0.1", 0)

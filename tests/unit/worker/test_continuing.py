@@ -1,5 +1,6 @@
 """A worker that trains on while its update is made and travels."""
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -195,3 +196,20 @@ def test_last_words_hold_more(server: FaultServer, script: LastWords, watched: W
     first, _ = straight(script, 0)
     kept = [np.count_nonzero(learned(script, number, first)) for number in range(2)]
     assert kept[1] > 8 * kept[0] > 0
+
+
+@pytest.mark.parametrize("on_its_way", [False, True])
+def test_a_worker_started_again_tells_nothing_twice(
+    script: LastWords, watched: Watched, tmp_path: Path, on_its_way: bool
+):
+    """What it owes it still knows, unless it was killed while an update was on its way."""
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    base = script.first_weights()
+    script.answers = [lambda: script.lease(base, 0, 3), script.after(1, Finished)]
+    assert watched.run()
+    (owed,) = tmp_path.rglob("residual-0.safetensors")
+    if on_its_way:
+        shutil.copy(owed, f"{owed}.lease002")
+    script.answers = [Finished]
+    assert watched.run()
+    assert owed.exists() != on_its_way
