@@ -2,10 +2,10 @@
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive \
-#     optimizers cascade stale uneven lead cascade-counts workers codecs three-hosts best \
+#     optimizers cascade stale uneven lead sparse workers codecs three-hosts best \
 #     serving serving-gpu
 #
-# SEEDS and CODECS choose among the runs of workers and codecs.
+# SEEDS and CODECS choose among the runs of sparse, workers and codecs.
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. Needs only
 # torch, numpy, safetensors and filelock, but for `serving`, which needs all of blocktrain, Linux and
 # root, and in MODELS the runs denoise, cascade and end-to-end; and `serving-gpu`, which needs all of
@@ -44,6 +44,9 @@ for part in "$@"; do
       --grid model.dropout=0.0,0.1,0.2 --choose ;;
     workers) quality 38m wikitext2-38m 'wikitext-2/*.txt' $crew --kinds denoise workers \
       --seeds ${SEEDS:-0 1 2} --grid model.dropout=0.0 swarm.codec=none --against denoise ;;
+    sparse) quality 38m wikitext2-38m 'wikitext-2/*.txt' $crew $often --kinds denoise workers \
+      --workers 4 --seeds ${SEEDS:-0 1 2} --grid model.dropout=0.0 swarm.codec=sparse \
+      --against denoise ;;
     codecs) quality 38m wikitext2-38m 'wikitext-2/*.txt' $crew $often --kinds workers \
       --seeds ${SEEDS:-0 1 2} --grid model.dropout=0.0 swarm.codec=${CODECS:-none,sparse} \
       --against workers ;;
@@ -51,7 +54,7 @@ for part in "$@"; do
     leak) quality leak wikitext2-small 'wikitext-2/*.txt' --kinds denoise --splits test \
       --grid objective.sigma_min=0.1,0.5,1.0,2.0 ;;
     counts) quality counts wikitext2-small 'wikitext-2/*.txt' model.layers=12 --splits test \
-      --kinds denoise --grid model.blocks=2,4,6,12 ;;
+      --kinds end-to-end denoise cascade --grid model.blocks=2,4,6,12 ;;
     adaptive) quality adaptive wikitext2-small 'wikitext-2/*.txt' --kinds denoise --splits test \
       --grid objective.partition=lognormal,adaptive ;;
     cascade) quality cascade wikipedia-38m 'wikipedia/*' --splits valid \
@@ -70,8 +73,6 @@ for part in "$@"; do
         quality lead wikipedia-38m 'wikipedia/*' model.width=256 model.heads=4 model.window=256 \
           train.batch=16 train.steps=1200 --splits valid --kinds $kind
       done ;;
-    cascade-counts) quality cascade wikipedia-38m 'wikipedia/*' --splits valid \
-      --kinds cascade --grid model.blocks=2,4,6,12 ;;
     speed | memory) python3 "bench/$part.py" --config configs/wikitext2-38m.toml --out "$out" |
       tee "$out/$part.log" ;;
     best)
