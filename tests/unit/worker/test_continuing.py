@@ -13,7 +13,7 @@ from blocktrain.config import Config
 from blocktrain.core.codec import Decoder
 from blocktrain.data.corpus import Corpus
 from blocktrain.protocol import tensors
-from blocktrain.protocol.messages import Blob, Finished, LeaseAnswer
+from blocktrain.protocol.messages import Blob, Finished, Lease, LeaseAnswer
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.assemble import load_block
 from blocktrain.train.trainer import BlockTrainer
@@ -213,3 +213,34 @@ def test_a_worker_started_again_tells_nothing_twice(
     script.answers = [Finished]
     assert watched.run()
     assert owed.exists() != on_its_way
+
+
+@pytest.mark.parametrize("answer_comes", [False, True])
+def test_what_is_owed_is_forgotten_where_nobody_knows_whether_an_update_arrived(
+    script: LastWords,
+    watched: Watched,
+    server: FaultServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer_comes: bool,
+):
+    """Told again, it would count twice."""
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    monkeypatch.setattr("blocktrain.worker.agent.LATEST_SEND_SECONDS", 0.5)
+    base = script.first_weights()
+
+    def next_answers_are_cut() -> Lease:
+        if not answer_comes:
+            server.faults = [Fault("POST /v1/updates/lease002/commit", cut_after=0, times=1000)]
+        return script.lease(base, 3, 3)
+
+    script.answers = [
+        lambda: script.lease(base, 0, 3),
+        script.after(1, next_answers_are_cut),
+        script.after(2, Finished),
+    ]
+    assert watched.run()
+    told = [event.text for event in watched.events if event.kind == "refused"]
+    assert ["update not sent" in text for text in told] == ([] if answer_comes else [True])
+    assert any(tmp_path.rglob("residual-0.safetensors")) == answer_comes
+    assert not list(tmp_path.rglob("residual-0.safetensors.*"))
