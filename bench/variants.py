@@ -13,6 +13,7 @@ Not run by itself.
 
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -192,7 +193,11 @@ def _train_by_workers(config: Config, folder: Path, workers: int, facts: dict[st
     from blocktrain.cli.local_swarm import LocalSwarm
     from blocktrain.worker.model_fetch import fetch_model
 
-    with LocalSwarm(config, folder, workers) as swarm:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as scratch,  # gigabytes that nobody reads again
+        LocalSwarm(config, Path(scratch), workers) as swarm,
+    ):
         while (status := swarm.status()).state != "finished":
             time.sleep(POLL_SECONDS)
         facts |= {

@@ -500,7 +500,7 @@ def test_a_small_update_from_a_version_that_is_gone_is_refused(tmp_path: Path):
             assert service.merger.merge_due() == 1
         clock.forward(1800.0)  # less than a token's life
         service.leases.expire()
-        service.merger.collect()
+        service.collector.collect()
         refused(sleeper.post_whole(made), 404, "not_found")
         assert service.reports.status().blocks[0].pending_updates == 0
 

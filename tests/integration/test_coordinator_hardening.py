@@ -426,7 +426,7 @@ def test_an_offer_on_a_version_that_is_forgotten_is_refused(tmp_path, clock):
             quick.work(blocks=(0,))
             service.round()
             clock.forward(1)
-        service.merger.collect()
+        service.collector.collect()
         with pytest.raises((RefusedError, NotFoundError)):
             late.send(made)  # sqlalchemy NoResultFound: a 500
 
@@ -448,9 +448,9 @@ def test_collecting_after_an_old_version_went_out_of_use(tmp_path, clock):
             quick.work(blocks=(0,))
             service.round()
             clock.forward(1)
-        service.merger.collect()  # forgets 1 to 4; 0 is in use
+        service.collector.collect()  # forgets 1 to 4; 0 is in use
         assert commit(service, late.caller, lease.lease).state == "refused"
-        service.merger.collect()  # KeyError: (0, 0)
+        service.collector.collect()  # KeyError: (0, 0)
         with service.run.ledger.read() as tx:
             assert sorted(v.version for v in tx.versions() if v.block == 0) == [5]
 
@@ -491,7 +491,7 @@ def test_what_was_offered_and_never_sent_does_not_keep_its_base_for_ever(tmp_pat
             service.round()
             clock.forward(3600)
         clock.forward(7 * 24 * 3600)
-        service.merger.collect()
+        service.collector.collect()
         with service.run.ledger.read() as tx:
             assert 0 not in [v.version for v in tx.versions() if v.block == 0]
 

@@ -1,9 +1,10 @@
-"""What a coordinator does by itself: updates become versions, old versions and chunks go."""
+"""What a coordinator does by itself: updates become versions, once enough of them are there."""
 
 import logging
 from collections.abc import Sequence
 
 from blocktrain.coordinator import plan
+from blocktrain.coordinator.collector import Collector
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import claimed
 from blocktrain.core import faults
@@ -11,6 +12,7 @@ from blocktrain.core.codec import codec_named
 from blocktrain.core.merge import Outer
 from blocktrain.core.swarm import BlockState, PendingUpdate
 from blocktrain.errors import BlocktrainError, DivergedError, NotFoundError
+from blocktrain.protocol.messages import Recipe
 from blocktrain.storage.ledger import Transaction, Version
 from blocktrain.storage.merging import Compression, Merged, Update, merge_blobs
 
@@ -20,12 +22,11 @@ log = logging.getLogger(__name__)
 # it. One that ends too soon only means that two do the same work.
 CLAIM_SECONDS = 5.0
 CLAIM_BYTES_PER_SECOND = 50e6
-COLLECT_AFTER = 3600.0  # seconds: a chunk nobody refers to may be of an upload that has just begun
 
 
 class Merger:
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, collector: Collector) -> None:
+        self.run, self._collector = run, collector
 
     def merge_due(self) -> int:
         """Merge every block whose time has come; how many versions that made. Blocks never wait
@@ -42,26 +43,6 @@ class Merger:
         if all(state.finished for state in states):
             self._finish()
         return made
-
-    def collect(self) -> int:
-        """Drop versions beyond those kept, and chunks nobody refers to; how many chunks went."""
-        with self.run.ledger.write() as tx:
-            tx.lock_blocks()
-            self._refuse_never_sent(tx)
-            kept = self._forget_old_versions(tx) | self._forget_useless_differences(tx)
-            live = tx.live_updates()
-        needed = {blob.name for blob in self.run.description.corpus.values()} | kept
-        keep = {chunk for row in live for chunk in claimed(row).recipe.chunks}
-        for name in needed:
-            keep |= self.run.blobs.chunks_of(name)
-        oldest, gone = self.run.clock() - COLLECT_AFTER, 0
-        for name, put_at in self.run.chunks.stored():
-            # At once: whoever puts it again meanwhile makes it new, and may then rely on it.
-            if name not in keep and put_at < oldest:
-                self.run.chunks.delete(name)
-                gone += 1
-        self.run.chunks.clear_leftovers(oldest)
-        return gone
 
     def _merge(self, state: BlockState, due: Sequence[PendingUpdate]) -> bool:
         now = self.run.clock()
@@ -122,6 +103,7 @@ class Merger:
                 detail=f"version {state.version + 1}: {len(due)} updates, {steps} steps",
             )
         faults.reached("published")
+        self._collector.retire(_chunks_of(sources))
         return True
 
     def _merged(
@@ -163,15 +145,6 @@ class Merger:
                     tx.give_back_range(covered.block, covered.first_batch, covered.steps)
                     tx.add_event(now, "refused", update.worker, covered.block, reason)
 
-    def _refuse_never_sent(self, tx: Transaction) -> None:
-        """What was offered, whose lease is over, and which would be too late by now."""
-        current = {state.index: state.version for state in tx.block_states()}
-        held = {lease.id for lease in tx.held_leases()}
-        for row in tx.live_updates():
-            counts = plan.weight(self.run.config.swarm, current[row.block], row.base_version)
-            if row.state == "offered" and row.lease not in held and counts == 0.0:
-                tx.refuse_update(row.lease, "it was never sent")
-
     def _lost(self, state: BlockState, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """Updates that can never be merged: all others of the block would wait for ever."""
         with self.run.ledger.read() as tx:
@@ -204,47 +177,14 @@ class Merger:
             start = tx.version(state.index, update.base_version).weights
         return Update(update.lease, claim.recipe, covered, start, share)
 
-    def _forget_old_versions(self, tx: Transaction) -> set[str]:
-        """Blobs of versions that stay: the newest few, whatever somebody builds on, and whatever
-        was current when a lease that is still held was given (a cascade reads the blocks before).
-        """
-        held = tx.held_leases()
-        in_use = {(row.block, row.base_version) for row in (*held, *tx.live_updates())}
-        since = min((lease.created for lease in held), default=self.run.clock())
-        replaced = {(item.block, item.version - 1): item.created for item in tx.versions()}
-        current = {state.index: state.version for state in tx.block_states()}
-        kept: set[str] = set()
-        for version in tx.versions():
-            here = (version.block, version.version)
-            recent = version.version > current[version.block] - self.run.config.swarm.keep_versions
-            if not recent and here not in in_use and replaced.get(here, 0.0) < since:
-                tx.forget_version(version.block, version.version)
-                continue
-            blobs = (version.weights, version.velocity, version.owed)
-            kept |= {blob.name for blob in blobs if blob}
-        return kept
-
-    def _forget_useless_differences(self, tx: Transaction) -> set[str]:
-        """Blobs of differences that stay: those that lead to a version that is there, and those
-        that with all after them are still smaller than the newest version."""
-        there = {(version.block, version.version) for version in tx.versions()}
-        kept: set[str] = set()
-        for state in tx.block_states():
-            found = tx.differences(state.index)
-            useful = plan.useful_differences(
-                {version: blob.size for version, blob in found.items()},
-                tx.version(state.index).weights.size,
-            )
-            for version, blob in found.items():
-                if version in useful or (state.index, version) in there:
-                    kept.add(blob.name)
-                else:
-                    tx.forget_difference(state.index, version)
-        return kept
-
     def _finish(self) -> None:
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             if tx.finish_run(now):
                 tx.add_event(now, "finished")
                 log.info("the run is finished")
+
+
+def _chunks_of(updates: Sequence[Update]) -> list[str]:
+    recipes = [update.end for update in updates if isinstance(update.end, Recipe)]
+    return [chunk for recipe in recipes for chunk in recipe.chunks]

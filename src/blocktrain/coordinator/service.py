@@ -7,6 +7,7 @@ import time
 
 from sqlalchemy.exc import DBAPIError
 
+from blocktrain.coordinator.collector import Collector
 from blocktrain.coordinator.leases import HeldLease, Leases
 from blocktrain.coordinator.members import Members
 from blocktrain.coordinator.merger import Merger
@@ -21,7 +22,8 @@ log = logging.getLogger(__name__)
 
 ROUND_SECONDS = 0.25
 SHORTEST_ROUND = 0.02
-COLLECT_SECONDS = 300.0
+COLLECT_SECONDS = 60.0
+COLLECT_SHARE = 0.02  # of the time, at most: merges wait meanwhile
 MOST_REMEMBERED = 4096  # leases in memory; any other costs a look into the ledger
 
 
@@ -32,7 +34,8 @@ class Service:
         handed_out: Recent[HeldLease] = Recent(MOST_REMEMBERED)
         self.leases = Leases(run, self.members, handed_out)
         self.updates = Updates(run, self.members, handed_out)
-        self.merger = Merger(run)
+        self.collector = Collector(run)
+        self.merger = Merger(run, self.collector)
         self.versions_made = News()
         self.reports = Reports(run, self.members)
         self._stop, self._wake = threading.Event(), threading.Event()
@@ -56,7 +59,7 @@ class Service:
             self.versions_made.tell()
 
     def _make_rounds(self) -> None:
-        collected, ended = self.run.clock(), -math.inf
+        collect_at, ended = time.monotonic() + COLLECT_SECONDS, -math.inf
         while not self._stop.is_set():
             self._wake.wait(ROUND_SECONDS)
             # What arrives close together is looked at once; what arrives alone, at once.
@@ -64,9 +67,10 @@ class Service:
             self._wake.clear()
             try:
                 self.round()
-                if self.run.clock() - collected > COLLECT_SECONDS:
-                    collected = self.run.clock()
-                    self.merger.collect()
+                if (began := time.monotonic()) >= collect_at:
+                    self.collector.collect()
+                    took = time.monotonic() - began
+                    collect_at = began + max(COLLECT_SECONDS, took / COLLECT_SHARE)
             except (BlocktrainError, DBAPIError) as error:
                 # A database that restarts, a store that does not answer: the next round tries.
                 log.warning("round failed, will try again: %s", error)

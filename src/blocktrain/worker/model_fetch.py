@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocktrain.config import from_toml
+from blocktrain.errors import RefusedError
 from blocktrain.protocol import tensors
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
-from blocktrain.storage.run_dir import RunDir
+from blocktrain.storage.run_dir import RunDir, Tensors
 from blocktrain.worker.client import Client
 from blocktrain.worker.throttle import Throttle
 from blocktrain.worker.traffic import Traffic
@@ -25,16 +26,26 @@ class Fetched:
 
 
 def fetch_model(client: Client, out: Path) -> Fetched:
-    """Every block as it stands now; blocks never wait for each other, so versions may differ."""
-    config, status = from_toml(client.run().config), client.status()
-    traffic = Traffic()
+    """Every block as it stands when its turn comes; blocks never wait for each other, so versions
+    may differ."""
+    config, traffic = from_toml(client.run().config), Traffic()
     with tempfile.TemporaryDirectory(prefix="blocktrain-") as scratch:
         cache = Blobs(LocalChunks(Path(scratch), sync=False))
         transfer = Transfer(client, cache, Throttle(None, client.clock), traffic)
-        blocks = [
-            tensors.decode(transfer.read(block.weights, client.patience(PATIENCE_SECONDS)))
-            for block in status.blocks
-        ]
+        blocks = [_newest(client, transfer, index) for index in range(config.units)]
         run = RunDir.create(out, config)
-        run.write_exported(blocks)
-    return Fetched(run, [block.version for block in status.blocks], traffic.down)
+        run.write_exported([weights for _, weights in blocks])
+    return Fetched(run, [version for version, _ in blocks], traffic.down)
+
+
+def _newest(client: Client, transfer: Transfer, index: int) -> tuple[int, Tensors]:
+    """A version that is replaced while it is fetched may be gone before its end: then a newer."""
+    patience, before = client.patience(PATIENCE_SECONDS), -1
+    while True:
+        block = client.status(patience).blocks[index]
+        try:
+            return block.version, tensors.decode(transfer.read(block.weights, patience))
+        except RefusedError as refused:
+            if refused.code != "not_found" or block.version == before:
+                raise
+        before = block.version

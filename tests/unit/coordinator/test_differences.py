@@ -7,7 +7,8 @@ import pytest
 from tests.support.coordinator import SetClock, join, open_stores, running
 from tests.support.frugal import frugal, make_version, send_learned
 
-from blocktrain.coordinator.merger import COLLECT_AFTER, Merger
+from blocktrain.coordinator.collector import COLLECT_AFTER, Collector
+from blocktrain.coordinator.merger import Merger
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import MOST_DIFFERENCES, Blob
@@ -83,7 +84,7 @@ def test_differences_outlive_their_versions_while_following_them_is_shorter(
         clock.forward(COLLECT_AFTER + 10)
         before = weights_at(service, 0)
         held = service.run.blobs.reader(before).chunk(0)
-        service.merger.collect()
+        service.collector.collect()
         with service.run.ledger.read() as tx:
             assert [item.version for item in tx.versions() if item.block == 0] == [5]
         service.run.chunks.put(held)
@@ -103,7 +104,7 @@ def test_differences_go_when_the_whole_is_shorter(tmp_path: Path, clock: SetCloc
         lease = member.lease(blocks=(0,), steps_per_second=0.1)
         make_version(service, join(service))
         clock.forward(COLLECT_AFTER + 10)
-        service.merger.collect()
+        service.collector.collect()
         with service.run.ledger.read() as tx:
             assert list(tx.differences(0)) == [lease.base_version, 5] == [4, 5]
         assert len(led(service, 3, 5)) == 2 and led(service, 2, 5) == ()
@@ -115,7 +116,8 @@ def test_of_two_coordinators_that_merge_at_once_one_publishes(
     """The loser leaves neither a difference nor a debt behind."""
     member = join(service)
     send_learned(member, member.lease(blocks=(0,)))
-    rival = Merger(open_run(*open_stores(tmp_path), clock))
+    run = open_run(*open_stores(tmp_path), clock)
+    rival = Merger(run, Collector(run))
     merged = service.merger._merged
 
     def slowly(*arguments, **options):  # type: ignore[no-untyped-def]

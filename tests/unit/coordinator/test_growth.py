@@ -104,7 +104,7 @@ def test_no_table_that_grows_is_read_as_a_whole(
     service.members.ban(bob.id)
     score = Score(block=0, versions=(1,), split="valid", windows="windows0", ce=1.0)
     service.reports.score(judge.caller, score)
-    service.merger.collect()
+    service.collector.collect()
     service.reports.status()
     service.reports.events(service.reports.last_event() - 1, 10)
     assert len(asked) > 40

@@ -1,4 +1,4 @@
-"""Updates become versions, old versions and chunks go: on a real run, with exact numbers."""
+"""Updates become versions: on a real run, with exact numbers."""
 
 import threading
 from collections.abc import Iterator
@@ -11,23 +11,21 @@ from tests.support.coordinator import (
     Member,
     SetClock,
     Weights,
-    commit,
     first_weights,
     join,
     make_run,
     moved,
     open_stores,
-    put_chunk,
     running,
     tensors_of,
     weights_now,
 )
 
-from blocktrain.coordinator.merger import CLAIM_SECONDS, COLLECT_AFTER, Merger
+from blocktrain.coordinator.collector import Collector
+from blocktrain.coordinator.merger import CLAIM_SECONDS, Merger
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import Lease
-from blocktrain.storage.ledger import Ledger
 
 
 @pytest.fixture
@@ -210,7 +208,8 @@ def test_nothing_waits_nothing_happens(service: Service):
 def test_two_coordinators_make_one_version(tmp_path: Path, clock: SetClock):
     with running(tmp_path, clock) as service:
         stores = [open_stores(tmp_path) for _ in range(3)]
-        mergers = [Merger(open_run(*each, clock)) for each in stores]
+        runs = [open_run(*each, clock) for each in stores]
+        mergers = [Merger(run, Collector(run)) for run in runs]
         member = join(service)
         for turn in range(1, 4):
             member.work(blocks=(0,))
@@ -246,7 +245,7 @@ def test_what_a_coordinator_that_died_was_merging_is_merged_by_another(
 
 def test_the_end_is_noticed_once(tmp_path: Path, clock: SetClock):
     with running(tmp_path, clock, train__steps=10) as service:
-        other = Merger(service.run)
+        other = Merger(service.run, Collector(service.run))
         member = join(service)
         for block in (0, 1):
             service.round()
@@ -279,134 +278,6 @@ def test_a_run_does_not_end_while_something_is_out(tmp_path: Path, clock: SetClo
         service.round()
         service.round()
         assert service.reports.status().state == "finished"
-
-
-# What is kept
-
-
-def stored(service: Service) -> set[str]:
-    return {name for name, _ in service.run.chunks.stored()}
-
-
-def version_numbers(ledger: Ledger, block: int) -> list[int]:
-    with ledger.read() as tx:
-        return sorted(v.version for v in tx.versions() if v.block == block)
-
-
-def test_the_newest_versions_and_the_corpus_are_kept_and_the_rest_goes(
-    tmp_path: Path, clock: SetClock
-):
-    with running(tmp_path, clock, swarm__keep_versions=2) as service:
-        member = join(service)
-        for _ in range(4):
-            member.work(blocks=(0,))
-            service.round()
-            clock.forward(1)
-        with service.run.ledger.read() as tx:
-            names = {v.version: v.weights.name for v in tx.versions() if v.block == 0}
-        before = stored(service)
-        assert service.merger.collect() == 0  # all of it is younger than an hour
-        assert stored(service) == before
-        assert version_numbers(service.run.ledger, 0) == [3, 4]
-        assert version_numbers(service.run.ledger, 1) == [0]
-        clock.forward(COLLECT_AFTER + 10)
-        assert service.merger.collect() == 6  # of three versions, a recipe and a chunk each
-        left = stored(service)
-        assert all(names[version] in left for version in (3, 4))
-        assert not any(names[version] in left for version in (0, 1, 2))
-        for blob in service.run.description.corpus.values():
-            assert service.run.blobs.chunks_of(blob.name) <= left
-        assert service.merger.collect() == 0
-        assert weights_now(service.run, 0) and weights_now(service.run, 1)
-
-
-def test_what_somebody_builds_on_is_kept(tmp_path: Path, clock: SetClock):
-    settings = {"swarm__keep_versions": 1, "swarm__quorum": 1, "train__steps": 200}
-    with running(tmp_path, clock, **settings) as service:
-        trains, sends, waits, quick = (join(service) for _ in range(4))
-        slow = {"blocks": (0,), "steps_per_second": 1e-3}
-        lease = trains.lease(**slow)
-        quick.work(blocks=(0,))
-        service.merger.merge_due()
-        sending = sends.lease(**slow)
-        offered = sends.make(sending, by=7.0)
-        service.updates.offer(sends.caller, offered.offer)
-        for name, data in offered.chunks.items():
-            put_chunk(service, sends.caller, sending.lease, name, data)
-        quick.work(blocks=(0,))
-        service.merger.merge_due()
-        waiting = waits.lease(**slow)
-        quick.work(blocks=(0,))
-        service.merger.merge_due()
-        waits.send(waits.make(waiting, by=9.0))
-        clock.forward(COLLECT_AFTER + 10)
-        service.merger.collect()
-        assert version_numbers(service.run.ledger, 0) == [0, 1, 2, 3]
-        assert trains.send(trains.make(lease)).state == "pending"
-        assert commit(service, sends.caller, sending.lease).state == "pending"
-        assert service.merger.merge_due() == 1
-        clock.forward(COLLECT_AFTER + 10)
-        assert service.merger.collect() > 0
-        assert version_numbers(service.run.ledger, 0) == [4]
-
-
-def test_the_blocks_before_a_lease_of_a_cascade_are_kept_while_it_is_held(
-    tmp_path: Path, clock: SetClock
-):
-    cascade = {"objective__kind": "cascade", "objective__tail": 1, "objective__lead": 0.0}
-    with running(tmp_path, clock, **cascade, swarm__keep_versions=1) as service:
-        slow, quick = join(service), join(service)
-        lease = slow.lease(blocks=(1,), steps_per_second=1e-3)
-        for _ in range(3):
-            clock.forward(1)
-            quick.work(blocks=(0,))
-            service.merger.merge_due()
-        clock.forward(COLLECT_AFTER + 10)
-        service.merger.collect()
-        (before,) = lease.predecessors
-        assert before.version == 0
-        assert tensors_of(service.run, before.weights)
-        slow.send(slow.make(lease))
-        service.merger.merge_due()
-        clock.forward(COLLECT_AFTER + 10)
-        service.merger.collect()
-        assert version_numbers(service.run.ledger, 0) == [3]
-
-
-def test_velocity_is_kept_with_its_version(tmp_path: Path, clock: SetClock):
-    with running(tmp_path, clock, swarm__keep_versions=1, swarm__outer_momentum=0.5) as service:
-        member = join(service)
-        for _ in range(2):
-            member.work(blocks=(0,))
-            service.round()
-        clock.forward(COLLECT_AFTER + 10)
-        service.merger.collect()
-        with service.run.ledger.read() as tx:
-            velocity = tx.version(0).velocity
-        assert velocity is not None and tensors_of(service.run, velocity)
-        member.work(blocks=(0,))
-        assert service.merger.merge_due() == 1
-
-
-def test_a_chunk_that_nobody_names_stays_for_an_hour(service: Service, clock: SetClock):
-    name = service.run.chunks.put(b"of an upload that has just begun")
-    clock.forward(COLLECT_AFTER - 10)
-    assert service.merger.collect() == 0
-    clock.forward(20)
-    assert service.merger.collect() == 1
-    assert not service.run.chunks.has([name])
-
-
-def test_what_a_killed_process_was_writing_goes_too(
-    service: Service, tmp_path: Path, clock: SetClock
-):
-    partial = tmp_path / "chunks" / "partial" / "half a chunk"
-    partial.write_bytes(b"half")
-    service.merger.collect()
-    assert partial.exists()
-    clock.forward(COLLECT_AFTER + 10)
-    service.merger.collect()
-    assert not partial.exists()
 
 
 def test_a_run_goes_on_after_a_restart(tmp_path: Path, clock: SetClock):

@@ -1,0 +1,123 @@
+"""What nobody needs any more goes: old versions, and chunks that nothing refers to."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from blocktrain.coordinator import plan
+from blocktrain.coordinator.run import Run
+from blocktrain.coordinator.updates import claimed
+from blocktrain.storage.ledger import Transaction
+
+# Seconds: a chunk that nothing has referred to yet may be of an upload or a merge under way.
+COLLECT_AFTER = 3600.0
+# A version that is forgotten stays for those who were told of it and fetch the model this fast.
+FETCH_SECONDS = 60.0
+FETCH_BYTES_PER_SECOND = 1e6
+
+
+class Retired(NamedTuple):
+    """A chunk that nothing refers to any more, since when, and until when it is still read."""
+
+    since: float
+    until: float
+
+
+class Collector:
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._retired: dict[str, Retired] = {}
+
+    def retire(self, chunks: Iterable[str], seconds: float = 0.0) -> None:
+        """Nothing refers to these chunks any more: they may go after so many seconds, unless
+        somebody puts them again, and then relies on them. What is retired when a coordinator ends
+        goes like any chunk that nothing refers to."""
+        now = self.run.clock()
+        self._retired.update(dict.fromkeys(chunks, Retired(now, now + seconds)))
+
+    def collect(self) -> int:
+        """Drop versions beyond those kept, and chunks nobody needs; how many chunks went."""
+        with self.run.ledger.write() as tx:
+            tx.lock_blocks()
+            self._refuse_never_sent(tx)
+            before = _blobs(tx)
+            self._forget_old_versions(tx)
+            self._forget_useless_differences(tx)
+            kept, live = _blobs(tx), tx.live_updates()
+            model_bytes = sum(tx.version(state.index).weights.size for state in tx.block_states())
+        fetching = FETCH_SECONDS + model_bytes / FETCH_BYTES_PER_SECOND
+        self.retire(self._chunks_of(before - kept), fetching)
+        corpus = {blob.name for blob in self.run.description.corpus.values()}
+        needed = self._chunks_of(corpus | kept)
+        return self._delete_all_but(
+            needed | {chunk for row in live for chunk in claimed(row).recipe.chunks}
+        )
+
+    def _delete_all_but(self, needed: set[str]) -> int:
+        now = self.run.clock()
+        oldest, gone, retired = now - COLLECT_AFTER, 0, self._retired
+        self._retired = {}
+        for name, put_at in self.run.chunks.stored():
+            if name in needed:
+                continue
+            # At once: whoever puts it again meanwhile makes it new, and may then rely on it.
+            over = retired.get(name)
+            if put_at < oldest or (over and put_at < over.since and over.until <= now):
+                self.run.chunks.delete(name)
+                gone += 1
+            elif over:
+                self._retired[name] = over
+        self.run.chunks.clear_leftovers(oldest)
+        return gone
+
+    def _chunks_of(self, blobs: Iterable[str]) -> set[str]:
+        return {chunk for name in blobs for chunk in self.run.blobs.chunks_of(name)}
+
+    def _refuse_never_sent(self, tx: Transaction) -> None:
+        """What was offered, whose lease is over, and which would be too late by now."""
+        current = {state.index: state.version for state in tx.block_states()}
+        held = {lease.id for lease in tx.held_leases()}
+        for row in tx.live_updates():
+            counts = plan.weight(self.run.config.swarm, current[row.block], row.base_version)
+            if row.state == "offered" and row.lease not in held and counts == 0.0:
+                tx.refuse_update(row.lease, "it was never sent")
+
+    def _forget_old_versions(self, tx: Transaction) -> None:
+        """All but the newest few, whatever somebody builds on, and whatever was current when a
+        lease that is still held was given (a cascade reads the blocks before)."""
+        held = tx.held_leases()
+        in_use = {(row.block, row.base_version) for row in (*held, *tx.live_updates())}
+        since = min((lease.created for lease in held), default=self.run.clock())
+        replaced = {(item.block, item.version - 1): item.created for item in tx.versions()}
+        current = {state.index: state.version for state in tx.block_states()}
+        for version in tx.versions():
+            here = (version.block, version.version)
+            recent = version.version > current[version.block] - self.run.config.swarm.keep_versions
+            if not recent and here not in in_use and replaced.get(here, 0.0) < since:
+                tx.forget_version(version.block, version.version)
+
+    def _forget_useless_differences(self, tx: Transaction) -> None:
+        """All but those that lead to a version that is there, and those that with all after them
+        are still smaller than the newest version."""
+        there = {(version.block, version.version) for version in tx.versions()}
+        for state in tx.block_states():
+            found = tx.differences(state.index)
+            useful = plan.useful_differences(
+                {version: blob.size for version, blob in found.items()},
+                tx.version(state.index).weights.size,
+            )
+            for version in found:
+                if version not in useful and (state.index, version) not in there:
+                    tx.forget_difference(state.index, version)
+
+
+def _blobs(tx: Transaction) -> set[str]:
+    """Of all versions and differences that are not forgotten."""
+    names = {
+        blob.name
+        for version in tx.versions()
+        for blob in (version.weights, version.velocity, version.owed)
+        if blob
+    }
+    for state in tx.block_states():
+        names |= {blob.name for blob in tx.differences(state.index).values()}
+    return names

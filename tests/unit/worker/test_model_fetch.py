@@ -1,0 +1,64 @@
+"""A model is fetched while the run goes on, and what it is made of is replaced meanwhile."""
+
+from pathlib import Path
+
+import pytest
+from tests.support.fault_server import FaultServer
+from tests.support.worker_side import RUN, described
+
+from blocktrain.config import Config
+from blocktrain.data.corpus import Corpus
+from blocktrain.errors import RefusedError
+from blocktrain.protocol import tensors
+from blocktrain.protocol.messages import Blob, BlockStatus, Moved, Status
+from blocktrain.train.device import resolve
+from blocktrain.train.trainer import BlockTrainer
+from blocktrain.worker.client import Client
+from blocktrain.worker.model_fetch import fetch_model
+
+GONE = Blob(name="ab" * 32, size=1000)
+
+
+class Blocks:
+    """The versions of each block that are told one after another; the last one stays."""
+
+    def __init__(self, server: FaultServer, config: Config, corpus: Corpus) -> None:
+        self.told: list[list[tuple[int, Blob]]] = []
+        for block in range(config.units):
+            weights = BlockTrainer(config, block, corpus, resolve("cpu", "fp32"), None).weights()
+            self.told.append([(5, server.hold(b"".join(tensors.encode(weights))))])
+        server.on("GET /v1/run", lambda body: described(config=config.to_toml()))
+        server.on("GET /v1/status", lambda body: self._status())
+
+    def _status(self) -> Status:
+        now = [told.pop(0) if len(told) > 1 else told[0] for told in self.told]
+        return Status(
+            run=RUN, state="running", ce=None, workers=(), seconds=1.0,
+            blocks=tuple(
+                BlockStatus(
+                    index=index, version=version, weights=weights, ce=None, bytes_trained=1,
+                    progress=0.5, replicas=1, participation=1.0, pending_updates=0, moved=Moved(),
+                )
+                for index, (version, weights) in enumerate(now)
+            ),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def blocks(server: FaultServer, config: Config, corpus: Corpus) -> Blocks:
+    return Blocks(server, config, corpus)
+
+
+def test_a_version_that_is_gone_before_it_is_here_makes_room_for_a_newer(
+    client: Client, blocks: Blocks, tmp_path: Path
+):
+    blocks.told[0][:0] = [(3, GONE), (4, GONE)]
+    fetched = fetch_model(client, tmp_path / "model")
+    assert fetched.versions == [5, 5]
+    assert fetched.run.config.units == 2
+
+
+def test_a_version_that_is_missing_for_good_is_told(client: Client, blocks: Blocks, tmp_path: Path):
+    blocks.told[1] = [(5, GONE)]
+    with pytest.raises(RefusedError, match="no chunk"):
+        fetch_model(client, tmp_path / "model")
