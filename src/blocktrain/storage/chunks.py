@@ -2,6 +2,7 @@
 
     ab/cdef...                       a chunk, by the first two and the other 62 digits of its name
     partial/RANDOM                   a chunk that is being written (disk)
+    spare/RANDOM                     a file to be written over (disk)
     quarantine/UPLOAD/NAME           what came through a presigned URL and nobody has checked (S3)
 
 A chunk is written whole before it has its name, so a store survives being killed at any instant;
@@ -13,8 +14,9 @@ still needs them: that is the business of blobs and of the ledger.
 import os
 import re
 import secrets
+from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Protocol, Self
@@ -131,16 +133,22 @@ def open_chunks(url: str) -> ChunkStore:
 
 
 class LocalChunks:
-    """Chunks as files. `sync`: a chunk that was put survives a power cut too."""
+    """Chunks as files. `sync`: a chunk that was put survives a power cut too. `spares`: so many
+    files of chunks that were deleted are written over by those that come; only for who deletes
+    nothing that is still being read. What is written to a new file has to find its memory first,
+    which can take longer than all else that is done with it."""
 
     takes_from_anyone = False
 
-    def __init__(self, folder: Path, sync: bool = True) -> None:
+    def __init__(self, folder: Path, sync: bool = True, spares: int = 0) -> None:
         self.folder = folder
         self._sync = sync
-        self._partial = folder / "partial"
+        self._partial, self._spare = folder / "partial", folder / "spare"
         with self._translated():
-            self._partial.mkdir(parents=True, exist_ok=True)
+            for needed in (self._partial, self._spare):
+                needed.mkdir(parents=True, exist_ok=True)
+            self._spares: deque[Path] = deque(self._spare.iterdir())
+        self._most_spares = spares
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -170,8 +178,12 @@ class LocalChunks:
         return {name for name in names if self._path(name).is_file()}
 
     def delete(self, name: str) -> None:
+        path = self._path(name)
         with self._translated():
-            self._path(name).unlink(missing_ok=True)
+            if len(self._spares) >= self._most_spares:
+                path.unlink(missing_ok=True)
+            elif path.is_file():
+                self._spares.append(path.replace(self._spare / secrets.token_hex(16)))
 
     def stored(self) -> Iterator[tuple[str, float]]:
         with self._translated():
@@ -199,21 +211,27 @@ class LocalChunks:
                     entry.unlink(missing_ok=True)
 
     def _write(self, name: str, data: Buffer) -> None:
-        scratch = self._scratch()
+        scratch, file = self._begun()
         try:
-            with scratch.open("xb", buffering=0) as file:
+            with file:
                 _write_all(file, data)
                 self._take(file, scratch, name)
         finally:
             scratch.unlink(missing_ok=True)
 
-    def _scratch(self) -> Path:
-        return self._partial / secrets.token_hex(16)
+    def _begun(self) -> tuple[Path, FileIO]:
+        """A file to be written from its start; it may be longer than what it gets."""
+        scratch = self._partial / secrets.token_hex(16)
+        with suppress(IndexError, FileNotFoundError):
+            self._spares.pop().replace(scratch)
+            return scratch, FileIO(scratch, "r+")
+        return scratch, FileIO(scratch, "x")
 
     def _take(self, file: FileIO, scratch: Path, name: str) -> None:
         """Give a file that was written whole its name."""
         path = self._path(name)
         with self._translated():
+            file.truncate()  # what a file that is written over had behind it
             if self._sync:
                 os.fsync(file.fileno())
             file.close()
@@ -253,8 +271,7 @@ class _IncomingFile:
         self.size = 0
         self._store = store
         self._hash = blake3()
-        self._scratch = store._scratch()
-        self._file = self._scratch.open("xb", buffering=0)
+        self._scratch, self._file = store._begun()
 
     def __enter__(self) -> Self:
         return self

@@ -28,7 +28,7 @@ from blocktrain.errors import (
     UnreachableError,
 )
 from blocktrain.protocol.messages import CHUNK_BYTES
-from blocktrain.storage.chunks import ChunkStore, LocalChunks, name_of, open_chunks
+from blocktrain.storage.chunks import ChunkStore, LocalChunks, name_of, open_chunks, place_of
 from blocktrain.storage.s3_chunks import SPOOL_BYTES, S3Chunks
 
 ABSENT = "0" * 64
@@ -555,3 +555,33 @@ def test_a_bucket_without_its_extra_names_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)  # as where it was never installed
     with pytest.raises(ConfigError, match=r"pip install 'blocktrain\[s3\]'"):
         open_chunks("s3://bucket/prefix")
+
+
+def test_files_of_deleted_chunks_are_written_over(tmp_path: Path):
+    chunks = LocalChunks(tmp_path, sync=False, spares=1)
+    names = [chunks.put(data) for data in (b"long" * 1000, b"other")]
+    was = (tmp_path / place_of(names[0])).stat().st_ino
+    for name in names:
+        chunks.delete(name)
+        chunks.delete(name)
+    assert chunks.has(names) == set() == set(dict(chunks.stored()))
+    again = LocalChunks(tmp_path, sync=False, spares=1)  # as found by whoever comes next
+    short, new = again.put(b"short"), again.put(b"new")
+    assert (tmp_path / place_of(short)).stat().st_ino == was
+    assert (again.get(short), again.get(new)) == (b"short", b"new")
+
+
+def test_what_is_begun_over_a_spare_and_not_kept_leaves_nothing(tmp_path: Path):
+    chunks = LocalChunks(tmp_path, sync=False, spares=4)
+    chunks.delete(chunks.put(b"old"))
+    with chunks.incoming() as arriving:
+        arriving.write(b"n")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_spare_that_somebody_else_took_is_done_without(tmp_path: Path):
+    chunks = LocalChunks(tmp_path, sync=False, spares=4)
+    chunks.delete(chunks.put(b"old"))
+    (taken,) = (tmp_path / "spare").iterdir()
+    taken.unlink()
+    assert chunks.get(chunks.put(b"new")) == b"new"
