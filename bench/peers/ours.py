@@ -68,7 +68,8 @@ class Untrained(LeaseTrainer):
 
 class Holder(HeldBlock):
     def _trainer_of(self, block: int) -> LeaseTrainer:
-        return Untrained(block)
+        self._trainer = self._trainer or Untrained(block)
+        return self._trainer
 
 
 class Worker:

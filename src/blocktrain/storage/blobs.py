@@ -32,8 +32,9 @@ class Blobs:
                 writer.write(part)
             return writer.finish()
 
-    def writer(self) -> "BlobWriter":
-        return BlobWriter(self)
+    def writer(self, size: int | None = None) -> "BlobWriter":
+        """`size`: what the file will have, where that is known."""
+        return BlobWriter(self, size)
 
     def add_recipe(self, recipe: Recipe) -> Blob:
         """Name the file that these chunks make, whether or not they are stored yet."""
@@ -73,8 +74,8 @@ class BlobWriter:
     go on to the store as they come, and while the next ones come the store makes its disk hold
     what it has. Nothing is left of a chunk that does not come to its end."""
 
-    def __init__(self, blobs: Blobs) -> None:
-        self._blobs = blobs
+    def __init__(self, blobs: Blobs, expected: int | None = None) -> None:
+        self._blobs, self._expected = blobs, expected
         self._names: list[Future[str]] = []
         self._keeping = ThreadPoolExecutor(KEPT_AT_ONCE)
         self._chunk: Incoming | None = None
@@ -110,7 +111,7 @@ class BlobWriter:
             raise ProtocolError(f"a blob has at most {MOST_CHUNKS} chunks")
         if len(self._names) > KEPT_AT_ONCE:  # a store that is slower than we are sets the pace
             self._names[-1 - KEPT_AT_ONCE].result()
-        return self._blobs.chunks.incoming()
+        return self._blobs.chunks.incoming(self._expected)
 
     def _store(self, chunk: Incoming) -> None:
         self._names.append(self._keeping.submit(_kept, chunk))

@@ -107,7 +107,8 @@ def merge_blobs(
 
 
 def _write(blobs: Blobs, files: "_Files", outer: Outer, codec: Codec | None) -> Merged:
-    with blobs.writer() as weights, blobs.writer() as speeds, blobs.writer() as debts:
+    size = files.current.size
+    with blobs.writer(size) as weights, blobs.writer(size) as speeds, blobs.writer(size) as debts:
         for writer in (weights, speeds, debts):
             writer.write(files.header)
         pieces = _moving(read_ahead(_targets(files, outer, codec), AHEAD), speeds)
