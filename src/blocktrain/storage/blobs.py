@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from blocktrain.errors import ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, MOST_CHUNKS, Blob, Recipe
 from blocktrain.storage.chunks import Buffer, ChunkStore, Incoming, Opened, altered
+from blocktrain.storage.shelf import ShelfFile
 
 KEPT_AT_ONCE = 4  # chunks of one file that are on their way to the disk
 
@@ -159,19 +160,25 @@ class BlobReader:
         That the chunk was altered is noticed before its last part is given: what was made of those
         before may not count until then."""
         name = self._recipe.chunks[index]
-        buffer, hashed, left = memoryview(bytearray(max(lengths))), blake3(), sum(lengths)
         file, size = self._chunks.open(name)
         with file:
             self._check_size(index, size)
-            for length in lengths:
-                part = buffer[:length]
-                _read_into(file, part)
-                left -= length
-                if self._checked:
-                    hashed.update(part)
-                    if not left and hashed.hexdigest() != name:
-                        raise altered(name, self._chunks)
-                yield part
+            if isinstance(file, ShelfFile):  # hashed when it came, and in memory ever since
+                yield from map(file.view, lengths)
+            else:
+                yield from self._read_parts(file, name, lengths)
+
+    def _read_parts(self, file: Opened, name: str, lengths: Sequence[int]) -> Iterator[memoryview]:
+        buffer, hashed, left = memoryview(bytearray(max(lengths))), blake3(), sum(lengths)
+        for length in lengths:
+            part = buffer[:length]
+            _read_into(file, part)
+            left -= length
+            if self._checked:
+                hashed.update(part)
+                if not left and hashed.hexdigest() != name:
+                    raise altered(name, self._chunks)
+            yield part
 
     def chunk(self, index: int) -> bytes:
         """One chunk, which is not remembered."""

@@ -99,18 +99,19 @@ class ShelfFile(RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        return bytes(self._next(self.size if size < 0 else size))
+        return bytes(self.view(self.size if size < 0 else size))
 
     def readinto(self, buffer: Any) -> int:
-        part = self._next(len(buffer))
+        part = self.view(len(buffer))
         buffer[: len(part)] = part
         return len(part)
+
+    def view(self, length: int) -> memoryview:
+        """The next bytes where they are: not to be looked at once it is closed."""
+        start, self._at = self._at, min(self._at + length, self.size)
+        return self._place.memory[start : self._at].toreadonly()
 
     def close(self) -> None:
         if not self.closed:
             self._shelf.close(self._name, self._place)
         super().close()
-
-    def _next(self, length: int) -> memoryview:
-        start, self._at = self._at, min(self._at + length, self.size)
-        return self._place.memory[start : self._at]
