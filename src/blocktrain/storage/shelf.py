@@ -6,19 +6,19 @@ have to be found and cleared for every one of them. The oldest chunk that nobody
 for the next. May be used by several threads. Knows nothing of files.
 """
 
-import mmap
 import threading
 from io import SEEK_SET, RawIOBase
 from typing import Any
 
 from blocktrain.protocol.messages import CHUNK_BYTES
+from blocktrain.storage.memory import own_memory
 
 
 class Place:
     """Room for one chunk; its memory begins where a page does."""
 
     def __init__(self) -> None:
-        self.memory = memoryview(mmap.mmap(-1, CHUNK_BYTES))
+        self.memory = memoryview(own_memory(CHUNK_BYTES))
         self.size = 0
         self.readers = 0
 
