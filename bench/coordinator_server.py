@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 from blocktrain.config import from_dict
 from blocktrain.coordinator.api import create_app
+from blocktrain.coordinator.home import PLACES
 from blocktrain.coordinator.run import found_run, open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.data.corpus import Corpus
@@ -32,6 +33,7 @@ from blocktrain.protocol.listening import bound_socket
 from blocktrain.protocol.tensors import encode
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.ledger import Ledger
+from blocktrain.storage.shelf import Shelf
 
 BATCHES = 50_000_000  # more than any bench hands out
 BLOCKS = 4
@@ -95,7 +97,8 @@ def most_memory(process: int) -> int:
 
 
 def _serve(folder: Path, db: str) -> None:
-    run = open_run(Ledger(db), LocalChunks(folder / "chunks"), time.time)
+    chunks = LocalChunks(folder / "chunks", shelf=Shelf(PLACES))  # as a coordinator has them
+    run = open_run(Ledger(db), chunks, time.time)
     service = Service(run)
     listener = bound_socket("127.0.0.1", 0)
     secret = service.members.invite("train", 1_000_000, 1e6)

@@ -29,8 +29,6 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
     Wait,
 )
-from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.device import resolve
 from blocktrain.worker.client import Client
@@ -38,7 +36,7 @@ from blocktrain.worker.held_block import HeldBlock
 from blocktrain.worker.lease_trainer import LeaseReport, LeaseTrainer, Trained
 from blocktrain.worker.throttle import Throttle
 from blocktrain.worker.traffic import Traffic
-from blocktrain.worker.transfer import Transfer
+from blocktrain.worker.transfer import Transfer, open_cache
 from coordinator_server import found
 
 HOUR = 3600.0
@@ -48,10 +46,11 @@ COORDINATOR = [sys.executable, "-m", "blocktrain.cli.main", "coordinator", "--js
 
 
 class Untrained(LeaseTrainer):
-    """Hands back what it was given."""
+    """Has a block in memory of its own, as a trainer has, and hands back what it was given."""
 
     def __init__(self, block: int) -> None:
         self.block = block
+        self._weights: Tensors = {}
 
     def run(
         self,
@@ -62,12 +61,15 @@ class Untrained(LeaseTrainer):
         should_stop: Callable[[], bool],
     ) -> Trained:
         assert base is not None, "the other's update is in the new version too"
-        return Trained({name: array.copy() for name, array in base.items()}, 1.0)
+        for name, array in base.items():
+            np.copyto(self._weights.setdefault(name, np.empty_like(array)), array)
+        return Trained(self._weights, 1.0)
 
 
 class Holder(HeldBlock):
     def _trainer_of(self, block: int) -> LeaseTrainer:
-        return Untrained(block)
+        self._trainer = self._trainer or Untrained(block)
+        return self._trainer
 
 
 class Worker:
@@ -77,7 +79,7 @@ class Worker:
         self.client = Client(Invite.decode(invite), self.key)
         self.joined = self.client.join(f"worker {number}", "none")
         self.codec = from_toml(self.joined.description.config).swarm.codec
-        cache = Blobs(LocalChunks(folder / "chunks", sync=False))
+        cache = open_cache(folder / "chunks")
         throttle = Throttle(None, self.client.clock)
         self.transfer = Transfer(self.client, cache, throttle, Traffic())
         self.held = self._holder(folder)

@@ -208,7 +208,7 @@ async def put_chunk(asked: Asked) -> Response:
         raise RefusedError("conflict", f"this update is {coming.state} already")
     if name not in coming.chunks:
         raise RefusedError("forbidden", "this chunk is no part of the update that was offered")
-    with asked.service.run.chunks.incoming() as arriving:
+    with asked.service.run.chunks.incoming(coming.recipe.size) as arriving:
         async for part in asked.parts(CHUNK_BYTES):
             arriving.write(part)
         await run_in_threadpool(updates.keep_chunk, arriving, name)

@@ -17,10 +17,12 @@ from blocktrain.data.corpus import load_corpus
 from blocktrain.errors import BlocktrainError, ConfigError
 from blocktrain.storage.chunks import ChunkStore, open_chunks
 from blocktrain.storage.ledger import Ledger
+from blocktrain.storage.shelf import Shelf
 
 INVITE_FILE = "invite-secret"
 ADVERTISED_FILE = "advertised.json"
 LEDGER_FILE = "ledger.db"
+PLACES = 16  # chunks in memory: updates of 100 MB, and what becomes of them
 
 
 class Advertised(NamedTuple):
@@ -45,12 +47,12 @@ class Home:
                 " or start one with: blocktrain coordinator --config"
             )
         with _closed_on_error(Ledger(self.db)) as ledger:
-            return open_run(ledger, open_chunks(self.blobs), clock)
+            return open_run(ledger, open_chunks(self.blobs, Shelf(PLACES)), clock)
 
     def open_or_found(self, config: Config, clock: Callable[[], float] = time.time) -> Run:
         """The run this folder holds, or a new one with these settings."""
         with _closed_on_error(Ledger(self.db)) as ledger:
-            chunks = open_chunks(self.blobs)
+            chunks = open_chunks(self.blobs, Shelf(PLACES))
             with ledger.read() as tx:
                 held = tx.run()
             if held is None:

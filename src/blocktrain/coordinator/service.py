@@ -21,7 +21,7 @@ from blocktrain.errors import BlocktrainError
 log = logging.getLogger(__name__)
 
 ROUND_SECONDS = 0.25
-SHORTEST_ROUND = 0.02
+SHORTEST_ROUND = 0.005
 COLLECT_SECONDS = 60.0
 COLLECT_SHARE = 0.02  # of the time, at most: merges wait meanwhile
 MOST_REMEMBERED = 4096  # leases in memory; any other costs a look into the ledger

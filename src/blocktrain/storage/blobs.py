@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from blocktrain.errors import ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, MOST_CHUNKS, Blob, Recipe
 from blocktrain.storage.chunks import Buffer, ChunkStore, Incoming, Opened, altered
+from blocktrain.storage.shelf import ShelfFile
 
 KEPT_AT_ONCE = 4  # chunks of one file that are on their way to the disk
 
@@ -32,8 +33,9 @@ class Blobs:
                 writer.write(part)
             return writer.finish()
 
-    def writer(self) -> "BlobWriter":
-        return BlobWriter(self)
+    def writer(self, size: int | None = None) -> "BlobWriter":
+        """`size`: what the file will have, where that is known."""
+        return BlobWriter(self, size)
 
     def add_recipe(self, recipe: Recipe) -> Blob:
         """Name the file that these chunks make, whether or not they are stored yet."""
@@ -73,8 +75,8 @@ class BlobWriter:
     go on to the store as they come, and while the next ones come the store makes its disk hold
     what it has. Nothing is left of a chunk that does not come to its end."""
 
-    def __init__(self, blobs: Blobs) -> None:
-        self._blobs = blobs
+    def __init__(self, blobs: Blobs, expected: int | None = None) -> None:
+        self._blobs, self._expected = blobs, expected
         self._names: list[Future[str]] = []
         self._keeping = ThreadPoolExecutor(KEPT_AT_ONCE)
         self._chunk: Incoming | None = None
@@ -110,7 +112,7 @@ class BlobWriter:
             raise ProtocolError(f"a blob has at most {MOST_CHUNKS} chunks")
         if len(self._names) > KEPT_AT_ONCE:  # a store that is slower than we are sets the pace
             self._names[-1 - KEPT_AT_ONCE].result()
-        return self._blobs.chunks.incoming()
+        return self._blobs.chunks.incoming(self._expected)
 
     def _store(self, chunk: Incoming) -> None:
         self._names.append(self._keeping.submit(_kept, chunk))
@@ -158,19 +160,25 @@ class BlobReader:
         That the chunk was altered is noticed before its last part is given: what was made of those
         before may not count until then."""
         name = self._recipe.chunks[index]
-        buffer, hashed, left = memoryview(bytearray(max(lengths))), blake3(), sum(lengths)
         file, size = self._chunks.open(name)
         with file:
             self._check_size(index, size)
-            for length in lengths:
-                part = buffer[:length]
-                _read_into(file, part)
-                left -= length
-                if self._checked:
-                    hashed.update(part)
-                    if not left and hashed.hexdigest() != name:
-                        raise altered(name, self._chunks)
-                yield part
+            if isinstance(file, ShelfFile):  # hashed when it came, and in memory ever since
+                yield from map(file.view, lengths)
+            else:
+                yield from self._read_parts(file, name, lengths)
+
+    def _read_parts(self, file: Opened, name: str, lengths: Sequence[int]) -> Iterator[memoryview]:
+        buffer, hashed, left = memoryview(bytearray(max(lengths))), blake3(), sum(lengths)
+        for length in lengths:
+            part = buffer[:length]
+            _read_into(file, part)
+            left -= length
+            if self._checked:
+                hashed.update(part)
+                if not left and hashed.hexdigest() != name:
+                    raise altered(name, self._chunks)
+            yield part
 
     def chunk(self, index: int) -> bytes:
         """One chunk, which is not remembered."""

@@ -2,6 +2,7 @@
 
     ab/cdef...                       a chunk, by the first two and the other 62 digits of its name
     partial/RANDOM                   a chunk that is being written (disk)
+    spare/RANDOM                     a file to be written over (disk)
     quarantine/UPLOAD/NAME           what came through a presigned URL and nobody has checked (S3)
 
 A chunk is written whole before it has its name, so a store survives being killed at any instant;
@@ -13,8 +14,9 @@ still needs them: that is the business of blobs and of the ledger.
 import os
 import re
 import secrets
+from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Protocol, Self
@@ -31,12 +33,14 @@ from blocktrain.errors import (
     RunError,
 )
 from blocktrain.protocol.messages import CHUNK_BYTES
+from blocktrain.storage.shelf import Place, Shelf, ShelfFile
 
 Buffer = bytes | bytearray | memoryview
-Opened = FileIO | BytesIO
+Opened = FileIO | BytesIO | ShelfFile
 
 NAME = re.compile(r"[0-9a-f]{64}")
 COMPARED_BYTES = 1024 * 1024  # at a time
+SECTOR_BYTES = 4096  # what is written past the system's cache is a multiple of this
 
 
 class ChunkStore(Protocol):
@@ -47,8 +51,9 @@ class ChunkStore(Protocol):
         hashed it already."""
         ...
 
-    def incoming(self) -> "Incoming":
-        """A chunk that comes in parts; in memory is only the part at hand."""
+    def incoming(self, of: int | None = None) -> "Incoming":
+        """A chunk that comes in parts. `of`: the size of the file that it is a part of, where that
+        is known."""
         ...
 
     def get(self, name: str) -> bytes:
@@ -114,15 +119,16 @@ def name_of(data: Buffer) -> str:
     return blake3(data).hexdigest()
 
 
-def open_chunks(url: str) -> ChunkStore:
-    """The store at a path, a file:// URL, or s3://BUCKET/PREFIX?endpoint=URL&region=NAME."""
+def open_chunks(url: str, shelf: Shelf | None = None) -> ChunkStore:
+    """The store at a path, a file:// URL, or s3://BUCKET/PREFIX?endpoint=URL&region=NAME. `shelf`:
+    what a disk's newest chunks are held by."""
     scheme, separator, _ = url.partition("://")
     if not url:
         raise ConfigError("the chunk store needs a path or an s3:// address")
     if not separator:
-        return LocalChunks(Path(url).expanduser())
+        return LocalChunks(Path(url).expanduser(), shelf=shelf)
     if scheme == "file":
-        return LocalChunks(_path_of_file_url(url))
+        return LocalChunks(_path_of_file_url(url), shelf=shelf)
     if scheme == "s3":
         from blocktrain.storage.s3_chunks import open_s3
 
@@ -131,16 +137,26 @@ def open_chunks(url: str) -> ChunkStore:
 
 
 class LocalChunks:
-    """Chunks as files. `sync`: a chunk that was put survives a power cut too."""
+    """Chunks as files. `sync`: a chunk that was put survives a power cut too. `spares`: so many
+    files of chunks that were deleted are written over by those that come; only for who deletes
+    nothing that is still being read. What is written to a new file has to find its memory first,
+    which can take longer than all else that is done with it. `shelf`: chunks of files that suit it
+    are held there and written past the system's cache; without one, only the part of a chunk that
+    is at hand is in memory."""
 
     takes_from_anyone = False
 
-    def __init__(self, folder: Path, sync: bool = True) -> None:
+    def __init__(
+        self, folder: Path, sync: bool = True, spares: int = 0, shelf: Shelf | None = None
+    ) -> None:
         self.folder = folder
-        self._sync = sync
-        self._partial = folder / "partial"
+        self._sync, self._shelf = sync, shelf or Shelf(0)
+        self._partial, self._spare = folder / "partial", folder / "spare"
         with self._translated():
-            self._partial.mkdir(parents=True, exist_ok=True)
+            for needed in (self._partial, self._spare):
+                needed.mkdir(parents=True, exist_ok=True)
+            self._spares: deque[Path] = deque(self._spare.iterdir())
+        self._most_spares = spares
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -152,16 +168,20 @@ class LocalChunks:
                 self._write(name, data)
         return name
 
-    def incoming(self) -> "_IncomingFile":
+    def incoming(self, of: int | None = None) -> "_IncomingFile | _IncomingInMemory":
+        if of is not None and self._shelf.suits(of) and (place := self._shelf.empty_place()):
+            return _IncomingInMemory(self, self._shelf, place)
         with self._translated():
             return _IncomingFile(self)
 
     def get(self, name: str) -> bytes:
-        with self._translated(name):
-            data = self._path(name).read_bytes()
-        return verified(data, name, self)
+        file, _ = self.open(name)
+        with file, self._translated():
+            return verified(file.read(), name, self)
 
     def open(self, name: str) -> tuple[Opened, int]:
+        if held := self._shelf.open(name):
+            return held, held.size
         with self._translated(name):
             file = FileIO(self._path(name))
             return file, os.fstat(file.fileno()).st_size
@@ -170,8 +190,13 @@ class LocalChunks:
         return {name for name in names if self._path(name).is_file()}
 
     def delete(self, name: str) -> None:
+        path = self._path(name)
+        self._shelf.forget(name)
         with self._translated():
-            self._path(name).unlink(missing_ok=True)
+            if len(self._spares) >= self._most_spares:
+                path.unlink(missing_ok=True)
+            elif path.is_file():
+                self._spares.append(path.replace(self._spare / secrets.token_hex(16)))
 
     def stored(self) -> Iterator[tuple[str, float]]:
         with self._translated():
@@ -199,21 +224,42 @@ class LocalChunks:
                     entry.unlink(missing_ok=True)
 
     def _write(self, name: str, data: Buffer) -> None:
-        scratch = self._scratch()
+        scratch, file = self._begun()
         try:
-            with scratch.open("xb", buffering=0) as file:
+            with file:
                 _write_all(file, data)
-                self._take(file, scratch, name)
+                self._take(file, scratch, name, len(data))
         finally:
             scratch.unlink(missing_ok=True)
+
+    def _write_place(self, name: str, place: Place) -> None:
+        whole = -(-place.size // SECTOR_BYTES) * SECTOR_BYTES
+        place.memory[place.size : whole] = bytes(whole - place.size)
+        scratch = self._scratch()
+        with self._translated():
+            try:
+                with _opened_past_cache(scratch) as file:
+                    _write_all(file, place.memory[:whole])
+                    self._take(file, scratch, name, place.size)
+            finally:
+                scratch.unlink(missing_ok=True)
 
     def _scratch(self) -> Path:
         return self._partial / secrets.token_hex(16)
 
-    def _take(self, file: FileIO, scratch: Path, name: str) -> None:
+    def _begun(self) -> tuple[Path, FileIO]:
+        """A file to be written from its start; it may be longer than what it gets."""
+        scratch = self._scratch()
+        with suppress(IndexError, FileNotFoundError):
+            self._spares.pop().replace(scratch)
+            return scratch, FileIO(scratch, "r+")
+        return scratch, FileIO(scratch, "x")
+
+    def _take(self, file: FileIO, scratch: Path, name: str, size: int) -> None:
         """Give a file that was written whole its name."""
         path = self._path(name)
         with self._translated():
+            file.truncate(size)  # it may have been longer, or written in whole sectors
             if self._sync:
                 os.fsync(file.fileno())
             file.close()
@@ -253,8 +299,7 @@ class _IncomingFile:
         self.size = 0
         self._store = store
         self._hash = blake3()
-        self._scratch = store._scratch()
-        self._file = self._scratch.open("xb", buffering=0)
+        self._scratch, self._file = store._begun()
 
     def __enter__(self) -> Self:
         return self
@@ -271,14 +316,49 @@ class _IncomingFile:
 
     def keep(self, name: str | None = None) -> str:
         found = checked_incoming(self._hash.hexdigest(), name)
-        self._store._take(self._file, self._scratch, found)
+        self._store._take(self._file, self._scratch, found, self.size)
+        return found
+
+
+class _IncomingInMemory:
+    """Hashed as it comes, written when it is whole, and held by a shelf from then on."""
+
+    def __init__(self, store: LocalChunks, shelf: Shelf, place: Place) -> None:
+        self.size = 0
+        self._store, self._shelf = store, shelf
+        self._place: Place | None = place
+        self._hash = blake3()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._place:
+            self._shelf.give_back(self._place)
+            self._place = None
+
+    def write(self, part: Buffer) -> None:
+        assert self._place, "a chunk that was kept is not written to"
+        end = self.size + len(part)
+        if end > CHUNK_BYTES:
+            raise ProtocolError(f"a chunk has at most {CHUNK_BYTES} bytes, not {end}")
+        self._hash.update(part)
+        self._place.memory[self.size : end] = part
+        self.size = self._place.size = end
+
+    def keep(self, name: str | None = None) -> str:
+        assert self._place, "a chunk is kept once"
+        found = checked_incoming(self._hash.hexdigest(), name)
+        self._store._write_place(found, self._place)
+        self._shelf.keep(found, self._place)
+        self._place = None
         return found
 
 
 def at_hand(file: Opened, length: int) -> memoryview | None:
     """The next bytes of an open chunk if that takes no waiting for a disk: what was written or read
     a moment ago. None where it would, or where nobody can tell."""
-    if isinstance(file, BytesIO):
+    if not isinstance(file, FileIO):
         return memoryview(file.read(length))
     buffer, place = bytearray(length), file.tell()
     try:
@@ -293,6 +373,14 @@ def checked_incoming(found: str, wanted: str | None) -> str:
     if wanted not in (None, found):
         raise ProtocolError("these bytes do not have the hash they are sent as")
     return found
+
+
+def _opened_past_cache(path: Path) -> FileIO:
+    """A new file whose writing leaves nothing in the system's cache, where it can do that."""
+    try:
+        return FileIO(path, "x", opener=lambda name, flags: os.open(name, flags | os.O_DIRECT))
+    except (AttributeError, OSError):
+        return FileIO(path, "w")
 
 
 def _write_all(file: FileIO, part: Buffer) -> None:

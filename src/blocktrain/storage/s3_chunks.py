@@ -84,7 +84,7 @@ class S3Chunks:
             self._store.put(place_of(name), data, use_multipart=False)
         return name
 
-    def incoming(self) -> "_IncomingObject":
+    def incoming(self, of: int | None = None) -> "_IncomingObject":
         return _IncomingObject(self)
 
     def open(self, name: str) -> tuple[BytesIO, int]:

@@ -37,8 +37,6 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
     Wait,
 )
-from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks
 from blocktrain.train.device import resolve
 from blocktrain.train.estimate import memory_of
 from blocktrain.worker.client import Client
@@ -54,7 +52,7 @@ from blocktrain.worker.role import check_role
 from blocktrain.worker.settings import WorkerSettings
 from blocktrain.worker.throttle import Throttle
 from blocktrain.worker.traffic import Traffic
-from blocktrain.worker.transfer import Transfer
+from blocktrain.worker.transfer import Transfer, open_cache
 from blocktrain.worker.uploader import Uploader
 
 FINISH_SECONDS = 5.0  # a lease that ends within this is finished even when asked to stop
@@ -85,7 +83,7 @@ class Agent:
         if settings.idle_only and not idleness:
             self._idleness = of_this_machine(self._clock)
         self._traffic = Traffic()
-        cache = Blobs(LocalChunks(settings.folder / "chunks", sync=False))
+        cache = open_cache(settings.folder / "chunks")
         throttle = Throttle(settings.max_bandwidth, self._clock)
         self._transfer = Transfer(client, cache, throttle, self._traffic)
         self._uploader = Uploader(

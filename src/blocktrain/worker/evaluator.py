@@ -14,8 +14,6 @@ from blocktrain.errors import UnreachableError
 from blocktrain.model.stack import Stack, assemble, new_block
 from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Score, Status
-from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks
 from blocktrain.train.assemble import load_block
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.evaluate import Evaluation, evaluate
@@ -24,10 +22,11 @@ from blocktrain.worker.corpus_cache import CorpusCache
 from blocktrain.worker.events import Kind, WorkerEvent
 from blocktrain.worker.retry import Patience
 from blocktrain.worker.role import check_role
+from blocktrain.worker.room import Room
 from blocktrain.worker.settings import WorkerSettings
 from blocktrain.worker.throttle import Throttle
 from blocktrain.worker.traffic import Traffic
-from blocktrain.worker.transfer import Transfer
+from blocktrain.worker.transfer import Transfer, open_cache
 from blocktrain.worker.versions import Versions
 
 SCORED_WINDOWS = 256
@@ -45,7 +44,7 @@ class Evaluator:
         self.client, self.settings, self.windows = client, settings, windows
         self._on_event = on_event
         self._traffic = Traffic()
-        cache = Blobs(LocalChunks(settings.folder / "chunks", sync=False))
+        cache = open_cache(settings.folder / "chunks")
         throttle = Throttle(settings.max_bandwidth, client.clock)
         self._transfer = Transfer(client, cache, throttle, self._traffic)
         client.connection.on_silence = lambda reason, seconds: self._tell(
@@ -121,13 +120,13 @@ class Evaluator:
         self._tell("scored", f"{_named(versions)}: CE {evaluation.default.ce:.4f}")
 
     def _stack(self, config: Config, compute: Compute, status: Status, patience: Patience) -> Stack:
-        blocks = []
+        blocks, room = [], Room()
         for block in status.blocks:
             module = new_block(config, block.index)
-            weights = tensors.decode(
-                self._versions.read(block.index, block.version, block.weights, patience)
-            )
-            load_block(module, weights, f"version {block.version} of block {block.index}")
+            data = room.of(block.weights.size)
+            self._versions.read(block.index, block.version, block.weights, patience, data)
+            named = f"version {block.version} of block {block.index}"
+            load_block(module, tensors.decode(data), named)
             module.compute_dtype = compute.dtype
             blocks.append(module.to(compute.device))
         self._transfer.keep_only(block.weights for block in status.blocks)

@@ -22,6 +22,7 @@ from blocktrain.train.device import Compute
 from blocktrain.worker.kept_residual import KeptResidual, settle_what_was_left
 from blocktrain.worker.lease_trainer import LeaseReport, LeaseTrainer, Trained
 from blocktrain.worker.retry import Patience
+from blocktrain.worker.room import Room
 from blocktrain.worker.transfer import Transfer
 from blocktrain.worker.versions import Versions
 
@@ -56,6 +57,7 @@ class HeldBlock:
         self.versions = Versions(transfer, scratch, config.swarm.codec)
         self._trainer: LeaseTrainer | None = None
         self.stands_at: Blob | None = None
+        self._room = Room()  # for the versions that leases start from
         self._start: Tensors = {}  # what the lease was trained from, where updates are encoded
         self._learned: Learned | None = None  # at whose end the block stands
         self.fetch_seconds = 0.0  # what the last download of a base took
@@ -99,6 +101,8 @@ class HeldBlock:
             lease, self._base(lease, patience), weights_of, on_report, should_stop
         )
         self._whole = trained is not None
+        if not self.encodes:  # else what it started from is still needed
+            self._room.rest()
         return trained
 
     def write(self, trained: Trained) -> Update:
@@ -147,6 +151,7 @@ class HeldBlock:
 
     def _let_go(self) -> None:
         self._trainer, self.stands_at, self._learned, self._start = None, None, None, {}
+        self._room = Room()
 
     def _base(self, lease: Lease, patience: Patience) -> Tensors | None:
         """The weights to start from; None where the block is there already. From here on it is at
@@ -158,9 +163,9 @@ class HeldBlock:
         elif lease.base != self.stands_at:
             clock = self._transfer.client.clock
             began = clock.monotonic()
-            base = tensors.decode(
-                self.versions.read(lease.block, lease.base_version, lease.base, patience)
-            )
+            data = self._room.of(lease.base.size)
+            self.versions.read(lease.block, lease.base_version, lease.base, patience, data)
+            base = tensors.decode(data)
             if before and lease.continues:  # the base has all this worker did before that lease
                 for name, news in before.news.items():
                     base[name] += news

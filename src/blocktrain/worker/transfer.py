@@ -28,7 +28,7 @@ from blocktrain.errors import (
 )
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Receipt, Recipe, UpdateOffer
 from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import Opened, name_of
+from blocktrain.storage.chunks import LocalChunks, Opened, name_of
 from blocktrain.worker.client import Client
 from blocktrain.worker.crew import side_by_side
 from blocktrain.worker.exchange import exchange, pieces
@@ -42,7 +42,14 @@ LINK_SECONDS = 15.0  # that a place other than the coordinator may fail to answe
 AVOID_SECONDS = 600.0  # that such a place is left alone then
 MOST_ROUNDS = 8  # of sending what is missing and asking again
 
+SPARES = 32  # files of the cache: an update and a version of some 100 MB
+
 Result = TypeVar("Result")
+
+
+def open_cache(folder: Path) -> Blobs:
+    """What a worker has of blobs: not worth waiting for a disk, and changed with every version."""
+    return Blobs(LocalChunks(folder, sync=False, spares=SPARES))
 
 
 class Sink(Protocol):
@@ -94,13 +101,18 @@ class Transfer:
         return chunks.has(needed) == needed
 
     def read(self, blob: Blob, patience: Patience) -> memoryview:
-        """All of a blob, in memory of the caller's own. What is downloaded for it is in the chunk
-        cache as well; a chunk that went bad there is fetched again."""
-        sink = _IntoMemory(self.cache, blob.size)
+        """All of a blob, in memory of its own."""
+        data = np.empty(blob.size, np.uint8).data
+        self.read_into(data, blob, patience)
+        return data
+
+    def read_into(self, data: memoryview, blob: Blob, patience: Patience) -> None:
+        """All of a blob, in memory of its size. What is downloaded for it is in the chunk cache as
+        well; a chunk that went bad there is fetched again."""
+        sink = _IntoMemory(self.cache, data)
         recipe = self.cache.recipe(blob.name) if self.has(blob) else None
         if recipe is None or sink.missing(recipe):
             self._download(blob, sink, patience)
-        return sink.data
 
     def fetch_file(self, blob: Blob, path: Path, patience: Patience) -> None:
         """Have a blob as a file of its own, which appears when it is complete."""
@@ -324,8 +336,8 @@ class _IntoCache:
 class _IntoMemory:
     """All of a blob in one piece, and what was not in the cache there too."""
 
-    def __init__(self, cache: Blobs, size: int) -> None:
-        self.data = np.empty(size, np.uint8).data
+    def __init__(self, cache: Blobs, data: memoryview) -> None:
+        self._data = data
         self._chunks = cache.chunks
         self._places: dict[str, list[int]] = {}
 
@@ -342,7 +354,7 @@ class _IntoMemory:
 
     def room(self, index: int, size: int) -> memoryview:
         start = index * CHUNK_BYTES
-        return self.data[start : start + size]
+        return self._data[start : start + size]
 
     def put(self, index: int, name: str, data: memoryview) -> None:
         self._chunks.put(data, name)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from blocktrain.errors import CorruptFileError, DivergedError, ProtocolError, RefusedError
@@ -47,14 +46,15 @@ class Versions:
                 self._transfer.fetch(weights, patience)
         self._note(block, Held(version, weights))
 
-    def read(self, block: int, version: int, weights: Blob, patience: Patience) -> memoryview:
-        """A version in memory, and in the chunk cache."""
-        data = np.empty(weights.size if self._differ else 0, np.uint8).data
-        if not self._followed(block, version, weights, patience, data):
+    def read(
+        self, block: int, version: int, weights: Blob, patience: Patience, into: memoryview
+    ) -> None:
+        """A version in memory, of which there must be as much as it has bytes, and in the chunk
+        cache."""
+        if not self._followed(block, version, weights, patience, into):
             with self._counted(block, "whole"):
-                data = self._transfer.read(weights, patience)
+                self._transfer.read_into(into, weights, patience)
         self._note(block, Held(version, weights))
-        return data
 
     def held(self, blocks: set[int]) -> list[Blob]:
         """What newer versions of these blocks may be reached from."""

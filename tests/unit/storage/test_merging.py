@@ -24,6 +24,7 @@ from blocktrain.storage.merging import (
     check_update,
     merge_blobs,
 )
+from blocktrain.storage.shelf import Shelf
 from blocktrain.storage.weights_file import finite, weights_form
 
 Floats = npt.NDArray[np.float32]
@@ -105,6 +106,24 @@ def test_the_order_of_updates_does_not_matter(blobs: Blobs):
         for order in itertools.permutations(updates)
     }
     assert len(names) == 1
+
+
+def test_what_is_merged_does_not_depend_on_where_it_is_read(blobs: Blobs, tmp_path: Path):
+    """From memory, or from a disk."""
+    held = Blobs(LocalChunks(tmp_path, sync=False, shelf=Shelf(8)))
+
+    def written(seed: int) -> Blob:
+        parts = list(encode(weights(seed, LARGE)))
+        with held.writer(sum(map(len, parts))) as writer:
+            for part in parts:
+                writer.write(part)
+            return writer.finish()
+
+    current, *ends = (written(seed) for seed in range(3))
+    updates = [Update(str(place), end, 1.0) for place, end in enumerate(ends)]
+    for outer in (PLAIN, DILOCO):
+        found = [merge_blobs(store, current, updates, None, outer) for store in (held, blobs)]
+        assert found[0] == found[1]
 
 
 def test_without_a_velocity_it_starts_at_rest(blobs: Blobs):

@@ -63,7 +63,8 @@ def newest(service: Service) -> tuple[int, Blob]:
 def had(service: Service, versions: Versions, transfer: Transfer) -> Downloaded:
     """Have the newest version; what was moved for it."""
     version, weights = newest(service)
-    data = versions.read(0, version, weights, transfer.client.patience())
+    data = memoryview(bytearray(weights.size))
+    versions.read(0, version, weights, transfer.client.patience(), data)
     assert tensors.decode(data)["w"].tobytes() == tensors_of(service.run, weights)["w"].tobytes()
     (moved,) = versions.take_downloads()
     assert versions.take_downloads() == ()
