@@ -10,7 +10,7 @@ from collections.abc import Callable
 from blocktrain.config import Config, from_toml
 from blocktrain.data.corpus import Bytes
 from blocktrain.data.windows import evaluation_windows
-from blocktrain.errors import UnreachableError
+from blocktrain.errors import RefusedError, UnreachableError
 from blocktrain.model.stack import Stack, assemble, new_block
 from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Score, Status
@@ -88,12 +88,12 @@ class Evaluator:
         scored: tuple[int, ...] = ()
         while not leaving():
             status = self.client.status(patience)
-            versions = tuple(block.version for block in status.blocks)
+            versions = _versions_of(status)
             if versions != scored:
                 self._tell("scoring", f"scoring {_named(versions)}")
-                self._score(config, compute, status, windows, patience)
-                scored = versions
-                self._tell("waiting", "waiting for newer versions")
+                if self._score(config, compute, status, windows, patience):
+                    scored = versions
+                    self._tell("waiting", "waiting for newer versions")
             elif status.state == "finished":
                 return True
             else:
@@ -110,14 +110,27 @@ class Evaluator:
         status: Status,
         windows: Bytes,
         patience: Patience,
-    ) -> None:
-        stack = self._stack(config, compute, status, patience)
+    ) -> bool:
+        """False: some of it was replaced, and went, before all of it was here."""
+        versions = _versions_of(status)
+        try:
+            stack = self._stack(config, compute, status, patience)
+        except RefusedError as refused:
+            if (
+                refused.code != "not_found"
+                or _versions_of(self.client.status(patience)) == versions
+            ):
+                raise
+            return False
         evaluation = evaluate(stack, windows, draws=1)
-        versions = tuple(block.version for block in status.blocks)
         for block, version in enumerate(versions):
             self._report(block, (version,), evaluation, _block_ce(evaluation, block))
         self._report(None, versions, evaluation, evaluation.default.ce)
         self._tell("scored", f"{_named(versions)}: CE {evaluation.default.ce:.4f}")
+        return True
+
+    def _newest(self, patience: Patience) -> tuple[int, ...]:
+        return _versions_of(self.client.status(patience))
 
     def _stack(self, config: Config, compute: Compute, status: Status, patience: Patience) -> Stack:
         blocks, room = [], Room()
@@ -149,6 +162,10 @@ class Evaluator:
     def _tell(self, kind: Kind, text: str) -> None:
         traffic = self._traffic
         self._on_event(WorkerEvent(kind, text, bytes_down=traffic.down, bytes_up=traffic.up))
+
+
+def _versions_of(status: Status) -> tuple[int, ...]:
+    return tuple(block.version for block in status.blocks)
 
 
 def _named(versions: tuple[int, ...]) -> str:

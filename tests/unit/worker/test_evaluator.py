@@ -1,0 +1,74 @@
+"""A model is scored while the run goes on, and what it is made of is replaced meanwhile."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from tests.support.fault_server import FaultServer
+from tests.support.worker_side import described, joined
+from tests.unit.worker.test_model_fetch import GONE, Blocks
+
+from blocktrain.config import Config
+from blocktrain.data.corpus import Corpus
+from blocktrain.errors import RefusedError
+from blocktrain.protocol.messages import Score
+from blocktrain.worker.client import Client
+from blocktrain.worker.evaluator import Evaluator
+from blocktrain.worker.events import WorkerEvent
+from blocktrain.worker.settings import WorkerSettings
+
+
+class Judge:
+    """An evaluator, what it told and what it reported."""
+
+    def __init__(
+        self, server: FaultServer, client: Client, config: Config, corpus: Corpus, folder: Path
+    ) -> None:
+        self.events: list[WorkerEvent] = []
+        self.scores: list[Score] = []
+        self.evaluator = Evaluator(
+            client, WorkerSettings(folder / "judge", "cpu"), self.events.append, windows=2
+        )
+        splits = {split: data.tobytes() for split, data in corpus.splits.items()}
+        description = described(
+            config=config.with_settings(data__source="text:/nowhere").to_toml(),
+            corpus={split: server.hold(data) for split, data in splits.items()},
+            corpus_digests={s: hashlib.sha256(data).hexdigest() for s, data in splits.items()},
+        )
+        server.on("POST /v1/join", lambda body: joined(role="evaluate", description=description))
+        server.on("POST /v1/scores", self._take)
+
+    def _take(self, body: bytes) -> None:
+        self.scores.append(Score.model_validate_json(body))
+
+
+@pytest.fixture
+def blocks(server: FaultServer, config: Config, corpus: Corpus) -> Blocks:
+    return Blocks(server, config, corpus)
+
+
+@pytest.fixture
+def judge(
+    server: FaultServer,
+    client: Client,
+    config: Config,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Judge:
+    monkeypatch.setenv("BLOCKTRAIN_CACHE", str(tmp_path / "cache"))
+    return Judge(server, client, config, corpus, tmp_path)
+
+
+def test_versions_that_went_meanwhile_are_followed_by_newer_ones(blocks: Blocks, judge: Judge):
+    blocks.told[1][:0] = [(4, GONE)]
+    assert not judge.evaluator.run(lambda: bool(judge.scores) and judge.scores[-1].block is None)
+    assert [event.kind for event in judge.events].count("scoring") == 2
+    assert {score.versions for score in judge.scores} == {(5,), (5, 5)}
+    assert all(0.0 < score.ce < 10.0 for score in judge.scores)
+
+
+def test_a_version_that_is_missing_for_good_is_told(blocks: Blocks, judge: Judge):
+    blocks.told[1] = [(5, GONE)]
+    with pytest.raises(RefusedError, match="no chunk"):
+        judge.evaluator.run(lambda: bool(judge.scores))
