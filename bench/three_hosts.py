@@ -61,7 +61,11 @@ class Links(ExitStack):
         return "127.0.0.1"
 
     def popen(self, host: str, command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
-        return subprocess.Popen(command, **options)
+        """Killed at the end, as in a host that ends."""
+        process = subprocess.Popen(command, **options)
+        self.callback(process.wait)
+        self.callback(process.kill)
+        return process
 
     def traffic(self, host: str) -> TcpLink:
         return self._lines[host]
