@@ -70,12 +70,14 @@ BLOCKS = select(blocks).order_by(blocks.c.block)
 BLOCK = select(blocks).where(blocks.c.block == _the_block)
 RETURNED = select(gaps.c.block, func.sum(gaps.c.steps).label("steps")).group_by(gaps.c.block)
 FIRST_GAP = select(gaps).where(gaps.c.block == _the_block).order_by(gaps.c.first_batch).limit(1)
-HAND_OUT = update(blocks).where(blocks.c.block == _the_block).values(next_batch=bindparam("end"))
-COUNT_GIVEN = (
+HAND_OUT = (
     update(blocks)
     .where(blocks.c.block == _the_block)
-    .values(fence=blocks.c.fence + 1, leases_given=blocks.c.leases_given + 1)
-    .returning(blocks.c.fence)
+    .values(
+        next_batch=bindparam("end"),
+        fence=bindparam("token"),
+        leases_given=blocks.c.leases_given + 1,
+    )
 )
 COUNT_MET = (
     update(blocks).where(blocks.c.block == _the_block).values(leases_met=blocks.c.leases_met + 1)
@@ -89,12 +91,6 @@ COUNT_MISSED = (
 LEASE = select(leases).where(leases.c.id == _the_lease)
 ADD_LEASE = insert(leases)
 HELD_LEASES = select(leases).where(in_state(leases, *HELD))
-OPEN_LEASE_OF = (
-    select(leases)
-    .where(leases.c.worker == _the_worker, in_state(leases, "open"))
-    .order_by(leases.c.created)
-    .limit(1)
-)
 OVERDUE = select(leases).where(in_state(leases, *HELD), leases.c.deadline < bindparam("now"))
 TRAINED_LEASE = (
     update(leases)
@@ -119,7 +115,7 @@ PENDING = select(
     updates.c.committed,
     updates.c.continues,
 ).where(in_state(updates, "pending"))
-BLOCK_STATES = (RETURNED, HELD_LEASES, PENDING, BLOCKS)
+BLOCK_STATES = (BLOCKS, RETURNED, HELD_LEASES, PENDING)
 ACCEPT_UPDATE = (
     update(updates)
     .where(updates.c.lease == _the_lease, in_state(updates, "offered"))

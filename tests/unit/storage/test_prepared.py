@@ -24,7 +24,8 @@ from blocktrain.storage.schema import events, metadata
 NOW = 1_700_000_000.0
 LEASE = {
     "worker": "w0", "block": 0, "base_version": 0, "first_batch": 0, "steps": 10,
-    "schedule_start": 0, "schedule_stride": 1, "deadline": NOW + 60, "created": NOW,
+    "schedule_start": 0, "schedule_stride": 1, "fence": 1, "deadline": NOW + 60,
+    "created": NOW,
 }  # fmt: skip
 UPDATE = {
     "worker": "w0", "block": 0, "base_version": 0, "steps": 10, "offer": "{}", "signature": "s",
@@ -47,14 +48,12 @@ VALUES: dict[str, dict[str, Any]] = {
     "BLOCK": {"of_block": 1},
     "RETURNED": {},
     "FIRST_GAP": {"of_block": 0},
-    "HAND_OUT": {"of_block": 1, "end": 2**40},
-    "COUNT_GIVEN": {"of_block": 1},
+    "HAND_OUT": {"of_block": 1, "end": 2**40, "token": 2**41},
     "COUNT_MET": {"of_block": 1},
     "COUNT_MISSED": {"of_block": 1},
     "LEASE": {"of_lease": "open"},
     "ADD_LEASE": {**LEASE, "id": "new", "fence": 2**40, "state": "open"},
     "HELD_LEASES": {},
-    "OPEN_LEASE_OF": {"of_worker": "w0"},
     "OVERDUE": {"now": NOW + 61},
     "TRAINED_LEASE": {"of_lease": "open", "of_worker": "w0"},
     "EXPECT_LEASE": {"of_lease": "open", "at": NOW + 7},
@@ -101,7 +100,7 @@ def ledger(
         for name in ("offered", "pending"):
             tx.add_update(lease=name, **UPDATE)
             tx.move_lease(name, "sending")
-        tx.accept_update("pending", 0, 0.7, NOW + 3)
+        tx.accept_update(tx.update("pending"), 0, 0.7, NOW + 3)
         tx.count_traffic("w0", 0, Moved(up=5))
     yield ledger
     ledger.close()
