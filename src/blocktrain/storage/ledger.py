@@ -119,6 +119,7 @@ class Ledger:
         with (
             self.engine.connect().execution_options(**options) as connection,
             connection.begin(),
+            driver.pipelined(connection),
         ):
             yield Transaction(connection, self._prepared, Standing())
 
@@ -242,7 +243,7 @@ class Transaction:
         """Ask for all that a claim looks at first, at once: each is read when it is its turn."""
         self._ask(statements.WORKER, of_worker=worker)
         if not self._standing.known:
-            self._ask_block_states()
+            self._ask_standing()
 
     def expect_update(self, worker: str, lease: str) -> None:
         """The same for an update that is offered or settled."""
@@ -354,6 +355,10 @@ class Transaction:
         chosen = select(updates).where(updates.c.worker == worker, in_state(updates, *states))
         return self._run(chosen).all()
 
+    def waiting_updates(self, block: int) -> dict[str, Found]:
+        """All of those that wait to be merged into a block, by lease."""
+        return {row.lease: row for row in self._rows(statements.WAITING, of_block=block)}
+
     def accept_update(self, offered: Found, base: int, weight: float, now: float) -> None:
         """`base`: the version it counts as trained from."""
         if offered.state != "offered":
@@ -422,14 +427,33 @@ class Transaction:
         if difference:
             leads = {"block": block, "version": version + 1}
             self._run(insert(differences).values(**leads, **difference.model_dump()))
-        for item in merged:
-            self._tell(statements.MERGE_UPDATE, of_lease=item.lease, into=version + 1)
-            self._tell(statements.CREDIT_WORKER, of_worker=item.worker, steps=item.steps)
+        self._merged(names, version + 1)
         for row in waiting.values():
             # Came in meanwhile and continues what was merged: counts as trained from that.
             if row.lease not in names and row.continues in names:
                 self._tell(statements.REBASE_UPDATE, of_lease=row.lease, base=version + 1)
         return True
+
+    def _merged(self, leases: Collection[str], into: int) -> None:
+        """Of updates by their leases: which version they became, and that it is to their workers'
+        credit."""
+        chosen = updates.c.lease.in_(leases)
+        self._run(update(updates).where(chosen).values(state="merged", merged_into=into))
+        done = (
+            select(
+                updates.c.worker,
+                func.sum(updates.c.steps).label("steps"),
+                func.count().label("updates"),
+            )
+            .where(chosen)
+            .group_by(updates.c.worker)
+            .subquery()
+        )
+        credit = {
+            "batches_merged": workers.c.batches_merged + done.c.steps,
+            "updates_merged": workers.c.updates_merged + done.c.updates,
+        }
+        self._run(update(workers).where(workers.c.id == done.c.worker).values(**credit))
 
     def reopen_unsent(self, worker: str) -> None:
         """Leases of a worker that began anew, of whose updates nothing was heard: it is to have
@@ -556,12 +580,12 @@ class Transaction:
 
     def _known_standing(self) -> Standing:
         if not self._standing.known:
-            self._ask_block_states()
-            self._standing.learn(*(self._rows(each) for each in statements.BLOCK_STATES))
+            self._ask_standing()
+            self._standing.learn(*(self._rows(each) for each in statements.STANDING))
         return self._standing
 
-    def _ask_block_states(self) -> None:
-        for statement in statements.BLOCK_STATES:
+    def _ask_standing(self) -> None:
+        for statement in statements.STANDING:
             self._ask(statement)
 
     def _ask(self, statement: Executable, **values: Any) -> None:

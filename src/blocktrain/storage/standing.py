@@ -35,12 +35,16 @@ class Standing:
     def learn(
         self,
         blocks: Iterable[Found],
+        versions: Iterable[Found],
         returned: Iterable[Found],
         leases: Iterable[Found],
         pending: Iterable[Found],
     ) -> None:
-        """All there is: blocks in order, leases that are held, updates that wait."""
+        """All there is: blocks in order, each one's newest version, what came back of it, leases
+        that are held, updates that wait."""
         self.forget()
+        for row in versions:
+            self.version_read(row)
         self._blocks = {row.block: row for row in blocks}
         self._returned = {row.block: int(row.steps) for row in returned}
         self._leases = {row.id: row for row in leases}

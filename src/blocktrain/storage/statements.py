@@ -9,6 +9,7 @@ from sqlalchemy import (
     ColumnElement,
     Insert,
     Table,
+    and_,
     bindparam,
     func,
     insert,
@@ -56,14 +57,6 @@ def _added_up(table: Table, counts: Sequence[Column[int]]) -> Insert:
 
 WORKER = select(workers).where(workers.c.id == _the_worker)
 TOUCH_WORKER = update(workers).where(workers.c.id == _the_worker).values(seen=bindparam("now"))
-CREDIT_WORKER = (
-    update(workers)
-    .where(workers.c.id == _the_worker)
-    .values(
-        batches_merged=workers.c.batches_merged + bindparam("steps"),
-        updates_merged=workers.c.updates_merged + 1,
-    )
-)
 
 LOCK_BLOCKS = select(blocks.c.block).order_by(blocks.c.block).with_for_update()
 BLOCKS = select(blocks).order_by(blocks.c.block)
@@ -115,7 +108,7 @@ PENDING = select(
     updates.c.committed,
     updates.c.continues,
 ).where(in_state(updates, "pending"))
-BLOCK_STATES = (BLOCKS, RETURNED, HELD_LEASES, PENDING)
+WAITING = select(updates).where(updates.c.block == _the_block, in_state(updates, "pending"))
 ACCEPT_UPDATE = (
     update(updates)
     .where(updates.c.lease == _the_lease, in_state(updates, "offered"))
@@ -125,11 +118,6 @@ ACCEPT_UPDATE = (
         weight=bindparam("share"),
         committed=bindparam("now"),
     )
-)
-MERGE_UPDATE = (
-    update(updates)
-    .where(updates.c.lease == _the_lease)
-    .values(state="merged", merged_into=bindparam("into"))
 )
 REBASE_UPDATE = (
     update(updates).where(updates.c.lease == _the_lease).values(base_version=bindparam("base"))
@@ -142,6 +130,12 @@ NEWEST_VERSION = (
     .order_by(versions.c.version.desc())
     .limit(1)
 )
+NEWEST_VERSIONS = select(versions).join(
+    blocks, and_(blocks.c.block == versions.c.block, blocks.c.version == versions.c.version)
+)
+
+# See `storage.standing`.
+STANDING = (BLOCKS, NEWEST_VERSIONS, RETURNED, HELD_LEASES, PENDING)
 
 COUNT_TRAFFIC = _added_up(traffic, COUNTS)
 

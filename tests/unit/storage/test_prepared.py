@@ -42,7 +42,6 @@ STATEMENTS: dict[str, Executable] = {
 VALUES: dict[str, dict[str, Any]] = {
     "WORKER": {"of_worker": "w1"},
     "TOUCH_WORKER": {"of_worker": "w1", "now": NOW + 5},
-    "CREDIT_WORKER": {"of_worker": "w1", "steps": 7},
     "LOCK_BLOCKS": {},
     "BLOCKS": {},
     "BLOCK": {"of_block": 1},
@@ -64,11 +63,12 @@ VALUES: dict[str, dict[str, Any]] = {
         "committed": None, "merged_into": None,
     },
     "PENDING": {},
+    "WAITING": {"of_block": 0},
     "ACCEPT_UPDATE": {"of_lease": "offered", "base": 1, "share": 0.3, "now": NOW + 9},
-    "MERGE_UPDATE": {"of_lease": "pending", "into": 1},
     "REBASE_UPDATE": {"of_lease": "pending", "base": 1},
     "VERSION": {"of_block": 0, "of_version": 0},
     "NEWEST_VERSION": {"of_block": 0},
+    "NEWEST_VERSIONS": {},
     "COUNT_TRAFFIC": {"worker": "w0", "block": 0, **MOVED},
     "ADD_EVENT": EVENT,
 }  # fmt: skip
