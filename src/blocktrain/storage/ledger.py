@@ -619,7 +619,7 @@ class Transaction:
 def _lock_events(connection: Connection) -> None:
     """Numbers become visible in their order, so that a reader who goes on from one misses none;
     the number of the lock means nothing."""
-    driver.send(connection, "SELECT pg_advisory_xact_lock(726565)")
+    driver.tell(connection, "SELECT pg_advisory_xact_lock(726565)")
 
 
 def _version(row: Found) -> Version:
