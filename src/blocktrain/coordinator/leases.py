@@ -144,7 +144,7 @@ class Leases:
         start, stride = plan.place_in_schedule(block, worker, continuing=continues is not None)
         seconds = plan.training_seconds(swarm, block, now, transfer)
         wanted = plan.lease_steps(swarm, seconds, speed, block.to_hand_out)
-        first_batch, steps = tx.take_range(block.index, wanted)
+        first_batch, steps, fence = tx.take_range(block.index, wanted)
         lease = tx.add_lease(
             id=tokens.identifier_of(now),
             worker=worker,
@@ -155,6 +155,7 @@ class Leases:
             schedule_start=start,
             schedule_stride=stride,
             continues=continues,
+            fence=fence,
             deadline=now + plan.lease_seconds(swarm, steps, speed, transfer),
             expected=plan.expected_at(block, now, steps, speed, transfer),
             created=now,

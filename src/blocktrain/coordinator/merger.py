@@ -12,7 +12,7 @@ from blocktrain.core.codec import codec_named
 from blocktrain.core.merge import Outer
 from blocktrain.core.swarm import BlockState, PendingUpdate
 from blocktrain.errors import BlocktrainError, DivergedError, NotFoundError
-from blocktrain.protocol.messages import Recipe
+from blocktrain.protocol.messages import Recipe, UpdateClaim
 from blocktrain.storage.ledger import Transaction, Version
 from blocktrain.storage.merging import Compression, Merged, Update, merge_blobs
 
@@ -51,11 +51,14 @@ class Merger:
             seconds = CLAIM_SECONDS + to_read / CLAIM_BYTES_PER_SECOND
             if not tx.claim_merge(state.index, state.version, now, seconds):
                 return False
+        made = False
         try:
-            return self._merge_claimed(state, due)
+            made = self._merge_claimed(state, due)
         finally:
-            with self.run.ledger.write() as tx:
-                tx.release_merge(state.index, state.version)
+            if not made:  # a version that was published has ended the claim
+                with self.run.ledger.write() as tx:
+                    tx.release_merge(state.index, state.version)
+        return made
 
     def _merge_claimed(self, state: BlockState, due: Sequence[PendingUpdate]) -> bool:
         swarm = self.run.config.swarm
@@ -68,8 +71,14 @@ class Merger:
         try:
             with self.run.ledger.read() as tx:
                 current = tx.version(state.index, state.version)
+                waiting = tx.waiting_updates(state.index)
+                if any(item.lease not in waiting for item in fresh):
+                    return False  # another coordinator was faster
                 factors = plan.chain_factors(fresh)
-                sources = [self._source(tx, state, item, factors[item.lease]) for item in fresh]
+                sources = [
+                    self._source(tx, state, item, claimed(waiting[item.lease]), factors[item.lease])
+                    for item in fresh
+                ]
             merged = self._merged(state, current, sources, final=plan.is_final(state, fresh))
         except DivergedError as error:
             self._refuse(self._alone_at_fault(state, current, sources, fresh), str(error))
@@ -162,12 +171,14 @@ class Merger:
         return [update for update in updates if is_lost(update)]
 
     def _source(
-        self, tx: Transaction, state: BlockState, update: PendingUpdate, factor: float
+        self,
+        tx: Transaction,
+        state: BlockState,
+        update: PendingUpdate,
+        claim: UpdateClaim,
+        factor: float,
     ) -> Update:
         """An update as the merge sees it: what it ends at, what it started from, what it counts."""
-        row = tx.update(update.lease)
-        assert row is not None
-        claim = claimed(row)
         share = factor * plan.weight(self.run.config.swarm, state.version, update.base_version)
         covered = update.steps * self.run.batch_bytes
         if claim.codec != "none":

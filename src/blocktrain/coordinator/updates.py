@@ -225,15 +225,13 @@ class Updates:
         traffic.count(tx, lease.worker, moved, traffic.from_json(offered.downloads))
         in_time = lease.state in HELD
         tx.move_lease_if_held(lease.id, "submitted")
-        block = tx.block(lease.block)
-        assert block is not None
-        base = _base_of(tx, lease)
-        weight = plan.weight(self.run.config.swarm, block.version, base)
-        reason = fault or self._too_late(tx, lease, base, block.version, in_time=in_time)
+        version, base = tx.block_version(lease.block), _base_of(tx, lease)
+        weight = plan.weight(self.run.config.swarm, version, base)
+        reason = fault or self._too_late(tx, lease, base, version, in_time=in_time)
         if in_time:
             tx.count_lease(lease.block, met=not reason)
         if not reason:
-            tx.accept_update(lease.id, base, weight, now)
+            tx.accept_update(offered, base, weight, now)
             kind = "uploaded" if weight == 1.0 else "late"
             tx.add_event(now, kind, lease.worker, lease.block, f"{lease.steps} steps")
             return Receipt(state="pending", reason="", weight=weight)

@@ -14,6 +14,7 @@ from sqlalchemy.engine.interfaces import DBAPICursor
 from sqlalchemy.exc import DBAPIError
 
 _PIPELINE = "pipeline"  # where a connection keeps its own
+_TELLER = "teller"  # and the cursor of what is only told
 
 
 @contextmanager
@@ -35,9 +36,22 @@ def pipelined(connection: Connection) -> Iterator[None]:
 def send(connection: Connection, text: str, parameters: Any = ()) -> DBAPICursor:
     """Inside a transaction: nothing is begun here."""
     cursor = connection.connection.cursor()
+    execute(connection, cursor, text, parameters)
+    return cursor
+
+
+def tell(connection: Connection, text: str, parameters: Any = ()) -> None:
+    """The same where nobody looks at the answer: all of these share a cursor, for making one takes
+    a fifth of the time."""
+    kept = connection.info
+    if _TELLER not in kept:
+        kept[_TELLER] = connection.connection.cursor()
+    execute(connection, kept[_TELLER], text, parameters)
+
+
+def execute(connection: Connection, cursor: DBAPICursor, text: str, parameters: Any) -> None:
     with translated(connection, text, parameters):
         cursor.execute(text, parameters)
-    return cursor
 
 
 def wait(connection: Connection) -> None:

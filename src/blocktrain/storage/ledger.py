@@ -6,13 +6,13 @@ that any number of coordinators may share one ledger. Knows no clock: times are 
 """
 
 import json
-import math
-from collections import defaultdict
+import threading
+from collections import namedtuple
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sql
 from sqlalchemy import Connection, CursorResult, Executable, func, insert, select, update
@@ -41,6 +41,7 @@ from blocktrain.storage.schema import (
     workers,
 )
 from blocktrain.storage.shared_commits import SharedCommits
+from blocktrain.storage.standing import Standing
 from blocktrain.storage.statements import in_state
 
 
@@ -55,12 +56,24 @@ class Version:
     created: float
 
 
+class Range(NamedTuple):
+    """Text to hand out, and the fencing token of whoever gets it."""
+
+    first_batch: int
+    steps: int
+    fence: int
+
+
+_LeaseRow = namedtuple("_LeaseRow", leases.c.keys())  # type: ignore[misc]  # as one that was read
+
+
 class Ledger:
     def __init__(self, url: str) -> None:
         self.url = url
         self.engine = open_engine(url)
         self._commits = SharedCommits(self.engine)
         self._prepared = PreparedStatements(self.engine.dialect)
+        self._here = threading.local()
         try:
             upgrade(self.engine)
         except DatabaseError as error:
@@ -71,8 +84,13 @@ class Ledger:
     def write(self) -> Iterator["Transaction"]:
         """All of what happens inside, or nothing; on disk afterwards, or after `together`."""
         alone = self._writers_are_alone or self._commits.open_connection is not None
-        with self._commits.writer() as connection:
-            yield Transaction(connection, self._prepared, alone)
+        standing = self._standing
+        try:
+            with self._commits.writer() as connection:
+                yield Transaction(connection, self._prepared, standing, alone)
+        except BaseException:
+            standing.forget()  # what it was told has not happened
+            raise
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -83,13 +101,17 @@ class Ledger:
                 self._prepared.tell(connection, statements.LOCK_BLOCKS)
                 _lock_events(connection)
                 driver.wait(connection)
-            yield
+            self._here.standing = Standing()
+            try:
+                yield
+            finally:
+                del self._here.standing
 
     @contextmanager
     def read(self) -> Iterator["Transaction"]:
         """What is seen inside is of one moment."""
         if connection := self._commits.open_connection:
-            yield Transaction(connection, self._prepared)
+            yield Transaction(connection, self._prepared, self._standing)
             return
         options: dict[str, Any] = {"read": True}
         if self.engine.dialect.name == "postgresql":
@@ -97,11 +119,17 @@ class Ledger:
         with (
             self.engine.connect().execution_options(**options) as connection,
             connection.begin(),
+            driver.pipelined(connection),
         ):
-            yield Transaction(connection, self._prepared)
+            yield Transaction(connection, self._prepared, Standing())
 
     def close(self) -> None:
         self.engine.dispose()
+
+    @property
+    def _standing(self) -> Standing:
+        """Of the `together` that this thread is in: nobody else changes it meanwhile."""
+        return getattr(self._here, "standing", None) or Standing()
 
     @property
     def _writers_are_alone(self) -> bool:
@@ -113,11 +141,16 @@ class Transaction:
     """The statements, each named by what it means."""
 
     def __init__(
-        self, connection: Connection, prepared: PreparedStatements, alone: bool = False
+        self,
+        connection: Connection,
+        prepared: PreparedStatements,
+        standing: Standing,
+        alone: bool = False,
     ) -> None:
         """`alone`: all locks are held already."""
         self._connection = connection
         self._prepared = prepared
+        self._standing = standing
         self._alone = alone
         self._asked: dict[tuple[Any, ...], Answer] = {}
 
@@ -146,6 +179,7 @@ class Transaction:
         )  # fmt: skip
         self._run(insert(blocks).values(block=index, total_batches=total_batches, **zeros))
         self._add_version(index, 0, 0, now, weights)
+        self._standing.forget()
 
     # People
 
@@ -203,81 +237,71 @@ class Transaction:
         in every transaction that needs it: whoever waits for it holds nothing others wait for."""
         if not self._alone:
             self._tell(statements.LOCK_BLOCKS)
+            self._standing.forget()
 
     def expect_claim(self, worker: str) -> None:
         """Ask for all that a claim looks at first, at once: each is read when it is its turn."""
         self._ask(statements.WORKER, of_worker=worker)
-        self._ask(statements.OPEN_LEASE_OF, of_worker=worker)
-        self._ask_block_states()
+        if not self._standing.known:
+            self._ask_standing()
 
     def expect_update(self, worker: str, lease: str) -> None:
         """The same for an update that is offered or settled."""
         self._ask(statements.WORKER, of_worker=worker)
-        self._ask(statements.LEASE, of_lease=lease)
+        if self._standing.lease(lease) is None:
+            self._ask(statements.LEASE, of_lease=lease)
         self._ask(statements.UPDATE, of_lease=lease)
 
     def block_states(self) -> list[BlockState]:
-        self._ask_block_states()
-        returned = {row.block: int(row.steps) for row in self._rows(statements.RETURNED)}
-        held: dict[int, list[Found]] = defaultdict(list)
-        for row in self.held_leases():
-            held[row.block].append(row)
-        pending: dict[int, list[PendingUpdate]] = defaultdict(list)
-        for row in self._rows(statements.PENDING):
-            pending[row.block].append(_pending(row))
-        return [
-            _block_state(row, returned.get(row.block, 0), held[row.block], pending[row.block])
-            for row in self._rows(statements.BLOCKS)
-        ]
+        return self._known_standing().states()
 
     def block(self, index: int) -> Found | None:
         return self._first(statements.BLOCK, of_block=index)
 
-    def take_range(self, block: int, most: int) -> tuple[int, int]:
-        """(first batch, steps): what came back first, then what was never handed out."""
-        self._ask(statements.BLOCK, of_block=block)
-        gap = self._first(statements.FIRST_GAP, of_block=block)
-        if gap is None:
-            row = self.block(block)
-            assert row is not None
-            steps = min(most, row.total_batches - row.next_batch)
-            end = row.next_batch + steps
-            self._tell(statements.HAND_OUT, of_block=block, end=end)
-            return int(row.next_batch), steps
-        self._take_gap(block, gap.first_batch)
-        steps = min(most, gap.steps)
-        if rest := gap.steps - steps:
-            self.give_back_range(block, gap.first_batch + steps, rest)
-        return int(gap.first_batch), steps
+    def block_version(self, index: int) -> int:
+        """The newest, on which all others build."""
+        row = self._standing.block(index) if self._standing.known else self.block(index)
+        assert row is not None
+        return int(row.version)
+
+    def take_range(self, block: int, most: int) -> Range:
+        """What came back first, then what was never handed out."""
+        standing = self._known_standing()
+        row, returned = standing.block(block), standing.returned(block)
+        fence, end = row.fence + 1, row.next_batch
+        if returned:
+            first_batch, steps = self._take_gap(block, most)
+        else:
+            first_batch, steps = end, min(most, row.total_batches - end)
+            end += steps
+        self._tell(statements.HAND_OUT, of_block=block, end=end, token=fence)
+        self._standing.block_changed(block, next_batch=end, fence=fence)
+        return Range(first_batch, steps, fence)
 
     def give_back_range(self, block: int, first_batch: int, steps: int) -> None:
         self._run(insert(gaps).values(block=block, first_batch=first_batch, steps=steps))
+        self._standing.forget()
 
     def reclaim_range(self, block: int, first_batch: int, steps: int) -> bool:
         """Take back exactly this range, if nobody else has had it since."""
         chosen = sql.delete(gaps).where(
             gaps.c.block == block, gaps.c.first_batch == first_batch, gaps.c.steps == steps
         )
+        self._standing.forget()
         return self._changed(chosen)
 
     def add_lease(self, **values: Any) -> Found:
-        """Record a lease as open, with the block's next fencing token."""
-        counted = self._rows(statements.COUNT_GIVEN, of_block=values["block"])
-        lease = {
-            "continues": None,
-            "expected": None,
-            **values,
-            "fence": counted[0].fence,
-            "state": "open",
-        }
-        self._tell(statements.ADD_LEASE, **lease)
-        return SimpleNamespace(**lease)
+        """Record a lease as open."""
+        row = _LeaseRow(**{"continues": None, "expected": None, **values, "state": "open"})
+        self._tell(statements.ADD_LEASE, **row._asdict())
+        self._standing.lease_added(row)
+        return row
 
     def lease(self, lease: str) -> Found | None:
-        return self._first(statements.LEASE, of_lease=lease)
+        return self._standing.lease(lease) or self._first(statements.LEASE, of_lease=lease)
 
     def open_lease_of(self, worker: str) -> Found | None:
-        return self._first(statements.OPEN_LEASE_OF, of_worker=worker)
+        return self._known_standing().open_lease_of(worker)
 
     def leases_of(self, worker: str, states: Collection[str]) -> Sequence[Found]:
         chosen = select(leases).where(leases.c.worker == worker, in_state(leases, *states))
@@ -285,19 +309,25 @@ class Transaction:
 
     def move_lease(self, lease: str, state: str) -> bool:
         """Move a lease on; False where it is nobody's any more."""
+        self._standing.lease_changed(lease, state=state)
         return self._change(statements.MOVE_LEASE, of_lease=lease, to=state)
 
     def trained_lease(self, lease: str, worker: str) -> None:
         """Its worker has come to the end of an open lease: the update is on its way."""
         self._tell(statements.TRAINED_LEASE, of_lease=lease, of_worker=worker)
+        held = self._standing.lease(lease)
+        if held and held.worker == worker:
+            self._standing.lease_changed(lease, state="sending")
 
     def expect_lease(self, lease: str, at: float) -> None:
         """When its update is to be there, by what is known now."""
         self._tell(statements.EXPECT_LEASE, of_lease=lease, at=at)
+        self._standing.lease_changed(lease, expected=at)
 
     def move_lease_if_held(self, lease: str, state: str) -> None:
         """The same for whoever does not ask: nothing waits for it."""
         self._tell(statements.MOVE_LEASE, of_lease=lease, to=state)
+        self._standing.lease_changed(lease, state=state)
 
     def overdue(self, now: float) -> Sequence[Found]:
         return self._rows(statements.OVERDUE, now=now)
@@ -325,13 +355,25 @@ class Transaction:
         chosen = select(updates).where(updates.c.worker == worker, in_state(updates, *states))
         return self._run(chosen).all()
 
-    def accept_update(self, lease: str, base: int, weight: float, now: float) -> None:
+    def waiting_updates(self, block: int) -> dict[str, Found]:
+        """All of those that wait to be merged into a block, by lease."""
+        return {row.lease: row for row in self._rows(statements.WAITING, of_block=block)}
+
+    def accept_update(self, offered: Found, base: int, weight: float, now: float) -> None:
         """`base`: the version it counts as trained from."""
-        self._tell(statements.ACCEPT_UPDATE, of_lease=lease, base=base, share=weight, now=now)
+        if offered.state != "offered":
+            return
+        accepted = {"base": base, "share": weight, "now": now}
+        self._tell(statements.ACCEPT_UPDATE, of_lease=offered.lease, **accepted)
+        waits = PendingUpdate(
+            offered.lease, offered.worker, base, offered.steps, now, offered.continues
+        )
+        self._standing.update_waits(offered.block, waits)
 
     def refuse_update(self, lease: str, reason: str) -> bool:
         chosen = update(updates).where(updates.c.lease == lease)
         chosen = chosen.where(in_state(updates, *LIVE))
+        self._standing.forget()
         return self._changed(chosen.values(state="refused", reason=reason[:500], weight=0.0))
 
     def claim_merge(self, block: int, version: int, now: float, seconds: float) -> bool:
@@ -362,6 +404,7 @@ class Transaction:
         """Version + 1, if the block still stands at `version` and every update still waits. It
         comes with the difference that leads to it, and with what that left out."""
         self.lock_blocks()
+        self._standing.forget()
         names = {item.lease for item in merged}
         waiting = {row.lease: row for row in self._rows(statements.PENDING)}
         if not names <= waiting.keys():
@@ -384,14 +427,33 @@ class Transaction:
         if difference:
             leads = {"block": block, "version": version + 1}
             self._run(insert(differences).values(**leads, **difference.model_dump()))
-        for item in merged:
-            self._tell(statements.MERGE_UPDATE, of_lease=item.lease, into=version + 1)
-            self._tell(statements.CREDIT_WORKER, of_worker=item.worker, steps=item.steps)
+        self._merged(names, version + 1)
         for row in waiting.values():
             # Came in meanwhile and continues what was merged: counts as trained from that.
             if row.lease not in names and row.continues in names:
                 self._tell(statements.REBASE_UPDATE, of_lease=row.lease, base=version + 1)
         return True
+
+    def _merged(self, leases: Collection[str], into: int) -> None:
+        """Of updates by their leases: which version they became, and that it is to their workers'
+        credit."""
+        chosen = updates.c.lease.in_(leases)
+        self._run(update(updates).where(chosen).values(state="merged", merged_into=into))
+        done = (
+            select(
+                updates.c.worker,
+                func.sum(updates.c.steps).label("steps"),
+                func.count().label("updates"),
+            )
+            .where(chosen)
+            .group_by(updates.c.worker)
+            .subquery()
+        )
+        credit = {
+            "batches_merged": workers.c.batches_merged + done.c.steps,
+            "updates_merged": workers.c.updates_merged + done.c.updates,
+        }
+        self._run(update(workers).where(workers.c.id == done.c.worker).values(**credit))
 
     def reopen_unsent(self, worker: str) -> None:
         """Leases of a worker that began anew, of whose updates nothing was heard: it is to have
@@ -402,15 +464,17 @@ class Transaction:
             .where(leases.c.worker == worker, in_state(leases, "sending"), ~heard_of)
             .values(state="open")
         )
+        self._standing.forget()
 
     def version(self, block: int, version: int | None = None) -> Version:
         """A version of a block; the current one where none is named."""
         if version is None:
             found = self._first(statements.NEWEST_VERSION, of_block=block)
-        else:
+        elif not (found := self._standing.version(block, version)):
             found = self._first(statements.VERSION, of_block=block, of_version=version)
         if found is None:
             raise NotFoundError(f"version {version} of block {block} is not kept any more")
+        self._standing.version_read(found)
         return _version(found)
 
     def versions(self) -> list[Version]:
@@ -419,6 +483,7 @@ class Transaction:
     def forget_version(self, block: int, version: int) -> None:
         chosen = sql.delete(versions)
         self._run(chosen.where(versions.c.block == block, versions.c.version == version))
+        self._standing.forget()
 
     def differences(self, block: int) -> dict[int, Blob]:
         """What is kept of the differences that lead to a block's versions, oldest first."""
@@ -502,11 +567,25 @@ class Transaction:
             )
         )
 
-    def _take_gap(self, block: int, first_batch: int) -> None:
-        self._run(sql.delete(gaps).where(gaps.c.block == block, gaps.c.first_batch == first_batch))
+    def _take_gap(self, block: int, most: int) -> tuple[int, int]:
+        """(first batch, steps) of the first range that came back, the rest of which stays."""
+        gap = self._first(statements.FIRST_GAP, of_block=block)
+        assert gap is not None
+        first, steps = int(gap.first_batch), min(most, gap.steps)
+        self._run(sql.delete(gaps).where(gaps.c.block == block, gaps.c.first_batch == first))
+        if rest := gap.steps - steps:
+            self.give_back_range(block, first + steps, rest)
+        self._standing.forget()
+        return first, steps
 
-    def _ask_block_states(self) -> None:
-        for statement in statements.BLOCK_STATES:
+    def _known_standing(self) -> Standing:
+        if not self._standing.known:
+            self._ask_standing()
+            self._standing.learn(*(self._rows(each) for each in statements.STANDING))
+        return self._standing
+
+    def _ask_standing(self) -> None:
+        for statement in statements.STANDING:
             self._ask(statement)
 
     def _ask(self, statement: Executable, **values: Any) -> None:
@@ -540,50 +619,7 @@ class Transaction:
 def _lock_events(connection: Connection) -> None:
     """Numbers become visible in their order, so that a reader who goes on from one misses none;
     the number of the lock means nothing."""
-    driver.send(connection, "SELECT pg_advisory_xact_lock(726565)")
-
-
-def _block_state(
-    row: Found, returned: int, held: list[Found], pending: list[PendingUpdate]
-) -> BlockState:
-    coming = {lease.worker for lease in held}
-    coming |= {item.worker for item in pending}
-    finishing = {
-        lease.worker
-        for lease in held
-        if lease.state == "sending" and lease.base_version == row.version
-    }
-    finishing |= {item.worker for item in pending if item.base_version == row.version}
-    return BlockState(
-        index=row.block,
-        version=row.version,
-        merged_batches=row.merged_batches,
-        next_batch=row.next_batch,
-        total_batches=row.total_batches,
-        returned_batches=returned,
-        leased_batches=sum(lease.steps for lease in held),
-        open_leases=len(held),
-        workers=frozenset(coming),
-        finishing=frozenset(finishing),
-        pending=tuple(pending),
-        sending=tuple(
-            (lease.worker, lease.id, lease.steps) for lease in held if lease.state == "sending"
-        ),
-        busy_until=max(
-            (
-                lease.expected
-                for lease in held
-                if lease.state == "open" and lease.expected is not None
-            ),
-            default=-math.inf,
-        ),
-    )
-
-
-def _pending(row: Found) -> PendingUpdate:
-    return PendingUpdate(
-        row.lease, row.worker, row.base_version, row.steps, row.committed, row.continues
-    )
+    driver.tell(connection, "SELECT pg_advisory_xact_lock(726565)")
 
 
 def _version(row: Found) -> Version:

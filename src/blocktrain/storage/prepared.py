@@ -38,7 +38,7 @@ class PreparedStatements:
 
     def ask(self, connection: Connection, statement: Executable, **values: Any) -> Answer:
         """Run it; its rows may be fetched later, and are those of now."""
-        cursor = self.tell(connection, statement, **values)
+        cursor = driver.send(connection, *self._text(statement, values))
 
         def answer() -> list[Found]:
             with driver.translated(connection):
@@ -53,17 +53,21 @@ class PreparedStatements:
 
     def change(self, connection: Connection, statement: Executable, **values: Any) -> int:
         """Run it; how many rows it changed."""
-        cursor = self.tell(connection, statement, **values)
+        cursor = driver.send(connection, *self._text(statement, values))
         driver.wait(connection)
         return int(cursor.rowcount)
 
-    def tell(self, connection: Connection, statement: Executable, **values: Any) -> DBAPICursor:
+    def tell(self, connection: Connection, statement: Executable, **values: Any) -> None:
         """Run it; that it failed may be noticed only with a later one."""
+        driver.tell(connection, *self._text(statement, values))
+
+    def _text(self, statement: Executable, values: dict[str, Any]) -> tuple[str, Any]:
+        """With its parameters, as the driver takes them."""
         key = id(statement), frozenset(values)
         if key not in self._prepared:
             self._prepared[key] = self._compiled(statement, list(values))
         prepared = self._prepared[key]
-        return driver.send(connection, prepared.text, prepared.parameters(values))
+        return prepared.text, prepared.parameters(values)
 
     def _row(self, statement: Executable, cursor: DBAPICursor) -> type:
         if id(statement) not in self._rows:

@@ -32,7 +32,7 @@ class SharedCommits:
     @contextmanager
     def together(self) -> Iterator[Connection]:
         with self._transaction() as connection:
-            driver.send(connection, "SAVEPOINT together")
+            driver.tell(connection, "SAVEPOINT together")
             self._here.connection = connection
             try:
                 yield connection
@@ -40,7 +40,7 @@ class SharedCommits:
                 self._here.connection = None
             # Fails where the database has ended the transaction by itself (a full disk, a failed
             # read): a commit would then do nothing without a word.
-            driver.send(connection, "RELEASE SAVEPOINT together")
+            driver.tell(connection, "RELEASE SAVEPOINT together")
 
     @contextmanager
     def writer(self) -> Iterator[Connection]:
@@ -110,16 +110,16 @@ class Turns:
 @contextmanager
 def _savepoint(connection: Connection) -> Iterator[None]:
     """As `begin_nested`, at a small part of its price: these are never inside each other."""
-    driver.send(connection, "SAVEPOINT writer")
+    driver.tell(connection, "SAVEPOINT writer")
     try:
         yield
-        driver.send(connection, "RELEASE SAVEPOINT writer")
+        driver.tell(connection, "RELEASE SAVEPOINT writer")
         driver.wait(connection)  # what went wrong in this writer is no other's
     except BaseException:
         with suppress(SQLAlchemyError):
             driver.wait(connection)  # for what was sent after the error: none of it was done
         try:
-            driver.send(connection, "ROLLBACK TO SAVEPOINT writer")
+            driver.tell(connection, "ROLLBACK TO SAVEPOINT writer")
             driver.wait(connection)
         except SQLAlchemyError:
             connection.invalidate()  # nobody goes on in a transaction that is over

@@ -9,6 +9,7 @@ from sqlalchemy import (
     ColumnElement,
     Insert,
     Table,
+    and_,
     bindparam,
     func,
     insert,
@@ -56,26 +57,20 @@ def _added_up(table: Table, counts: Sequence[Column[int]]) -> Insert:
 
 WORKER = select(workers).where(workers.c.id == _the_worker)
 TOUCH_WORKER = update(workers).where(workers.c.id == _the_worker).values(seen=bindparam("now"))
-CREDIT_WORKER = (
-    update(workers)
-    .where(workers.c.id == _the_worker)
-    .values(
-        batches_merged=workers.c.batches_merged + bindparam("steps"),
-        updates_merged=workers.c.updates_merged + 1,
-    )
-)
 
 LOCK_BLOCKS = select(blocks.c.block).order_by(blocks.c.block).with_for_update()
 BLOCKS = select(blocks).order_by(blocks.c.block)
 BLOCK = select(blocks).where(blocks.c.block == _the_block)
 RETURNED = select(gaps.c.block, func.sum(gaps.c.steps).label("steps")).group_by(gaps.c.block)
 FIRST_GAP = select(gaps).where(gaps.c.block == _the_block).order_by(gaps.c.first_batch).limit(1)
-HAND_OUT = update(blocks).where(blocks.c.block == _the_block).values(next_batch=bindparam("end"))
-COUNT_GIVEN = (
+HAND_OUT = (
     update(blocks)
     .where(blocks.c.block == _the_block)
-    .values(fence=blocks.c.fence + 1, leases_given=blocks.c.leases_given + 1)
-    .returning(blocks.c.fence)
+    .values(
+        next_batch=bindparam("end"),
+        fence=bindparam("token"),
+        leases_given=blocks.c.leases_given + 1,
+    )
 )
 COUNT_MET = (
     update(blocks).where(blocks.c.block == _the_block).values(leases_met=blocks.c.leases_met + 1)
@@ -89,12 +84,6 @@ COUNT_MISSED = (
 LEASE = select(leases).where(leases.c.id == _the_lease)
 ADD_LEASE = insert(leases)
 HELD_LEASES = select(leases).where(in_state(leases, *HELD))
-OPEN_LEASE_OF = (
-    select(leases)
-    .where(leases.c.worker == _the_worker, in_state(leases, "open"))
-    .order_by(leases.c.created)
-    .limit(1)
-)
 OVERDUE = select(leases).where(in_state(leases, *HELD), leases.c.deadline < bindparam("now"))
 TRAINED_LEASE = (
     update(leases)
@@ -119,7 +108,7 @@ PENDING = select(
     updates.c.committed,
     updates.c.continues,
 ).where(in_state(updates, "pending"))
-BLOCK_STATES = (RETURNED, HELD_LEASES, PENDING, BLOCKS)
+WAITING = select(updates).where(updates.c.block == _the_block, in_state(updates, "pending"))
 ACCEPT_UPDATE = (
     update(updates)
     .where(updates.c.lease == _the_lease, in_state(updates, "offered"))
@@ -129,11 +118,6 @@ ACCEPT_UPDATE = (
         weight=bindparam("share"),
         committed=bindparam("now"),
     )
-)
-MERGE_UPDATE = (
-    update(updates)
-    .where(updates.c.lease == _the_lease)
-    .values(state="merged", merged_into=bindparam("into"))
 )
 REBASE_UPDATE = (
     update(updates).where(updates.c.lease == _the_lease).values(base_version=bindparam("base"))
@@ -146,6 +130,12 @@ NEWEST_VERSION = (
     .order_by(versions.c.version.desc())
     .limit(1)
 )
+NEWEST_VERSIONS = select(versions).join(
+    blocks, and_(blocks.c.block == versions.c.block, blocks.c.version == versions.c.version)
+)
+
+# See `storage.standing`.
+STANDING = (BLOCKS, NEWEST_VERSIONS, RETURNED, HELD_LEASES, PENDING)
 
 COUNT_TRAFFIC = _added_up(traffic, COUNTS)
 

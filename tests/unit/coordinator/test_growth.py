@@ -36,13 +36,13 @@ def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
 def asked(service: Service, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Every statement from here on, without its parameters: whoever plans it does not know them."""
     statements: set[str] = set()
-    send = driver.send
+    execute = driver.execute
 
-    def sent(connection: Any, text: str, parameters: Any = ()) -> Any:
+    def noted(connection: Any, cursor: Any, text: str, parameters: Any) -> None:
         statements.add(text)
-        return send(connection, text, parameters)
+        execute(connection, cursor, text, parameters)
 
-    monkeypatch.setattr(driver, "send", sent)
+    monkeypatch.setattr(driver, "execute", noted)
 
     @sql.event.listens_for(service.run.ledger.engine, "before_cursor_execute")
     def executed(connection: Any, cursor: Any, text: str, *rest: Any) -> None:

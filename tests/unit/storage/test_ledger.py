@@ -67,23 +67,29 @@ def ledger(url: str) -> Iterator[Ledger]:
 def claim(tx: Transaction, most: int, block: int = 0, worker: str = "w0", base: int = 0) -> Any:
     """A lease of up to so many batches, as a coordinator hands it out."""
     tx.lock_blocks()
-    first, steps = tx.take_range(block, most)
+    first, steps, fence = tx.take_range(block, most)
     lease = next(_names)
     tx.add_lease(
         id=lease, worker=worker, block=block, base_version=base, first_batch=first, steps=steps,
-        schedule_start=0, schedule_stride=1, deadline=NOW + 60, created=NOW,
+        schedule_start=0, schedule_stride=1, fence=fence, deadline=NOW + 60, created=NOW,
     )  # fmt: skip
     return tx.lease(lease)
 
 
+def taken(tx: Transaction, most: int) -> tuple[int, int]:
+    """(first batch, steps) of a range of block 0."""
+    return tx.take_range(0, most)[:2]
+
+
 def submit(tx: Transaction, lease: Any, now: float = NOW) -> PendingUpdate:
     """A lease's update, verified and waiting."""
-    tx.add_update(
+    offered = tx.add_update(
         lease=lease.id, worker=lease.worker, block=lease.block, base_version=lease.base_version,
         steps=lease.steps, offer="{}", signature="", loss=1.0,
+        continues=None,
     )  # fmt: skip
     assert tx.move_lease(lease.id, "submitted")
-    tx.accept_update(lease.id, lease.base_version, 1.0, now)
+    tx.accept_update(offered, lease.base_version, 1.0, now)
     return PendingUpdate(lease.id, lease.worker, lease.base_version, lease.steps, now)
 
 
@@ -141,14 +147,14 @@ def test_a_range_that_was_given_back_is_handed_out_again_before_anything_new(led
             assert tx.move_lease(lease.id, "returned")
             tx.give_back_range(0, lease.first_batch, lease.steps)
     with ledger.write() as tx:
-        assert [tx.take_range(0, 10) for _ in range(3)] == [(0, 10), (10, 10), (20, 10)]
+        assert [taken(tx, 10) for _ in range(3)] == [(0, 10), (10, 10), (20, 10)]
 
 
 def test_a_range_that_was_given_back_may_be_handed_out_in_parts(ledger: Ledger):
     with ledger.write() as tx:
         tx.take_range(0, 10)
         tx.give_back_range(0, 0, 10)
-        assert [tx.take_range(0, 4) for _ in range(4)] == [(0, 4), (4, 4), (8, 2), (10, 4)]
+        assert [taken(tx, 4) for _ in range(4)] == [(0, 4), (4, 4), (8, 2), (10, 4)]
 
 
 def test_only_a_whole_untouched_range_can_be_reclaimed(ledger: Ledger):
@@ -160,10 +166,10 @@ def test_only_a_whole_untouched_range_can_be_reclaimed(ledger: Ledger):
         assert not tx.reclaim_range(1, 0, 10)
         assert tx.reclaim_range(0, 0, 10)
         assert not tx.reclaim_range(0, 0, 10)
-        assert tx.take_range(0, 4) == (20, 4)
+        assert taken(tx, 4) == (20, 4)
         assert not tx.reclaim_range(0, 20, 10)
         assert tx.reclaim_range(0, 24, 6)
-        assert tx.take_range(0, 1) == (30, 1)
+        assert taken(tx, 1) == (30, 1)
 
 
 def test_threads_that_claim_at_once_get_disjoint_ranges_and_all_of_them(ledger: Ledger):
@@ -191,7 +197,7 @@ def test_ranges_given_back_while_others_claim_are_never_out_twice_at_a_time(ledg
         while True:
             with ledger.write() as tx:
                 tx.lock_blocks()
-                first, steps = tx.take_range(0, draws.randint(1, 40))
+                first, steps = taken(tx, draws.randint(1, 40))
             if not steps:
                 return
             batches = set(range(first, first + steps))
@@ -337,7 +343,7 @@ def test_an_update_is_accepted_once(ledger: Ledger):
     with ledger.write() as tx:
         lease = claim(tx, 10)
         submit(tx, lease)
-        tx.accept_update(lease.id, lease.base_version, 0.5, NOW + 1)
+        tx.accept_update(tx.update(lease.id), lease.base_version, 0.5, NOW + 1)
         update = tx.update(lease.id)
     assert (update.weight, update.committed) == (1.0, NOW)
 

@@ -24,7 +24,8 @@ from blocktrain.storage.schema import events, metadata
 NOW = 1_700_000_000.0
 LEASE = {
     "worker": "w0", "block": 0, "base_version": 0, "first_batch": 0, "steps": 10,
-    "schedule_start": 0, "schedule_stride": 1, "deadline": NOW + 60, "created": NOW,
+    "schedule_start": 0, "schedule_stride": 1, "fence": 1, "deadline": NOW + 60,
+    "created": NOW,
 }  # fmt: skip
 UPDATE = {
     "worker": "w0", "block": 0, "base_version": 0, "steps": 10, "offer": "{}", "signature": "s",
@@ -41,20 +42,17 @@ STATEMENTS: dict[str, Executable] = {
 VALUES: dict[str, dict[str, Any]] = {
     "WORKER": {"of_worker": "w1"},
     "TOUCH_WORKER": {"of_worker": "w1", "now": NOW + 5},
-    "CREDIT_WORKER": {"of_worker": "w1", "steps": 7},
     "LOCK_BLOCKS": {},
     "BLOCKS": {},
     "BLOCK": {"of_block": 1},
     "RETURNED": {},
     "FIRST_GAP": {"of_block": 0},
-    "HAND_OUT": {"of_block": 1, "end": 2**40},
-    "COUNT_GIVEN": {"of_block": 1},
+    "HAND_OUT": {"of_block": 1, "end": 2**40, "token": 2**41},
     "COUNT_MET": {"of_block": 1},
     "COUNT_MISSED": {"of_block": 1},
     "LEASE": {"of_lease": "open"},
     "ADD_LEASE": {**LEASE, "id": "new", "fence": 2**40, "state": "open"},
     "HELD_LEASES": {},
-    "OPEN_LEASE_OF": {"of_worker": "w0"},
     "OVERDUE": {"now": NOW + 61},
     "TRAINED_LEASE": {"of_lease": "open", "of_worker": "w0"},
     "EXPECT_LEASE": {"of_lease": "open", "at": NOW + 7},
@@ -65,11 +63,12 @@ VALUES: dict[str, dict[str, Any]] = {
         "committed": None, "merged_into": None,
     },
     "PENDING": {},
+    "WAITING": {"of_block": 0},
     "ACCEPT_UPDATE": {"of_lease": "offered", "base": 1, "share": 0.3, "now": NOW + 9},
-    "MERGE_UPDATE": {"of_lease": "pending", "into": 1},
     "REBASE_UPDATE": {"of_lease": "pending", "base": 1},
     "VERSION": {"of_block": 0, "of_version": 0},
     "NEWEST_VERSION": {"of_block": 0},
+    "NEWEST_VERSIONS": {},
     "COUNT_TRAFFIC": {"worker": "w0", "block": 0, **MOVED},
     "ADD_EVENT": EVENT,
 }  # fmt: skip
@@ -101,7 +100,7 @@ def ledger(
         for name in ("offered", "pending"):
             tx.add_update(lease=name, **UPDATE)
             tx.move_lease(name, "sending")
-        tx.accept_update("pending", 0, 0.7, NOW + 3)
+        tx.accept_update(tx.update("pending"), 0, 0.7, NOW + 3)
         tx.count_traffic("w0", 0, Moved(up=5))
     yield ledger
     ledger.close()

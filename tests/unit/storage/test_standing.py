@@ -1,0 +1,168 @@
+"""What is kept of how the blocks stand is what a reader would find."""
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.support.postgres import fresh_database
+
+from blocktrain.core.swarm import BlockState
+from blocktrain.protocol.messages import Blob
+from blocktrain.storage.ledger import Ledger, Transaction
+from blocktrain.storage.schema import HELD
+from blocktrain.storage.standing import Standing
+
+NOW = 1_700_000_000.0
+WEIGHTS = Blob(name="a" * 64, size=100)
+WORKERS = ["w0", "w1", "w2"]
+BATCHES = 300
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "postgresql":
+        return fresh_database()
+    return f"sqlite:///{tmp_path / 'ledger.db'}"
+
+
+@pytest.fixture
+def ledger(url: str) -> Iterator[Ledger]:
+    ledger = Ledger(url)
+    with ledger.write() as tx:
+        for block in range(2):
+            tx.add_block(block, BATCHES, WEIGHTS, NOW)
+        for name in WORKERS:
+            tx.add_worker(
+                id=name, public_key=name, name=name, device="cpu", role="train", joined=NOW,
+                seen=NOW,
+            )  # fmt: skip
+    yield ledger
+    ledger.close()
+
+
+class Life:
+    """Things that happen to leases and updates, one after another, as the dice fall."""
+
+    def __init__(self, seed: int) -> None:
+        self.draws = random.Random(seed)
+        self.count = 0
+
+    def go_on(self, tx: Transaction) -> None:
+        tx.lock_blocks()
+        act = self.draws.choice(
+            [self.claim, self.claim, self.submit, self.submit, self.train, self.expect,
+             self.give_back, self.begin_anew, self.refuse, self.merge]
+        )  # fmt: skip
+        act(tx)
+
+    def claim(self, tx: Transaction) -> None:
+        block = self.draws.randrange(2)
+        if not tx.block_states()[block].to_hand_out:
+            return
+        self.count += 1
+        text = tx.take_range(block, self.draws.randint(1, 9))
+        tx.add_lease(
+            id=f"lease{self.count}", worker=self.draws.choice(WORKERS), block=block,
+            base_version=tx.block_version(block), schedule_start=0, schedule_stride=1,
+            deadline=NOW + 60, created=NOW + self.count, **text._asdict(),
+        )  # fmt: skip
+
+    def submit(self, tx: Transaction) -> None:
+        if lease := self._one(tx):
+            offered = tx.update(lease.id) or tx.add_update(
+                lease=lease.id, worker=lease.worker, block=lease.block, steps=lease.steps,
+                base_version=lease.base_version, offer="{}", signature="", loss=None,
+                continues=None,
+            )  # fmt: skip
+            if self.draws.random() < 0.2:
+                tx.move_lease_if_held(lease.id, "sending")
+                return
+            tx.move_lease_if_held(lease.id, "submitted")
+            tx.accept_update(offered, lease.base_version, 1.0, NOW + self.count)
+
+    def train(self, tx: Transaction) -> None:
+        if lease := self._one(tx):
+            tx.trained_lease(lease.id, self.draws.choice(WORKERS))
+
+    def expect(self, tx: Transaction) -> None:
+        if lease := self._one(tx):
+            tx.expect_lease(lease.id, NOW + self.draws.randrange(100))
+
+    def give_back(self, tx: Transaction) -> None:
+        lease = self._one(tx)
+        if lease and tx.move_lease(lease.id, "returned"):
+            tx.give_back_range(lease.block, lease.first_batch, lease.steps)
+
+    def begin_anew(self, tx: Transaction) -> None:
+        tx.reopen_unsent(self.draws.choice(WORKERS))
+
+    def refuse(self, tx: Transaction) -> None:
+        for update in tx.block_states()[0].pending[:1]:
+            tx.refuse_update(update.lease, "")
+
+    def merge(self, tx: Transaction) -> None:
+        state = self.draws.choice(tx.block_states())
+        if state.pending:
+            assert tx.publish(state.index, state.version, WEIGHTS, None, state.pending, NOW)
+
+    def _one(self, tx: Transaction) -> object:
+        held = sorted(tx.held_leases(), key=lambda row: str(row.id))
+        return self.draws.choice(held) if held else None
+
+
+def in_order(states: list[BlockState]) -> list[BlockState]:
+    return [
+        replace(
+            state,
+            pending=tuple(sorted(state.pending, key=lambda update: update.lease)),
+            sending=tuple(sorted(state.sending)),
+        )
+        for state in states
+    ]
+
+
+def read_anew(tx: Transaction) -> Transaction:
+    return Transaction(tx._connection, tx._prepared, Standing())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_kept_is_what_would_be_read(ledger: Ledger, seed: int):
+    life = Life(seed)
+    for _ in range(6):
+        with ledger.together():
+            for _ in range(30):
+                with suppress(KeyError), ledger.write() as tx:
+                    tx.block_states()
+                    life.go_on(tx)
+                    if life.draws.random() < 0.2:
+                        raise KeyError  # and nothing of it has happened
+                with ledger.read() as tx:
+                    anew = read_anew(tx)
+                    assert in_order(tx.block_states()) == in_order(anew.block_states())
+                    assert [tx.open_lease_of(w) for w in WORKERS] == [
+                        anew.open_lease_of(w) for w in WORKERS
+                    ]
+                    for row in anew.held_leases():
+                        assert tuple(tx.lease(row.id)) == tuple(row)
+                        assert row.state in HELD
+    with ledger.read() as tx:
+        assert sum(state.version for state in tx.block_states()) > 0
+        assert all(tx.block(block).fence == tx.block(block).leases_given for block in range(2))
+
+
+def test_what_another_coordinator_did_is_seen_by_the_next_together(url: str, ledger: Ledger):
+    other, life = Ledger(url), Life(0)
+    with ledger.together(), ledger.write() as tx:
+        life.claim(tx)
+    with other.together(), other.write() as tx:
+        assert sum(state.open_leases for state in tx.block_states()) == 1
+        life.claim(tx)
+        tx.move_lease_if_held("lease1", "expired")
+    with ledger.together(), ledger.write() as tx:
+        assert [lease.id for lease in tx.held_leases()] == ["lease2"]
+        assert sum(state.open_leases for state in tx.block_states()) == 1
+        assert tx.lease("lease1").state == "expired"
+    other.close()
