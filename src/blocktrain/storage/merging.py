@@ -23,7 +23,7 @@ from blocktrain.core.merge import (
     outer_step,
 )
 from blocktrain.errors import DivergedError, ProtocolError
-from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Recipe
+from blocktrain.protocol.messages import Blob, Recipe
 from blocktrain.protocol.tensors import TensorSpec, canonical, check_like
 from blocktrain.storage.blobs import BlobReader, Blobs, BlobWriter
 from blocktrain.storage.read_ahead import read_ahead
@@ -36,9 +36,7 @@ from blocktrain.storage.weights_file import (
     weights_form,
 )
 
-# Pieces that wait for whoever writes them: half of a chunk's. All of them are added up together, so
-# that with fewer the one thread would mostly wait for the other.
-AHEAD = CHUNK_BYTES // (8 * FRAME_NUMBERS)
+AHEAD = 8  # pieces that are added up before they are needed
 NOTHING = np.empty(0, np.float32)
 
 
