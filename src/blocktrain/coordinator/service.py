@@ -68,9 +68,10 @@ class Service:
             try:
                 self.round()
                 if (began := time.monotonic()) >= collect_at:
+                    collect_at = began + COLLECT_SECONDS  # where it fails, too
                     self.collector.collect()
                     took = time.monotonic() - began
-                    collect_at = began + max(COLLECT_SECONDS, took / COLLECT_SHARE)
+                    collect_at = max(collect_at, began + took / COLLECT_SHARE)
             except (BlocktrainError, DBAPIError) as error:
                 # A database that restarts, a store that does not answer: the next round tries.
                 log.warning("round failed, will try again: %s", error)

@@ -1,10 +1,8 @@
 """What nobody needs any more goes, and nothing else: on a real run."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from tests.support.coordinator import (
     SetClock,
     commit,
@@ -19,17 +17,6 @@ from blocktrain.coordinator.collector import COLLECT_AFTER, FETCH_SECONDS, Colle
 from blocktrain.coordinator.service import Service
 from blocktrain.storage.chunks import place_of
 from blocktrain.storage.ledger import Ledger
-
-
-@pytest.fixture
-def clock() -> SetClock:
-    return SetClock()
-
-
-@pytest.fixture
-def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
-    with running(tmp_path, clock) as service:
-        yield service
 
 
 def stored(service: Service) -> set[str]:

@@ -16,11 +16,6 @@ from blocktrain.storage.following import follow_blobs
 
 
 @pytest.fixture
-def clock() -> SetClock:
-    return SetClock()
-
-
-@pytest.fixture
 def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
     with frugal(tmp_path, clock) as service:
         yield service

@@ -1,6 +1,5 @@
 """Handing out work and taking it back, on a real run with a clock that is moved by hand."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,6 @@ from blocktrain.protocol.messages import (
     LeaseState,
     Wait,
 )
-
-
-@pytest.fixture
-def clock() -> SetClock:
-    return SetClock()
-
-
-@pytest.fixture
-def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
-    with running(tmp_path, clock) as service:
-        yield service
 
 
 def progress(member: Member, lease: Lease, fence: int | None = None) -> LeaseState:

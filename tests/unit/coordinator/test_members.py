@@ -1,8 +1,5 @@
 """Invites, joining, tokens, bans, on a real run."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from tests.support.coordinator import (
     Member,
@@ -10,7 +7,6 @@ from tests.support.coordinator import (
     join,
     join_message,
     put_chunk,
-    running,
 )
 
 from blocktrain.coordinator.members import CLOCK_SKEW, TOKEN_SECONDS, Caller
@@ -19,17 +15,6 @@ from blocktrain.errors import RefusedError
 from blocktrain.protocol import tokens
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import LeaseProgress, LeaseRequest, TokenRequest
-
-
-@pytest.fixture
-def clock() -> SetClock:
-    return SetClock()
-
-
-@pytest.fixture
-def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
-    with running(tmp_path, clock) as service:
-        yield service
 
 
 def kinds(service: Service) -> list[str]:

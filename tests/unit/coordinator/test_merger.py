@@ -1,7 +1,6 @@
 """Updates become versions: on a real run, with exact numbers."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,17 +25,6 @@ from blocktrain.coordinator.merger import CLAIM_SECONDS, Merger
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import Lease
-
-
-@pytest.fixture
-def clock() -> SetClock:
-    return SetClock()
-
-
-@pytest.fixture
-def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
-    with running(tmp_path, clock) as service:
-        yield service
 
 
 def version_of(service: Service, block: int = 0) -> int:

@@ -1,26 +1,12 @@
 """What can be seen of a run: status, events, scores, blobs."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from tests.support.coordinator import SetClock, join, running
+from tests.support.coordinator import SetClock, join
 
 from blocktrain.coordinator.reports import AWAY_AFTER, LOST_AFTER, NO_SCORE
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import NotFoundError, RefusedError
 from blocktrain.protocol.messages import BlockStatus, Moved, Score, Status, WorkerStatus
-
-
-@pytest.fixture
-def clock() -> SetClock:
-    return SetClock()
-
-
-@pytest.fixture
-def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
-    with running(tmp_path, clock) as service:
-        yield service
 
 
 def score(block: int | None, ce: float) -> Score:

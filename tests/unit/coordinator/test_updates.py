@@ -38,17 +38,6 @@ from blocktrain.storage.chunks import name_of
 
 
 @pytest.fixture
-def clock() -> SetClock:
-    return SetClock()
-
-
-@pytest.fixture
-def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
-    with running(tmp_path, clock) as service:
-        yield service
-
-
-@pytest.fixture
 def member(service: Service) -> Member:
     return join(service)
 

@@ -37,13 +37,6 @@ OTHERS = Blob(name="b" * 64, size=20)
 _names = (f"lease{os.getpid()}x{number:05}" for number in itertools.count(1))
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "postgresql":
-        return fresh_database()
-    return f"sqlite:///{tmp_path / 'ledger.db'}"
-
-
 @pytest.fixture
 def ledger(url: str) -> Iterator[Ledger]:
     """Two blocks of 600 batches, and workers w0 to w7."""

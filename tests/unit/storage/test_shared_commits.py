@@ -32,13 +32,6 @@ notes = sql.Table(
 )
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "postgresql":
-        return fresh_database()
-    return f"sqlite:///{tmp_path / 'notes.db'}"
-
-
 @pytest.fixture
 def engine(url: str) -> Iterator[Engine]:
     engine = open_engine(url)

@@ -4,10 +4,8 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from tests.support.postgres import fresh_database
 
 from blocktrain.core.swarm import BlockState
 from blocktrain.protocol.messages import Blob
@@ -19,13 +17,6 @@ NOW = 1_700_000_000.0
 WEIGHTS = Blob(name="a" * 64, size=100)
 WORKERS = ["w0", "w1", "w2"]
 BATCHES = 300
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "postgresql":
-        return fresh_database()
-    return f"sqlite:///{tmp_path / 'ledger.db'}"
 
 
 @pytest.fixture
