@@ -2,10 +2,10 @@
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive \
-#     optimizers cascade stale uneven lead sparse workers codecs three-hosts best \
+#     optimizers cascade stale uneven lead workers codecs three-hosts best \
 #     serving serving-gpu
 #
-# SEEDS and CODECS choose among the runs of sparse, workers and codecs.
+# SEEDS, CODECS and WORKERS choose among the runs of workers and codecs.
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. Needs only
 # torch, numpy, safetensors and filelock, but for `serving`, which needs all of blocktrain, Linux and
 # root, and in MODELS the runs denoise, cascade and end-to-end; and `serving-gpu`, which needs all of
@@ -41,15 +41,12 @@ for part in "$@"; do
   case $part in
     small) quality small wikitext2-small 'wikitext-2/*.txt' --seeds 0 1 2 ;;
     38m) quality 38m wikitext2-38m 'wikitext-2/*.txt' --kinds end-to-end denoise --seeds 0 1 2 \
-      --grid model.dropout=0.0,0.1,0.2 --choose ;;
+      --grid model.dropout=0.0,0.1,0.2,0.3 --choose ;;
     workers) quality 38m wikitext2-38m 'wikitext-2/*.txt' $crew --kinds denoise workers \
       --seeds ${SEEDS:-0 1 2} --grid model.dropout=0.0 swarm.codec=none --against denoise ;;
-    sparse) quality 38m wikitext2-38m 'wikitext-2/*.txt' $crew $often --kinds denoise workers \
-      --workers 4 --seeds ${SEEDS:-0 1 2} --grid model.dropout=0.0 swarm.codec=sparse \
-      --against denoise ;;
-    codecs) quality 38m wikitext2-38m 'wikitext-2/*.txt' $crew $often --kinds workers \
-      --seeds ${SEEDS:-0 1 2} --grid model.dropout=0.0 swarm.codec=${CODECS:-none,sparse} \
-      --against workers ;;
+    codecs) quality 38m wikitext2-38m 'wikitext-2/*.txt' $crew $often --kinds denoise workers \
+      --workers ${WORKERS:-4} --seeds ${SEEDS:-0 1 2} --grid model.dropout=0.0 \
+      swarm.codec=${CODECS:-none,bf16,int8,sparse} --against denoise ;;
     wikipedia) quality wikipedia wikipedia-38m 'wikipedia/*' --splits valid ;;
     leak) quality leak wikitext2-small 'wikitext-2/*.txt' --kinds denoise --splits test \
       --grid objective.sigma_min=0.1,0.5,1.0,2.0 ;;
