@@ -943,6 +943,46 @@ def test_without_a_number_events_begin_with_what_comes_next(api: Api):
     assert (event.kind, event.worker) == ("joined", worker.signer.worker)
 
 
+def test_no_more_listen_than_there_are_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("blocktrain.coordinator.api.MOST_LISTENERS", 1)
+    clock = SetClock()
+    with (
+        running(tmp_path, clock) as service,
+        served(service) as address,
+        httpx.Client(base_url=address, timeout=SECONDS) as http,
+    ):
+        api = Api(service, clock, address, http)
+        headers = {"authorization": f"Invite {api.invite()}"}
+        with http.stream("GET", "/v1/events", headers=headers) as first:
+            lines = first.iter_lines()
+            assert next(lines)  # it listens
+            refused = http.get("/v1/events", headers=headers)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert "1 listen already" in refused.text
+        until = time.monotonic() + SECONDS
+        while time.monotonic() < until:  # the place of one who has left is free again
+            with http.stream("GET", "/v1/events", headers=headers) as another:
+                if another.status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise AssertionError("the place of one who left stayed taken")
+
+
+def test_who_takes_leases_and_gives_them_back_in_a_loop_is_slowed_down(api: Api):
+    """Each of them stays in the ledger."""
+    worker = api.join()
+    answers = []
+    for _ in range(25):
+        lease = worker.lease()
+        told = LeaseReturn(fence=lease.fence, reason="")
+        answers.append(worker.post(f"/v1/lease/{lease.lease}/return", told).status_code)
+        if answers[-1] != 200:
+            break
+    assert answers[0] == 200
+    assert answers[-1] == 429
+    assert api.join().lease()
+
+
 # Metrics
 
 
@@ -973,6 +1013,13 @@ def test_metrics_can_be_read_by_prometheus(api: Api):
     assert found["blocktrain_moved_bytes_total", "0", "none", "up"] == received
     assert found["blocktrain_moved_bytes_total", "0", "none", "down"] == 0  # nothing was reported
     assert found["blocktrain_moved_raw_bytes_total", "0", "up"] == received
+
+
+def test_a_page_of_metrics_is_made_once_a_second(api: Api, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("blocktrain.coordinator.metrics.FRESH_SECONDS", 60.0)
+    first = api.http.get("/metrics").text
+    api.join()
+    assert api.http.get("/metrics").text == first
 
 
 # TLS

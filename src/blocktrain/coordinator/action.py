@@ -19,14 +19,18 @@ from starlette.routing import Route
 from blocktrain.coordinator.desk import Desk
 from blocktrain.coordinator.members import Caller
 from blocktrain.coordinator.metrics import Metrics
+from blocktrain.coordinator.pace import Pace
 from blocktrain.coordinator.service import Service
+from blocktrain.coordinator.verifying import Verifying
 from blocktrain.errors import RefusedError
+from blocktrain.protocol import tokens
 from blocktrain.protocol.messages import Hash, Identifier, Message, UpdateOffer
 
 M = TypeVar("M", bound=Message)
 
 LARGEST_MESSAGE = 8 * 1024 * 1024  # an offer that names every chunk of a large block
 USUAL_MESSAGE = 64 * 1024
+READING, WRITING = 1.0, 10.0  # what a request costs its caller (coordinator.pace)
 IN_PATH: dict[str, Any] = {"lease": Identifier, "name": Hash}
 
 By = Literal["anyone", "reader", "worker"]
@@ -39,14 +43,16 @@ class Server:
     service: Service
     desk: Desk
     metrics: Metrics
-    verifying: asyncio.Semaphore
+    verifying: Verifying
+    pace: Pace
+    listeners: asyncio.Semaphore  # streams of events that may still be opened
 
 
 class Asked:
     def __init__(self, request: Request, server: Server, caller: Caller | None) -> None:
         self.request, self._server, self._caller = request, server, caller
         self.service, self.desk, self.metrics = server.service, server.desk, server.metrics
-        self.verifying = server.verifying
+        self.verifying, self.listeners = server.verifying, server.listeners
 
     @property
     def reader(self) -> Caller | None:
@@ -100,28 +106,32 @@ class Action:
     takes: type[Message] | Literal["bytes"] | None = None
     gives: type[Message] | str | None = None  # a message, a media type, or nothing
     parameters: tuple[tuple[str, Any, bool], ...] = ()  # name, kind, whether it must be there
+    cost: float | None = None  # what is usual, where it is not said
 
     def route(self, server: Server) -> Route:
         async def answer(request: Request) -> Response:
-            caller = await _caller(request, server, self.by)
+            caller = await self._caller(request, server)
             return await self.do(Asked(request, server, caller))
 
         return Route(self.path, answer, methods=[self.method])
 
-
-async def _caller(request: Request, server: Server, by: By) -> Caller | None:
-    """Who asks, refused where that is not enough; None for those who only look on."""
-    members = server.service.members
-    if by == "anyone":
+    async def _caller(self, request: Request, server: Server) -> Caller | None:
+        """Who asks, refused where that is not enough; None for those who only look on."""
+        if self.by == "anyone":
+            return None
+        schemes = ("bearer",) if self.by == "worker" else ("bearer", "invite")
+        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        scheme, secret = scheme.lower(), secret.strip()
+        cost = self.cost or (WRITING if self.method == "POST" else READING)
+        if scheme not in schemes or not secret:
+            raise RefusedError("unauthorized", f"needs an Authorization of: {', '.join(schemes)}")
+        if scheme == "bearer":
+            caller = server.service.members.caller(secret)
+            server.pace.spend(caller.worker, cost)
+            return caller
+        server.pace.spend(tokens.hash_secret(secret), cost)
+        await server.desk.ask(server.service.members.check_reader, secret)
         return None
-    schemes = ("bearer",) if by == "worker" else ("bearer", "invite")
-    scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() not in schemes or not secret:
-        raise RefusedError("unauthorized", f"needs an Authorization of: {', '.join(schemes)}")
-    if scheme.lower() == "bearer":
-        return members.caller(secret.strip())
-    await server.desk.ask(members.check_reader, secret.strip())
-    return None
 
 
 def parsed(kind: type[M], text: bytes) -> M:

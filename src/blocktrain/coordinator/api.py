@@ -4,9 +4,11 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from anyio import to_thread
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -18,10 +20,13 @@ from starlette.routing import Route
 from blocktrain.coordinator.action import Action, Asked, Server, parsed
 from blocktrain.coordinator.desk import Desk
 from blocktrain.coordinator.leases import HeldLease
+from blocktrain.coordinator.members import TOKEN_SECONDS
 from blocktrain.coordinator.metrics import Metrics
 from blocktrain.coordinator.openapi import BYTES, describe
+from blocktrain.coordinator.pace import Pace
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.updates import Coming
+from blocktrain.coordinator.verifying import Verifying
 from blocktrain.core import faults
 from blocktrain.errors import BlocktrainError, NotFoundError, ProtocolError, RefusedError
 from blocktrain.protocol.messages import (
@@ -60,6 +65,9 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 * 1024  # of a chunk on its way out: all of it that is in memory
 VERIFIED_AT_ONCE = 2  # updates: each has a chunk in memory and keeps a processor busy
+THREADS = 20  # fewer than a ledger has connections: the desk always finds one
+MOST_LISTENERS = 64  # streams of events, each of which looks into the ledger twice a second
+GIVING_BACK = 500.0  # costs as much as 500 looks: a lease taken and given back stays in the ledger
 HELD_BACK_SECONDS = 1.0  # at most, of an answer that says to ask again soon
 EVENT_POLL_SECONDS = 0.5
 EVENTS_AT_ONCE = 500
@@ -73,10 +81,18 @@ CODE_OF = {status: code for code, status in STATUS_OF.items()}
 
 def create_app(service: Service) -> Starlette:
     desk, metrics = Desk(service.run.ledger), Metrics(service.reports)
-    server = Server(service, desk, metrics, asyncio.Semaphore(VERIFIED_AT_ONCE))
+    server = Server(
+        service=service,
+        desk=desk,
+        metrics=metrics,
+        verifying=Verifying(VERIFIED_AT_ONCE),
+        pace=Pace(time.monotonic),
+        listeners=asyncio.Semaphore(MOST_LISTENERS),
+    )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        to_thread.current_default_thread_limiter().total_tokens = THREADS
         server.desk.start()
         try:
             yield
@@ -187,8 +203,7 @@ async def whole(asked: Asked) -> Response:
         return _answer(held)
     await run_in_threadpool(updates.keep_whole, held, offered, data)
     asked.metrics.received(len(data))
-    async with asked.verifying:
-        fault = await run_in_threadpool(updates.verify_whole, held, offered.claim)
+    fault = await asked.verifying.in_turn(updates.verify_whole, held, offered.claim)
     receipt = await asked.desk.ask(updates.settle_whole, asked.caller, held, offered, fault)
     return _settled(asked, receipt)
 
@@ -228,9 +243,12 @@ async def commit(asked: Asked) -> Response:
     coming = await _coming(asked, sent)
     if isinstance(coming, Receipt):
         return _answer(coming)
-    async with asked.verifying:
-        fault = await run_in_threadpool(updates.verify, coming)
-    return _settled(asked, await asked.desk.ask(updates.settle, asked.caller, sent, fault))
+
+    async def settled() -> Receipt:
+        fault = await asked.verifying.in_turn(updates.verify, coming)
+        return await asked.desk.ask(updates.settle, asked.caller, sent, fault)
+
+    return _settled(asked, await asked.verifying.once(sent, settled))
 
 
 def _settled(asked: Asked, receipt: Receipt) -> Response:
@@ -312,19 +330,25 @@ async def events(asked: Asked) -> Response:
     start = int(told) if NUMBER.fullmatch(told) else asked.parameter("after", Count)
     if start is None:
         start = await run_in_threadpool(asked.service.reports.last_event)
-    return StreamingResponse(_event_stream(asked.service, start), media_type="text/event-stream")
+    if asked.listeners.locked():
+        raise RefusedError("slow_down", f"{MOST_LISTENERS} listen already; try again later")
+    return StreamingResponse(_event_stream(asked, start), media_type="text/event-stream")
 
 
-async def _event_stream(service: Service, after: int) -> AsyncIterator[str]:
-    """Server-sent events; a comment now and then keeps the line open and notices who has left."""
-    while True:
-        found = await run_in_threadpool(service.reports.events, after, EVENTS_AT_ONCE)
-        for event in found:
-            after = event.number
-            yield f"id: {event.number}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"
-        if not found:
-            yield ": nothing new\n\n"
-        await asyncio.sleep(EVENT_POLL_SECONDS)
+async def _event_stream(asked: Asked, after: int) -> AsyncIterator[str]:
+    """Server-sent events; a comment now and then keeps the line open and notices who has left. It
+    ends when a token would: whoever listens shows again that he may, and goes on from there."""
+    until = time.monotonic() + TOKEN_SECONDS
+    async with asked.listeners:
+        while time.monotonic() < until:
+            found = await run_in_threadpool(asked.service.reports.events, after, EVENTS_AT_ONCE)
+            for event in found:
+                after = event.number
+                told = event.model_dump_json()
+                yield f"id: {event.number}\nevent: {event.kind}\ndata: {told}\n\n"
+            if not found:
+                yield ": nothing new\n\n"
+            await asyncio.sleep(EVENT_POLL_SECONDS)
 
 
 async def score(asked: Asked) -> Response:
@@ -350,7 +374,7 @@ ACTIONS = (
     ),
     Action(
         "POST", "/v1/lease/{lease}/return", "worker", give_back,
-        takes=LeaseReturn, gives=LeaseState,
+        takes=LeaseReturn, gives=LeaseState, cost=GIVING_BACK,
     ),
     Action("POST", "/v1/updates", "worker", offer, takes=UpdateOffer, gives=UploadState),
     Action("POST", "/v1/updates/whole", "worker", whole, takes="bytes", gives=Receipt),

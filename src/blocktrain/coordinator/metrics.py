@@ -1,5 +1,8 @@
 """Prometheus metrics: the run's state as it is when asked, and the bytes that passed through."""
 
+import math
+import threading
+import time
 from collections import Counter as Counted
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,9 +14,13 @@ from prometheus_client.registry import Collector
 from blocktrain.coordinator.reports import Reports
 from blocktrain.protocol.messages import BlockStatus
 
+FRESH_SECONDS = 1.0  # anybody may ask, and a page is a look at everything
+
 
 class Metrics:
     def __init__(self, reports: Reports) -> None:
+        self._page, self._made_at = b"", -math.inf
+        self._one_at_a_time = threading.Lock()
         self._registry = CollectorRegistry()
         self._registry.register(_State(reports))
         moved = Counter(
@@ -28,7 +35,10 @@ class Metrics:
         self._sent.inc(size)
 
     def page(self) -> tuple[bytes, str]:
-        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+        with self._one_at_a_time:
+            if time.monotonic() - self._made_at > FRESH_SECONDS:
+                self._page, self._made_at = generate_latest(self._registry), time.monotonic()
+            return self._page, CONTENT_TYPE_LATEST
 
 
 BLOCK_GAUGES: dict[str, tuple[str, Callable[[BlockStatus], float | None]]] = {

@@ -63,12 +63,13 @@ class Updates:
         with self.run.ledger.write() as tx:
             tx.expect_update(caller.worker, claim.lease)
             worker = self.members.seen(tx, caller, now)
-            self._check_signed(offer, worker.id, worker.public_key)
+            self._check_named(claim, worker.id)
             lease = own_lease(tx, caller, claim.lease, claim.fence)
             if known := _known(tx, claim):
                 return bool(known.state == "offered")
             base = tx.version(lease.block, lease.base_version)
             self._check_fits(claim, base)
+            _check_signed(offer, worker.public_key)  # last: with 65,536 chunks it takes long
             _take_down(tx, offer, lease)
             tx.move_lease_if_held(claim.lease, "sending")
             self._remember(claim, base)
@@ -144,10 +145,11 @@ class Updates:
         nothing is stored; of one lease, no more than it takes to settle it."""
         claim = offer.claim
         traffic.check(offer.downloads, self.run.config.units)
-        self._check_signed(offer, held.worker, held.public_key)
+        self._check_named(claim, held.worker)
         if claim.fence != held.fence:
             raise RefusedError("conflict", "the fencing token is not this lease's")
         self._check_fits(claim, held.base)
+        _check_signed(offer, held.public_key)
         if len(data) != claim.recipe.size or (name_of(data),) != claim.recipe.chunks:
             raise RefusedError("malformed", "these bytes are not those of the claim")
         self.run.chunks.put(data, claim.recipe.chunks[0])
@@ -256,11 +258,9 @@ class Updates:
             case None:
                 return ""
 
-    def _check_signed(self, offer: UpdateOffer, worker: str, public_key: str) -> None:
-        if offer.claim.run != self.run.id or offer.claim.worker != worker:
+    def _check_named(self, claim: UpdateClaim, worker: str) -> None:
+        if claim.run != self.run.id or claim.worker != worker:
             raise RefusedError("forbidden", "the claim is for another run or by another worker")
-        if not identity.verify_update(public_key, offer.claim, offer.signature):
-            raise RefusedError("forbidden", "the signature does not fit the claim")
 
     def _check_fits(self, claim: UpdateClaim, base: Version) -> None:
         """Before a byte is taken: the right block, the right base, the right size."""
@@ -294,6 +294,11 @@ class Updates:
     def _put_urls(self, lease: str, missing: tuple[str, ...]) -> dict[str, str] | None:
         urls = {name: self.run.chunks.put_url(lease, name, URL_SECONDS) for name in missing}
         return {name: url for name, url in urls.items() if url is not None} or None
+
+
+def _check_signed(offer: UpdateOffer, public_key: str) -> None:
+    if not identity.verify_update(public_key, offer.claim, offer.signature):
+        raise RefusedError("forbidden", "the signature does not fit the claim")
 
 
 def _offered(tx: Transaction, caller: Caller, lease: str) -> Found:
