@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from blocktrain.coordinator import plan, traffic
+from blocktrain.coordinator.attendance import Attendance
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.recent import Recent
 from blocktrain.coordinator.run import Run
@@ -37,6 +38,7 @@ class HeldLease(NamedTuple):
 class Leases:
     def __init__(self, run: Run, members: Members, handed_out: Recent[HeldLease]) -> None:
         self.run, self.members, self._handed_out = run, members, handed_out
+        self._attendance = Attendance(run.config.swarm)
 
     def claim(self, caller: Caller, asked: LeaseRequest) -> LeaseAnswer:
         """Work for a worker. One that already holds some gets the same again: its answer was lost
@@ -84,9 +86,14 @@ class Leases:
             soon=plan.soon(swarm, now, transfer),
             lead=self.run.config.lead,
         )
+        # Who may not train all blocks is not there for what is left of them.
+        speed = asked.steps_per_second if asked.blocks is None else None
+        self._attendance.note(worker.id, chosen.index if chosen else None, speed, now)
         if chosen is None:
             return _wait(blocks, worker.id, asked)
-        return self._described(tx, self._hand_out(tx, worker.id, chosen, asked, now), worker, now)
+        left = plan.seconds_left(blocks, now, speed, self._attendance.others(worker.id))
+        lease = self._hand_out(tx, worker.id, chosen, asked, now, left)
+        return self._described(tx, lease, worker, now)
 
     def progress(self, caller: Caller, lease: str, told: LeaseProgress) -> LeaseState:
         """A sign of life; whether the lease is still the worker's."""
@@ -135,14 +142,16 @@ class Leases:
         block: BlockState,
         asked: LeaseRequest,
         now: float,
+        left: float,
     ) -> Found:
+        """`left`: seconds of the whole run, if it is shared out."""
         swarm, continues = self.run.config.swarm, asked.trained
         speed, transfer = asked.steps_per_second, asked.transfer_seconds
         patient, soon = plan.is_patient(swarm, transfer), plan.soon(swarm, now, transfer)
         if not plan.may_continue(block, worker, continues, patient=patient, soon=soon):
             continues = None
         start, stride = plan.place_in_schedule(block, worker, continuing=continues is not None)
-        seconds = plan.training_seconds(swarm, block, now, transfer)
+        seconds = plan.training_seconds(swarm, block, now, transfer, left)
         wanted = plan.lease_steps(swarm, seconds, speed, block.to_hand_out)
         first_batch, steps, fence = tx.take_range(block.index, wanted)
         lease = tx.add_lease(
