@@ -21,9 +21,9 @@ from blocktrain.protocol.messages import (
     Predecessor,
     Wait,
 )
-from blocktrain.storage.ledger import Transaction, Version
 from blocktrain.storage.prepared import Found
 from blocktrain.storage.schema import HELD
+from blocktrain.storage.transaction import Transaction, Version
 
 
 class HeldLease(NamedTuple):
@@ -118,7 +118,7 @@ class Leases:
             if tx.move_lease(lease, "returned"):
                 traffic.count(tx, caller.worker, {}, told.downloads)
                 tx.give_back_range(held.block, held.first_batch, held.steps)
-                tx.add_event(now, "returned", caller.worker, held.block, told.reason)
+                tx.records.add_event(now, "returned", caller.worker, held.block, told.reason)
         return LeaseState(open=False, seconds_left=0.0, reason="given back")
 
     def expire(self) -> None:
@@ -133,7 +133,9 @@ class Leases:
                 if tx.move_lease(lease.id, "expired"):
                     tx.give_back_range(lease.block, lease.first_batch, lease.steps)
                     tx.count_lease(lease.block, met=False)
-                    tx.add_event(now, "expired", lease.worker, lease.block, f"{lease.steps} steps")
+                    tx.records.add_event(
+                        now, "expired", lease.worker, lease.block, f"{lease.steps} steps"
+                    )
 
     def _hand_out(
         self,
@@ -169,7 +171,9 @@ class Leases:
             expected=plan.expected_at(block, now, steps, speed, transfer),
             created=now,
         )
-        tx.add_event(now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}")
+        tx.records.add_event(
+            now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}"
+        )
         return lease
 
     def _described(self, tx: Transaction, lease: Found, worker: Found, now: float) -> Lease:
