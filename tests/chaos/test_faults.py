@@ -133,8 +133,8 @@ class Swarm:
     def _check_ledger(self) -> None:
         with self.run.ledger.read() as tx:
             states, versions = tx.block_states(), tx.versions()
-            given = tx._run(leases.select()).all()
-            sent = {row.lease: row for row in tx._run(updates.select())}
+            given = tx._session.run(leases.select()).all()
+            sent = {row.lease: row for row in tx._session.run(updates.select())}
         counted: Counter[tuple[int, int]] = Counter()
         for lease in given:
             if lease.id in sent and sent[lease.id].state == "merged":
@@ -239,7 +239,7 @@ def _check_versions_follow(run: Run) -> None:
     with run.ledger.read() as tx:
         versions = {(item.block, item.version): item for item in tx.versions()}
         differences = {block: tx.differences(block) for block in range(run.config.units)}
-        sent = tx._run(updates.select().where(updates.c.state == "merged")).all()
+        sent = tx._session.run(updates.select().where(updates.c.state == "merged")).all()
     assert len(versions) > 4
     for (block, number), made in versions.items():
         if number == 0:

@@ -109,7 +109,7 @@ class Server:
         """Updates of the run that are in a version: whose, steps, which version."""
         run = Home(self.folder).open()
         with closing(run.ledger), run.ledger.read() as tx:
-            workers = tx.workers()
+            workers = tx.people.workers()
             return [
                 (row.worker, row.steps, row.merged_into)
                 for worker in workers

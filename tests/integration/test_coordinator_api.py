@@ -341,7 +341,7 @@ def test_workers_at_once_share_the_work_without_loss(tmp_path: Path):
             service.stop()
         with service.run.ledger.read() as tx:
             states = tx.block_states()
-            counted = sum(row.batches_merged for row in tx.workers())
+            counted = sum(row.batches_merged for row in tx.people.workers())
         assert [state.merged_batches for state in states] == [60, 60]
         assert counted == 120
 

@@ -515,13 +515,13 @@ def test_a_reader_of_events_misses_none(tmp_path, clock):
 
         def slow() -> None:
             with ledger.write() as tx:
-                tx.add_event(1.0, "joined", detail="slow")
+                tx.records.add_event(1.0, "joined", detail="slow")
                 held.set()
                 release.wait(1.0)
 
         def quick() -> None:
             with ledger.write() as tx:
-                tx.add_event(2.0, "joined", detail="quick")
+                tx.records.add_event(2.0, "joined", detail="quick")
 
         seen: list[Event] = []
         threads = [threading.Thread(target=slow), threading.Thread(target=quick)]

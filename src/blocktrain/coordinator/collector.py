@@ -6,7 +6,7 @@ from typing import NamedTuple
 from blocktrain.coordinator import plan
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import claimed
-from blocktrain.storage.ledger import Transaction
+from blocktrain.storage.transaction import Transaction
 
 # Seconds: a chunk that nothing has referred to yet may be of an upload or a merge under way.
 COLLECT_AFTER = 3600.0

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from blocktrain.coordinator import plan, traffic
+from blocktrain.coordinator.attendance import Attendance
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.recent import Recent
 from blocktrain.coordinator.run import Run
@@ -20,9 +21,9 @@ from blocktrain.protocol.messages import (
     Predecessor,
     Wait,
 )
-from blocktrain.storage.ledger import Transaction, Version
 from blocktrain.storage.prepared import Found
 from blocktrain.storage.schema import HELD
+from blocktrain.storage.transaction import Transaction, Version
 
 
 class HeldLease(NamedTuple):
@@ -37,6 +38,7 @@ class HeldLease(NamedTuple):
 class Leases:
     def __init__(self, run: Run, members: Members, handed_out: Recent[HeldLease]) -> None:
         self.run, self.members, self._handed_out = run, members, handed_out
+        self._attendance = Attendance(run.config.swarm)
 
     def claim(self, caller: Caller, asked: LeaseRequest) -> LeaseAnswer:
         """Work for a worker. One that already holds some gets the same again: its answer was lost
@@ -84,9 +86,14 @@ class Leases:
             soon=plan.soon(swarm, now, transfer),
             lead=self.run.config.lead,
         )
+        # Who may not train all blocks is not there for what is left of them.
+        speed = asked.steps_per_second if asked.blocks is None else None
+        self._attendance.note(worker.id, chosen.index if chosen else None, speed, now)
         if chosen is None:
             return _wait(blocks, worker.id, asked)
-        return self._described(tx, self._hand_out(tx, worker.id, chosen, asked, now), worker, now)
+        left = plan.seconds_left(blocks, now, speed, self._attendance.others(worker.id))
+        lease = self._hand_out(tx, worker.id, chosen, asked, now, left)
+        return self._described(tx, lease, worker, now)
 
     def progress(self, caller: Caller, lease: str, told: LeaseProgress) -> LeaseState:
         """A sign of life; whether the lease is still the worker's."""
@@ -111,7 +118,7 @@ class Leases:
             if tx.move_lease(lease, "returned"):
                 traffic.count(tx, caller.worker, {}, told.downloads)
                 tx.give_back_range(held.block, held.first_batch, held.steps)
-                tx.add_event(now, "returned", caller.worker, held.block, told.reason)
+                tx.records.add_event(now, "returned", caller.worker, held.block, told.reason)
         return LeaseState(open=False, seconds_left=0.0, reason="given back")
 
     def expire(self) -> None:
@@ -126,7 +133,9 @@ class Leases:
                 if tx.move_lease(lease.id, "expired"):
                     tx.give_back_range(lease.block, lease.first_batch, lease.steps)
                     tx.count_lease(lease.block, met=False)
-                    tx.add_event(now, "expired", lease.worker, lease.block, f"{lease.steps} steps")
+                    tx.records.add_event(
+                        now, "expired", lease.worker, lease.block, f"{lease.steps} steps"
+                    )
 
     def _hand_out(
         self,
@@ -135,14 +144,16 @@ class Leases:
         block: BlockState,
         asked: LeaseRequest,
         now: float,
+        left: float,
     ) -> Found:
+        """`left`: seconds of the whole run, if it is shared out."""
         swarm, continues = self.run.config.swarm, asked.trained
         speed, transfer = asked.steps_per_second, asked.transfer_seconds
         patient, soon = plan.is_patient(swarm, transfer), plan.soon(swarm, now, transfer)
         if not plan.may_continue(block, worker, continues, patient=patient, soon=soon):
             continues = None
         start, stride = plan.place_in_schedule(block, worker, continuing=continues is not None)
-        seconds = plan.training_seconds(swarm, block, now, transfer)
+        seconds = plan.training_seconds(swarm, block, now, transfer, left)
         wanted = plan.lease_steps(swarm, seconds, speed, block.to_hand_out)
         first_batch, steps, fence = tx.take_range(block.index, wanted)
         lease = tx.add_lease(
@@ -160,7 +171,9 @@ class Leases:
             expected=plan.expected_at(block, now, steps, speed, transfer),
             created=now,
         )
-        tx.add_event(now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}")
+        tx.records.add_event(
+            now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}"
+        )
         return lease
 
     def _described(self, tx: Transaction, lease: Found, worker: Found, now: float) -> Lease:

@@ -15,9 +15,9 @@ from blocktrain.protocol.messages import (
     Token,
     TokenRequest,
 )
-from blocktrain.storage.ledger import Transaction
 from blocktrain.storage.prepared import Found
 from blocktrain.storage.schema import HELD, LIVE
+from blocktrain.storage.transaction import Transaction
 
 TOKEN_SECONDS = 3600
 CLOCK_SKEW = 300.0
@@ -59,7 +59,7 @@ class Members:
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             invite = self._valid_invite(tx, asked.invite, now)
-            known = tx.worker_of_key(asked.public_key)
+            known = tx.people.worker_of_key(asked.public_key)
             if known:
                 worker, role = self._again(tx, known, asked, now), known.role
             else:
@@ -75,7 +75,7 @@ class Members:
     def renew(self, asked: TokenRequest) -> Token:
         now = self.run.clock()
         with self.run.ledger.read() as tx:
-            worker = tx.worker(asked.worker)
+            worker = tx.people.worker(asked.worker)
         if worker is None or not identity.verify_token_request(
             worker.public_key, self.run.id, asked.worker, asked.time, asked.signature
         ):
@@ -98,12 +98,12 @@ class Members:
         """The worker's row, its last sign of life noted."""
         worker = self.check_welcome(tx, caller)
         if now - worker.seen > SEEN_SECONDS:
-            tx.touch_worker(caller.worker, now)
+            tx.people.touch_worker(caller.worker, now)
         return worker
 
     def check_welcome(self, tx: Transaction, caller: Caller) -> Found:
         """The worker's row; a banned one gets no further, whatever its token says."""
-        worker = tx.worker(caller.worker)
+        worker = tx.people.worker(caller.worker)
         if worker is None:
             raise RefusedError("unauthorized", "this worker is unknown here")
         _refuse_banned(worker)
@@ -113,7 +113,7 @@ class Members:
         """A new invite's secret: told here and never again, kept as a hash."""
         secret = tokens.new_secret()
         with self.run.ledger.write() as tx:
-            tx.add_invite(
+            tx.people.add_invite(
                 id=tokens.new_identifier(),
                 secret_hash=tokens.hash_secret(secret),
                 role=role,
@@ -125,17 +125,17 @@ class Members:
     def invites(self) -> list[InviteState]:
         now = self.run.clock()
         with self.run.ledger.read() as tx:
-            return [_invite_state(row, now) for row in tx.invites()]
+            return [_invite_state(row, now) for row in tx.people.invites()]
 
     def invite_of(self, secret: str) -> InviteState | None:
         """The invite that has this secret, whatever became of it."""
         with self.run.ledger.read() as tx:
-            row = tx.invite(tokens.hash_secret(secret))
+            row = tx.people.invite(tokens.hash_secret(secret))
         return _invite_state(row, self.run.clock()) if row else None
 
     def revoke(self, invite: str) -> None:
         with self.run.ledger.write() as tx:
-            if not tx.revoke_invite(invite):
+            if not tx.people.revoke_invite(invite):
                 raise RefusedError("not_found", f"there is no invite {invite}")
 
     def ban(self, named: str) -> Found:
@@ -144,9 +144,9 @@ class Members:
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
-            found = _named(tx.workers(), named)
+            found = _named(tx.people.workers(), named)
             worker: str = found.id
-            tx.ban_worker(worker)
+            tx.people.ban_worker(worker)
             for lease in tx.leases_of(worker, HELD):
                 tx.move_lease(lease.id, "returned")
                 tx.give_back_range(lease.block, lease.first_batch, lease.steps)
@@ -156,25 +156,25 @@ class Members:
                 tx.refuse_update(update.lease, "the worker was banned")
                 if update.state == "pending":
                     tx.give_back_range(covered.block, covered.first_batch, covered.steps)
-            tx.add_event(now, "banned", worker)
+            tx.records.add_event(now, "banned", worker)
         return found
 
     def note(self, caller: Caller) -> None:
         """A sign of life, of a worker that only reads for now."""
         with self.run.ledger.write() as tx:
-            tx.touch_worker(caller.worker, self.run.clock())
+            tx.people.touch_worker(caller.worker, self.run.clock())
 
     def _again(self, tx: Transaction, known: Found, asked: Join, now: float) -> str:
         _refuse_banned(known)
-        tx.touch_worker(known.id, now)
-        tx.rename_worker(known.id, asked.name, asked.device)
+        tx.people.touch_worker(known.id, now)
+        tx.people.rename_worker(known.id, asked.name, asked.device)
         return str(known.id)
 
     def _first(self, tx: Transaction, invite: Found, asked: Join, now: float) -> str:
-        if not tx.use_invite(invite.id):
+        if not tx.people.use_invite(invite.id):
             raise RefusedError("gone", "this invite has no uses left; ask for another")
         worker = tokens.new_identifier()
-        tx.add_worker(
+        tx.people.add_worker(
             id=worker,
             public_key=asked.public_key,
             name=asked.name,
@@ -183,11 +183,11 @@ class Members:
             joined=now,
             seen=now,
         )
-        tx.add_event(now, "joined", worker, detail=f"{asked.name}, {asked.device}")
+        tx.records.add_event(now, "joined", worker, detail=f"{asked.name}, {asked.device}")
         return worker
 
     def _valid_invite(self, tx: Transaction, secret: str, now: float) -> Found:
-        invite = tx.invite(tokens.hash_secret(secret))
+        invite = tx.people.invite(tokens.hash_secret(secret))
         if invite is None:
             raise RefusedError("unauthorized", "this invite is not of this run")
         if invite.revoked:

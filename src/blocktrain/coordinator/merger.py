@@ -13,8 +13,8 @@ from blocktrain.core.merge import Outer
 from blocktrain.core.swarm import BlockState, PendingUpdate
 from blocktrain.errors import BlocktrainError, DivergedError, NotFoundError
 from blocktrain.protocol.messages import Recipe, UpdateClaim
-from blocktrain.storage.ledger import Transaction, Version
 from blocktrain.storage.merging import Compression, Merged, Update, merge_blobs
+from blocktrain.storage.transaction import Transaction, Version
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Merger:
             if not published:
                 return False
             steps = sum(update.steps for update in due)
-            tx.add_event(
+            tx.records.add_event(
                 self.run.clock(),
                 "merged",
                 block=state.index,
@@ -152,7 +152,7 @@ class Merger:
                 assert covered is not None
                 if tx.refuse_update(update.lease, reason):
                     tx.give_back_range(covered.block, covered.first_batch, covered.steps)
-                    tx.add_event(now, "refused", update.worker, covered.block, reason)
+                    tx.records.add_event(now, "refused", update.worker, covered.block, reason)
 
     def _lost(self, state: BlockState, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """Updates that can never be merged: all others of the block would wait for ever."""
@@ -192,7 +192,7 @@ class Merger:
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             if tx.finish_run(now):
-                tx.add_event(now, "finished")
+                tx.records.add_event(now, "finished")
                 log.info("the run is finished")
 
 

@@ -164,15 +164,40 @@ def soon(swarm: SwarmConfig, now: float, transfer_seconds: float) -> float:
     return now + transfer_seconds + FILLING * swarm.lease_seconds
 
 
+def seconds_left(
+    blocks: Sequence[BlockView[Any]],
+    now: float,
+    steps_per_second: float | None,
+    others: Mapping[int | None, float],
+) -> float:
+    """Until the run's text is trained, if a worker and all `others` who are there end together:
+    these by the block they train, how fast they are on it, and None for those who wait. Infinite
+    where the worker's speed is unknown."""
+    if steps_per_second is None:
+        return math.inf
+    steps = sum(
+        block.to_hand_out + others.get(block.index, 0.0) * max(0.0, block.busy_until - now)
+        for block in blocks
+    )
+    return steps / (steps_per_second + sum(others.values()))
+
+
 def training_seconds(
-    swarm: SwarmConfig, block: BlockView[Any], now: float, transfer_seconds: float
+    swarm: SwarmConfig,
+    block: BlockView[Any],
+    now: float,
+    transfer_seconds: float,
+    left: float = math.inf,
 ) -> float:
     """The time of a lease: until its update would come in together with the last of those who
     train the block already, so that nobody waits for another. Where they end too soon for that,
-    or nobody trains it, as long as leases are in this run, which is also the most."""
+    or nobody trains it, as long as leases are in this run, which is also the most. Of a run that
+    has only so much time `left`, no more than that: who took more would train while others have
+    nothing to do. But never so short that transfers are most of it."""
+    longest = min(swarm.lease_seconds, max(left, FILLING * swarm.lease_seconds, transfer_seconds))
     if block.busy_until <= soon(swarm, now, transfer_seconds):
-        return swarm.lease_seconds
-    return min(block.busy_until - now - transfer_seconds, swarm.lease_seconds)
+        return longest
+    return min(block.busy_until - now - transfer_seconds, longest)
 
 
 def lease_steps(

@@ -17,8 +17,8 @@ from blocktrain.protocol.messages import (
     WorkerState,
     WorkerStatus,
 )
-from blocktrain.storage.ledger import Transaction
 from blocktrain.storage.prepared import Found
+from blocktrain.storage.transaction import Transaction
 
 LOST_AFTER = 90.0  # seconds without a word from a worker that has something to do
 AWAY_AFTER = 20.0  # from one that has not: it would have asked again
@@ -34,7 +34,7 @@ class Reports:
         now = self.run.clock()
         with self.run.ledger.read() as tx:
             row = tx.run()
-            moved = tx.traffic()
+            moved = tx.records.traffic()
             of_blocks = traffic.summed((block, here) for (_, block), here in moved.items())
             of_workers = traffic.summed((worker, here) for (worker, _), here in moved.items())
             blocks = tuple(
@@ -43,7 +43,7 @@ class Reports:
             )
             assert row is not None
             held = {lease.worker: lease.block for lease in tx.held_leases()}
-            lost = tx.lost_workers()
+            lost = tx.people.lost_workers()
             workers = tuple(
                 self._worker(
                     worker,
@@ -52,9 +52,9 @@ class Reports:
                     of_workers.get(worker.id, traffic.NOTHING),
                     now,
                 )
-                for worker in tx.workers()
+                for worker in tx.people.workers()
             )
-            score = tx.newest_score(None)
+            score = tx.records.newest_score(None)
         return Status(
             run=self.run.id,
             state="finished" if row.finished else "running",
@@ -83,11 +83,11 @@ class Reports:
 
     def events(self, after: int, most: int) -> list[Event]:
         with self.run.ledger.read() as tx:
-            return tx.events(after, most)
+            return tx.records.events(after, most)
 
     def last_event(self) -> int:
         with self.run.ledger.read() as tx:
-            return tx.last_event()
+            return tx.records.last_event()
 
     def score(self, caller: Caller, told: Score) -> None:
         if caller.role != "evaluate":
@@ -103,7 +103,7 @@ class Reports:
             tx.lock_blocks()
             self.members.seen(tx, caller, now)
             traffic.count(tx, caller.worker, {}, told.downloads)
-            tx.add_score(
+            tx.records.add_score(
                 block=told.block,
                 versions=told.versions,
                 split=told.split,
@@ -112,10 +112,10 @@ class Reports:
                 worker=caller.worker,
                 time=now,
             )
-            tx.add_event(now, "scored", caller.worker, told.block, f"CE {told.ce:.4f}")
+            tx.records.add_event(now, "scored", caller.worker, told.block, f"CE {told.ce:.4f}")
 
     def _block(self, tx: Transaction, state: BlockState, moved: Moved) -> BlockStatus:
-        row, score = tx.block(state.index), tx.newest_score(state.index)
+        row, score = tx.block(state.index), tx.records.newest_score(state.index)
         assert row is not None
         ended = row.leases_met + row.leases_missed
         return BlockStatus(

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.messages import Downloaded, Moved
-from blocktrain.storage.ledger import Transaction
+from blocktrain.storage.transaction import Transaction
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -42,7 +42,7 @@ def count(
     """Add what a worker uploaded, by block, and what it says it downloaded."""
     downloaded = ((told.block, _moved(told)) for told in downloads)
     for block, moved in summed(chain(uploaded.items(), downloaded)).items():
-        tx.count_traffic(worker, block, moved)
+        tx.records.count_traffic(worker, block, moved)
 
 
 def summed(parts: Iterable[tuple[Key, Moved]]) -> dict[Key, Moved]:

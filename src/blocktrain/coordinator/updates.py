@@ -26,10 +26,10 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.protocol.tensors import TensorSpec
 from blocktrain.storage.chunks import Incoming, name_of
-from blocktrain.storage.ledger import Transaction, Version
 from blocktrain.storage.merging import check_encoded, check_update
 from blocktrain.storage.prepared import Found
 from blocktrain.storage.schema import HELD
+from blocktrain.storage.transaction import Transaction, Version
 from blocktrain.storage.weights_file import weights_form
 
 URL_SECONDS = 3600
@@ -235,12 +235,12 @@ class Updates:
         if not reason:
             tx.accept_update(offered, base, weight, now)
             kind = "uploaded" if weight == 1.0 else "late"
-            tx.add_event(now, kind, lease.worker, lease.block, f"{lease.steps} steps")
+            tx.records.add_event(now, kind, lease.worker, lease.block, f"{lease.steps} steps")
             return Receipt(state="pending", reason="", weight=weight)
         tx.refuse_update(lease.id, reason)
         if in_time:
             tx.give_back_range(lease.block, lease.first_batch, lease.steps)
-        tx.add_event(now, "refused", lease.worker, lease.block, reason)
+        tx.records.add_event(now, "refused", lease.worker, lease.block, reason)
         return Receipt(state="refused", reason=reason, weight=0.0)
 
     def _too_late(

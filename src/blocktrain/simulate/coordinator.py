@@ -1,7 +1,7 @@
 """A coordinator without files, messages or a clock: who holds what, and what the plan says to it.
 
-All decisions are `coordinator.plan`'s. What surrounds them follows the real coordinator rule by
-rule, and a test drives both through the same events:
+All decisions are `coordinator.plan`'s, by the real coordinator's `Attendance`. What surrounds them
+follows it rule by rule, and a test drives both through the same events:
 
 - leases.py: who already holds an open lease gets the same again; text that came back is handed out
   before text that was never out; a lease that is overdue, or given back, puts its text back.
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from blocktrain.config import SwarmConfig
 from blocktrain.coordinator import plan
+from blocktrain.coordinator.attendance import Attendance
 from blocktrain.simulate.block import VirtualBlock, VirtualLease, count_out
 from blocktrain.simulate.learner import Learner, NothingLearned
 
@@ -40,6 +41,7 @@ class VirtualCoordinator:
         self.refused: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()  # of merged updates, by versions behind
         self._open: dict[str, VirtualLease] = {}  # by worker
+        self._attendance = Attendance(swarm)
         self._unfinished = blocks
 
     @property
@@ -76,11 +78,14 @@ class VirtualCoordinator:
             soon=soon,
             lead=self.lead,
         )
+        self._attendance.note(worker, block.index if block else None, steps_per_second, now)
         if block is None:
             return None
+        others = self._attendance.others(worker)
+        left = plan.seconds_left(self.blocks, now, steps_per_second, others)
         continues = plan.may_continue(block, worker, name, patient=patient, soon=soon)
         before = trained if continues else None
-        seconds = plan.training_seconds(self.swarm, block, now, transfer_seconds)
+        seconds = plan.training_seconds(self.swarm, block, now, transfer_seconds, left)
         wanted = plan.lease_steps(self.swarm, seconds, steps_per_second, block.to_hand_out)
         first_batch, steps = block.take(wanted)
         deadline = now + plan.lease_seconds(self.swarm, steps, steps_per_second, transfer_seconds)

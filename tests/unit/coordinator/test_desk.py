@@ -74,13 +74,13 @@ async def together(desk: Desk, *calls: Callable[[], Any]) -> list[Any]:
 
 def note(ledger: Ledger, detail: str) -> str:
     with ledger.write() as tx:
-        tx.add_event(NOW, "joined", detail=detail)
+        tx.records.add_event(NOW, "joined", detail=detail)
     return detail
 
 
 def notes(ledger: Ledger) -> list[str]:
     with ledger.read() as tx:
-        return [event.detail for event in tx.events(0, 10_000)]
+        return [event.detail for event in tx.records.events(0, 10_000)]
 
 
 def noting(ledger: Ledger, *details: str) -> list[Callable[[], str]]:
@@ -156,7 +156,7 @@ def test_an_error_reaches_who_asked_and_nobody_else(ledger: Ledger):
 
     def half() -> None:
         with ledger.write() as tx:
-            tx.add_event(NOW, "joined", detail="half")
+            tx.records.add_event(NOW, "joined", detail="half")
             raise error
 
     first, last = noting(ledger, "first", "last")
@@ -171,9 +171,11 @@ def test_an_error_reaches_who_asked_and_nobody_else(ledger: Ledger):
 def test_what_the_database_refuses_to_one_is_done_for_the_others(ledger: Ledger):
     def twice() -> None:
         with ledger.write() as tx:
-            tx.add_event(NOW, "joined", detail="half")
+            tx.records.add_event(NOW, "joined", detail="half")
             for _ in range(2):
-                tx.add_invite(id="same", secret_hash="", role="train", uses_left=1, expires=NOW)
+                tx.people.add_invite(
+                    id="same", secret_hash="", role="train", uses_left=1, expires=NOW
+                )
 
     first, last = noting(ledger, "first", "last")
     with working(ledger) as desk:
@@ -189,12 +191,12 @@ def test_nobody_is_told_of_what_is_not_on_disk(ledger: Ledger):
     def break_it() -> None:
         if ledger.engine.dialect.name == "postgresql":
             with ledger.read() as tx:
-                tx._connection.exec_driver_sql("SELECT 1 / 0")
+                tx._session.connection.exec_driver_sql("SELECT 1 / 0")
         with ledger.write() as tx:
-            pages = tx._connection.exec_driver_sql("PRAGMA page_count").scalar()
-            tx._connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
+            pages = tx._session.connection.exec_driver_sql("PRAGMA page_count").scalar()
+            tx._session.connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
             for _ in range(1000):
-                tx.add_event(NOW, "joined", detail="x" * 500)
+                tx.records.add_event(NOW, "joined", detail="x" * 500)
 
     first, last = noting(ledger, "first", "last")
     with working(ledger) as desk:
@@ -210,7 +212,7 @@ def test_errors_do_not_grow(local: Ledger):
 
     def break_it() -> None:
         with local.read() as tx:
-            tx._connection.exec_driver_sql("SELECT nothing")
+            tx._session.connection.exec_driver_sql("SELECT nothing")
 
     async def ask(desk: Desk) -> list[int]:
         depths = []
@@ -229,7 +231,7 @@ def test_after_a_lost_connection_later_questions_succeed():
 
     def lose() -> None:
         with ledger.read() as tx:
-            pid = tx._connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
+            pid = tx._session.connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
         with ledger.engine.begin() as other:
             other.exec_driver_sql(f"SELECT pg_terminate_backend({pid}, 10000)")
 

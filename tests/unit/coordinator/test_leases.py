@@ -71,6 +71,25 @@ def test_steps_and_deadline_are_fitted_to_the_speed(service: Service):
     assert (rest.steps, rest.seconds_left) == (14, 60)  # no more is left, no deadline is shorter
 
 
+@pytest.mark.parametrize(
+    ("theirs", "own", "steps"),
+    [((None, None), None, 8), (((0,), (1,)), None, 10), ((None, None), (0,), 10)],
+)
+def test_what_is_left_of_a_run_is_shared_by_all_who_may_train_it(
+    service: Service,
+    clock: SetClock,
+    theirs: tuple[tuple[int, ...] | None, ...],
+    own: tuple[int, ...] | None,
+    steps: int,
+):
+    """Ten steps are left of each block. Ann and bob will be done in two seconds, and are then as
+    free as eve: 24 seconds of work for three. Who may train only some blocks is no help."""
+    for blocks in theirs:
+        assert join(service).lease(blocks=blocks, steps_per_second=1.0).steps == 30
+    clock.forward(28)
+    assert join(service).lease(blocks=own, steps_per_second=1.0).steps == steps
+
+
 def test_workers_spread_over_the_blocks(service: Service):
     assert [join(service).lease().block for _ in range(4)] == [0, 1, 0, 1]
 

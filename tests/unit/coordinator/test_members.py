@@ -101,7 +101,7 @@ def test_invites_are_listed_without_their_secrets(service: Service, clock: SetCl
     assert state.seconds_left == pytest.approx(40)
     assert secret not in repr(state)
     with service.run.ledger.read() as tx:
-        assert secret not in repr(tx.invites())
+        assert secret not in repr(tx.people.invites())
 
 
 def test_a_worker_that_comes_back_keeps_its_id_and_costs_no_use(service: Service, clock: SetClock):

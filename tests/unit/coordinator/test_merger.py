@@ -211,7 +211,7 @@ def test_two_coordinators_make_one_version(tmp_path: Path, clock: SetClock):
                 assert sum(pool.map(merge, mergers)) == 1
             assert version_of(service) == turn
         with service.run.ledger.read() as tx:
-            assert tx.worker(member.id).updates_merged == 3
+            assert tx.people.worker(member.id).updates_merged == 3
         for ledger, _ in stores:
             ledger.close()
 

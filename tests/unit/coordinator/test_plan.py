@@ -26,6 +26,7 @@ from blocktrain.coordinator.plan import (
     lease_seconds,
     lease_steps,
     refusal,
+    seconds_left,
     soon,
     training_seconds,
     useful_differences,
@@ -350,6 +351,78 @@ def test_updates_of_those_who_share_a_block_come_in_within_a_step_of_each_other(
     fills = FILLING * swarm.lease_seconds < busy_for - transfer <= swarm.lease_seconds
     if fills and abs(busy_for - transfer - FILLING * swarm.lease_seconds) > 1e-6:
         assert abs(comes - shared.busy_until) <= 1 / speed + 1e-6
+
+
+# How much of what is left of the run
+
+
+def shared(
+    left: int, speeds: list[float], transfer: float = 0.0, swarm: SwarmConfig = SWARM
+) -> list[tuple[int, float]]:
+    """(steps, when it ends) of the leases of workers who all ask now, while so many steps are left
+    of the run's only block."""
+    given: list[tuple[int, float]] = []
+    waiting = sum(speeds)
+    for number, speed in enumerate(speeds):
+        waiting -= speed
+        busy_until = max((at for _, at in given), default=-math.inf)
+        last = block(total_batches=left, busy_until=busy_until, workers=frozenset("x" * number))
+        others = {0: sum(speeds[:number]), None: waiting}
+        end = seconds_left([last], NOW, speed, others)
+        seconds = training_seconds(swarm, last, NOW, transfer, end)
+        if left:
+            steps = lease_steps(swarm, seconds, speed, left)
+            left -= steps
+            given.append((steps, NOW + transfer + steps / speed))
+    return given
+
+
+def test_the_last_steps_are_shared_out_by_speed():
+    assert [steps for steps, _ in shared(40, [1.0, 1.0, 2.0])] == [10, 10, 20]
+    assert [steps for steps, _ in shared(40, [2.0, 1.0, 1.0])] == [20, 10, 10]
+    assert [steps for steps, _ in shared(40, [1.0])] == [30]
+
+
+def test_text_that_others_are_about_to_train_counts_by_when_they_end():
+    """Ann alone has ten seconds of text left, and bob will be free to help with it, or not."""
+    blocks = [block(0, total_batches=10), block(1, next_batch=100, busy_until=NOW + 4.0)]
+    assert seconds_left(blocks, NOW, 1.0, {1: 1.0}) == 7.0
+    assert seconds_left(blocks, NOW, 1.0, {}) == 10.0
+    later = replace(blocks[1], busy_until=NOW + 20.0)
+    assert seconds_left([blocks[0], later], NOW, 1.0, {1: 1.0}) > 10.0
+
+
+def test_who_has_no_speed_yet_leaves_nothing_to_others():
+    assert seconds_left([block()], NOW, None, {None: 5.0}) == math.inf
+
+
+@pytest.mark.parametrize(("transfer", "steps"), [(0.0, 3), (2.0, 3), (5.0, 5), (60.0, 30)])
+def test_no_lease_is_so_short_that_it_is_hardly_worth_its_transfers(transfer: float, steps: int):
+    assert shared(40, [1.0, 100.0], transfer)[0][0] == steps
+
+
+@settings(deadline=None)
+@given(swarms, st.floats(1e-3, 1e5), st.floats(0, 100), st.integers(1, 1000), remaining)
+def test_a_worker_that_is_alone_takes_what_it_would_take_anyway(
+    swarm: SwarmConfig, speed: float, transfer: float, left: int, busy_for: float
+):
+    last = block(total_batches=left, busy_until=NOW + busy_for)
+    end = seconds_left([last], NOW, speed, {})
+    cut = training_seconds(swarm, last, NOW, transfer, end)
+    whole = training_seconds(swarm, last, NOW, transfer)
+    assert lease_steps(swarm, cut, speed, left) == lease_steps(swarm, whole, speed, left)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=8), st.integers(1, 300))
+def test_whoever_trains_the_last_steps_ends_with_the_others(speeds: list[float], left: int):
+    """To a step, or to the shortest lease, where all that is left fits into one lease of each."""
+    swarm = replace(SWARM, most_steps=10**9)
+    together = left / sum(speeds)
+    for steps, at in shared(left, speeds, swarm=swarm):
+        shortest = max(together, FILLING * swarm.lease_seconds)
+        rounded = len(speeds) * 0.5 / min(speeds)
+        assert steps == 1 or at - NOW <= min(shortest, swarm.lease_seconds) + rounded + 1e-6
 
 
 # When it is done

@@ -198,6 +198,18 @@ def test_equal_workers_are_used_fully():
     assert report.virtual_seconds == pytest.approx(2 * 20_000 / 8, rel=0.02)
 
 
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_nobody_waits_long_for_the_last_lease_of_another(seed: int):
+    """Nothing takes time but training, so that all waiting is for others: a hundredth of the time,
+    where one that took all that is left would be waited for half a minute."""
+    blocks = {"model__layers": 4, "model__blocks": 4, "train__steps": 900, "swarm__codec": "int8"}
+    report = simulate(
+        scenario(**blocks, simulate__workers=6, simulate__speed_spread=0.5, simulate__seed=seed)
+    )
+    assert report.finished
+    assert report.utilisation["waiting"] < 0.016
+
+
 def test_faster_workers_get_more_done_but_not_more_of_them_at_the_same_time():
     slow = simulate(scenario(train__steps=4000))
     fast = simulate(scenario(train__steps=4000, simulate__steps_per_second=3.0))

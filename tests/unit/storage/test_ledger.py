@@ -25,9 +25,10 @@ from blocktrain.core.swarm import PendingUpdate
 from blocktrain.errors import ConfigError, UnreachableError
 from blocktrain.protocol.messages import Blob, Moved
 from blocktrain.storage import migrations
-from blocktrain.storage.ledger import Ledger, Transaction
+from blocktrain.storage.ledger import Ledger
 from blocktrain.storage.schema import HELD, leases, metadata
 from blocktrain.storage.statements import HELD_LEASES
+from blocktrain.storage.transaction import Transaction
 
 ROOT = Path(__file__).resolve().parents[3]
 NOW = 1_700_000_000.0
@@ -49,7 +50,7 @@ def ledger(url: str) -> Iterator[Ledger]:
         for block in range(2):
             tx.add_block(block, 600, WEIGHTS, NOW)
         for number in range(8):
-            tx.add_worker(
+            tx.people.add_worker(
                 id=f"w{number}", public_key=f"key {number}", name=f"worker {number}", device="cpu",
                 role="train", joined=NOW + number, seen=NOW,
             )  # fmt: skip
@@ -283,10 +284,10 @@ def test_a_difference_and_a_debt_come_with_their_version_or_not_at_all(ledger: L
 def test_what_was_moved_adds_up_by_worker_and_block(ledger: Ledger):
     with ledger.write() as tx:
         for worker, block in (("w0", 0), ("w0", 0), ("w0", 1), ("w1", 0)):
-            tx.count_traffic(worker, block, Moved(up=2, down_raw=2**40))
+            tx.records.count_traffic(worker, block, Moved(up=2, down_raw=2**40))
     with ledger.read() as tx:
         once, twice = Moved(up=2, down_raw=2**40), Moved(up=4, down_raw=2**41)
-        assert tx.traffic() == {("w0", 0): twice, ("w0", 1): once, ("w1", 0): once}
+        assert tx.records.traffic() == {("w0", 0): twice, ("w0", 1): once, ("w1", 0): once}
 
 
 def test_a_version_is_published_on_top_of_the_one_it_was_made_from(ledger: Ledger):
@@ -295,7 +296,7 @@ def test_a_version_is_published_on_top_of_the_one_it_was_made_from(ledger: Ledge
         assert tx.publish(0, 0, OTHERS, WEIGHTS, [update], NOW)
     with ledger.read() as tx:
         version, old = tx.version(0), tx.version(0, 0)
-        block, worker, merged = tx.block(0), tx.worker("w0"), tx.update(update.lease)
+        block, worker, merged = tx.block(0), tx.people.worker("w0"), tx.update(update.lease)
     assert (version.version, version.weights, version.velocity) == (1, OTHERS, WEIGHTS)
     assert (old.weights, old.velocity, old.merged_batches) == (WEIGHTS, None, 0)
     assert version.merged_batches == block.merged_batches == worker.batches_merged == 10
@@ -317,7 +318,7 @@ def test_of_two_mergers_racing_on_one_version_exactly_one_wins(ledger: Ledger):
     with ledger.read() as tx:
         assert [v.version for v in tx.versions() if v.block == 0] == [0, 1]
         assert tx.version(0).weights == blobs[won.index(True)]
-        assert tx.block(0).merged_batches == tx.worker("w0").batches_merged == 10
+        assert tx.block(0).merged_batches == tx.people.worker("w0").batches_merged == 10
 
 
 def test_the_merger_that_loses_changes_nothing(ledger: Ledger):
@@ -492,16 +493,16 @@ def test_block_states_add_up_whatever_happens(ledger: Ledger):
 
 def test_an_invite_has_so_many_uses_however_many_ask_at_once(ledger: Ledger):
     with ledger.write() as tx:
-        tx.add_invite(id="i", secret_hash="h", role="train", uses_left=3, expires=NOW)
+        tx.people.add_invite(id="i", secret_hash="h", role="train", uses_left=3, expires=NOW)
 
     def use() -> bool:
         with ledger.write() as tx:
-            return tx.use_invite("i")
+            return tx.people.use_invite("i")
 
     assert sum(at_once([use] * 6)) == 3
     with ledger.read() as tx:
-        assert tx.invite("h").uses_left == 0
-        assert tx.invite("another") is None
+        assert tx.people.invite("h").uses_left == 0
+        assert tx.people.invite("another") is None
 
 
 def test_leases_met_and_missed_are_counted(ledger: Ledger):
@@ -514,34 +515,39 @@ def test_leases_met_and_missed_are_counted(ledger: Ledger):
 
 def test_events_come_in_order_from_where_one_left_off(ledger: Ledger):
     with ledger.read() as tx:
-        assert tx.last_event() == 0
+        assert tx.records.last_event() == 0
     for number in range(5):
         with ledger.write() as tx:
-            tx.add_event(NOW + number, "leased", "worker00", 1, f"event {number}" + "x" * 600)
+            tx.records.add_event(
+                NOW + number, "leased", "worker00", 1, f"event {number}" + "x" * 600
+            )
     with ledger.read() as tx:
-        found = tx.events(0, 100)
+        found = tx.records.events(0, 100)
         assert [event.time for event in found] == [NOW + number for number in range(5)]
         assert {len(event.detail) for event in found} == {500}
         assert [event.number for event in found] == sorted({event.number for event in found})
-        assert tx.events(found[1].number, 2) == found[2:4]
-        assert tx.last_event() == found[-1].number
-        assert tx.events(tx.last_event(), 100) == []
+        assert tx.records.events(found[1].number, 2) == found[2:4]
+        assert tx.records.last_event() == found[-1].number
+        assert tx.records.events(tx.records.last_event(), 100) == []
 
 
 def test_the_newest_score_of_a_block_or_of_the_model(ledger: Ledger):
     def score(tx: Transaction, block: int | None, ce: float) -> None:
-        tx.add_score(
+        tx.records.add_score(
             block=block, versions=(1, 2), split="valid", windows="windows0", ce=ce, worker="w0",
             time=NOW,
         )  # fmt: skip
 
     with ledger.write() as tx:
-        assert tx.newest_score(None) is None
+        assert tx.records.newest_score(None) is None
         for block, ce in [(0, 3.0), (None, 2.0), (0, 2.5), (None, 1.5)]:
             score(tx, block, ce)
-        assert tx.newest_score(0).ce == 2.5
-        assert tx.newest_score(1) is None
-        assert (tx.newest_score(None).ce, tx.newest_score(None).versions) == (1.5, "[1, 2]")
+        assert tx.records.newest_score(0).ce == 2.5
+        assert tx.records.newest_score(1) is None
+        assert (tx.records.newest_score(None).ce, tx.records.newest_score(None).versions) == (
+            1.5,
+            "[1, 2]",
+        )
 
 
 def test_a_run_finishes_once(ledger: Ledger):
@@ -553,12 +559,14 @@ def test_a_run_finishes_once(ledger: Ledger):
 
 def test_ban_and_revoke_say_whether_there_was_anyone(ledger: Ledger):
     with ledger.write() as tx:
-        assert tx.ban_worker("w0") and not tx.ban_worker("w9")
-        tx.add_invite(id="i", secret_hash="h", role="train", uses_left=3, expires=NOW)
-        assert tx.revoke_invite("i") and not tx.revoke_invite("j")
-        assert tx.worker("w0").banned and tx.invite("h").revoked
-        assert [worker.id for worker in tx.workers()] == [f"w{number}" for number in range(8)]
-        assert tx.worker_of_key("key 3").id == "w3"
+        assert tx.people.ban_worker("w0") and not tx.people.ban_worker("w9")
+        tx.people.add_invite(id="i", secret_hash="h", role="train", uses_left=3, expires=NOW)
+        assert tx.people.revoke_invite("i") and not tx.people.revoke_invite("j")
+        assert tx.people.worker("w0").banned and tx.people.invite("h").revoked
+        assert [worker.id for worker in tx.people.workers()] == [
+            f"w{number}" for number in range(8)
+        ]
+        assert tx.people.worker_of_key("key 3").id == "w3"
 
 
 # The database
@@ -568,7 +576,7 @@ def test_a_change_happens_whole_or_not_at_all(ledger: Ledger):
     def interrupted() -> None:
         with ledger.write() as tx:
             claim(tx, 10)
-            tx.add_event(NOW, "leased")
+            tx.records.add_event(NOW, "leased")
             raise KeyboardInterrupt
 
     before = contents(ledger)
@@ -685,7 +693,7 @@ ledger = Ledger(sys.argv[1])
 for number in range(100_000):
     with ledger.write() as tx:
         lease = claim(tx, 1, block=number % 2)
-        tx.add_event(NOW, "leased", None, lease.block, lease.id)
+        tx.records.add_event(NOW, "leased", None, lease.block, lease.id)
         update = submit(tx, lease)
         version = tx.block(lease.block).version
         assert tx.publish(lease.block, version, Blob(name="c" * 64, size=1), None, [update], NOW)
@@ -718,8 +726,8 @@ def check_consistent(ledger: Ledger, committed: list[str]) -> int:
     """Nothing half done; what was told to be done is; how many transactions there were."""
     with ledger.read() as tx:
         states = tx.block_states()
-        made = [event.detail for event in tx.events(0, 10_000)]
-        worker = tx.worker("w0")
+        made = [event.detail for event in tx.records.events(0, 10_000)]
+        worker = tx.people.worker("w0")
         for state in states:
             block, version = tx.block(state.index), tx.version(state.index)
             assert block.fence == block.version == version.version == state.merged_batches

@@ -91,7 +91,7 @@ def ledger(
             tx.give_back_range(block, 20, 5)
             tx.give_back_range(block, 10, 4)
         for number in range(2):
-            tx.add_worker(
+            tx.people.add_worker(
                 id=f"w{number}", public_key=f"key {number}", name=f"Zoë {number}", device="cpu",
                 role="train", joined=NOW + number, seen=NOW,
             )  # fmt: skip
@@ -101,7 +101,7 @@ def ledger(
             tx.add_update(lease=name, **UPDATE)
             tx.move_lease(name, "sending")
         tx.accept_update(tx.update("pending"), 0, 0.7, NOW + 3)
-        tx.count_traffic("w0", 0, Moved(up=5))
+        tx.records.count_traffic("w0", 0, Moved(up=5))
     yield ledger
     ledger.close()
 
@@ -228,7 +228,9 @@ def test_threads_that_begin_at_once(ledger: Ledger, prepared: PreparedStatements
     def ask(number: int) -> str:
         with ledger.read() as tx:
             begun.wait()
-            rows = prepared.rows(tx._connection, statements.WORKER, of_worker=f"w{number % 2}")
+            rows = prepared.rows(
+                tx._session.connection, statements.WORKER, of_worker=f"w{number % 2}"
+            )
             return str(rows[0].id)
 
     with ThreadPoolExecutor(8) as pool:
@@ -264,11 +266,11 @@ def test_an_error_while_rows_are_fetched_is_sqlalchemys(tmp_path: Path):
         for block in range(1000):
             tx.add_block(block, 600, Blob(name="a" * 64, size=1), NOW)
     with ledger.read() as tx:
-        driver: Any = tx._connection.connection.driver_connection
+        driver: Any = tx._session.connection.connection.driver_connection
         steps = iter([0, 0])
         driver.set_progress_handler(lambda: next(steps, 1), 1000)
         with pytest.raises(OperationalError, match="interrupted"):
-            tx._rows(statements.BLOCKS)
+            tx._session.rows(statements.BLOCKS)
         driver.set_progress_handler(None, 0)
     ledger.close()
 
@@ -278,20 +280,20 @@ def test_a_lost_connection_is_an_operational_error_and_the_next_works():
 
     def lose() -> None:
         with ledger.write() as tx:
-            tx.add_event(NOW, "joined")
-            pid = tx._connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
+            tx.records.add_event(NOW, "joined")
+            pid = tx._session.connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
             with ledger.engine.begin() as other:
                 other.exec_driver_sql(f"SELECT pg_terminate_backend({pid}, 10000)")
             try:
-                tx.worker("w0")
+                tx.people.worker("w0")
             finally:
-                assert tx._connection.invalidated
+                assert tx._session.connection.invalidated
 
     with pytest.raises(OperationalError):
         lose()
     with ledger.write() as tx:
-        assert tx.events(0, 10) == []
-        tx.add_event(NOW, "leased")
+        assert tx.records.events(0, 10) == []
+        tx.records.add_event(NOW, "leased")
     with ledger.read() as tx:
-        assert [event.kind for event in tx.events(0, 10)] == ["leased"]
+        assert [event.kind for event in tx.records.events(0, 10)] == ["leased"]
     ledger.close()

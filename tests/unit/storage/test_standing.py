@@ -9,9 +9,11 @@ import pytest
 
 from blocktrain.core.swarm import BlockState
 from blocktrain.protocol.messages import Blob
-from blocktrain.storage.ledger import Ledger, Transaction
+from blocktrain.storage.ledger import Ledger
 from blocktrain.storage.schema import HELD
+from blocktrain.storage.session import Session
 from blocktrain.storage.standing import Standing
+from blocktrain.storage.transaction import Transaction
 
 NOW = 1_700_000_000.0
 WEIGHTS = Blob(name="a" * 64, size=100)
@@ -26,7 +28,7 @@ def ledger(url: str) -> Iterator[Ledger]:
         for block in range(2):
             tx.add_block(block, BATCHES, WEIGHTS, NOW)
         for name in WORKERS:
-            tx.add_worker(
+            tx.people.add_worker(
                 id=name, public_key=name, name=name, device="cpu", role="train", joined=NOW,
                 seen=NOW,
             )  # fmt: skip
@@ -116,7 +118,8 @@ def in_order(states: list[BlockState]) -> list[BlockState]:
 
 
 def read_anew(tx: Transaction) -> Transaction:
-    return Transaction(tx._connection, tx._prepared, Standing())
+    session = Session(tx._session.connection, tx._session._prepared)
+    return Transaction(session, Standing())
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,0 +1,55 @@
+"""Who is there to train, how fast and on what: by this the last text of a run is shared out.
+
+The ledger knows who holds a lease, not who is about to ask for one. Kept in memory: of several
+coordinators each knows those who asked it, and shares out less evenly than it might.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from blocktrain.config import SwarmConfig
+from blocktrain.coordinator.plan import FILLING
+
+ABSENT_LEASES = 2.0  # of a lease's time after which a worker that has not asked is not there
+UNIT = 1e-6  # steps a second; whole ones, because sums of them stay exact however often they change
+
+
+class _Present(NamedTuple):
+    asked: float
+    block: int | None
+    units: int
+
+
+class Attendance:
+    def __init__(self, swarm: SwarmConfig) -> None:
+        self._seconds = ABSENT_LEASES * swarm.lease_seconds
+        # Nobody counts for more, whatever it says: no lease is longer, and none is cut shorter.
+        self._fastest = swarm.most_steps / (FILLING * swarm.lease_seconds)
+        self._there: dict[str, _Present] = {}  # in the order of their asking
+        self._units: Counter[int | None] = Counter()  # by block; kept up, as many may be there
+
+    def note(
+        self, worker: str, block: int | None, steps_per_second: float | None, now: float
+    ) -> None:
+        """It asks, and gets a lease of this block, or none. Not counted while nobody knows how
+        fast it is."""
+        self._drop(worker)
+        while self._there and now - next(iter(self._there.values())).asked > self._seconds:
+            self._drop(next(iter(self._there)))
+        if steps_per_second is not None:
+            units = round(min(steps_per_second, self._fastest) / UNIT)
+            self._there[worker] = _Present(now, block, units)
+            self._units[block] += units
+
+    def others(self, worker: str) -> Mapping[int | None, float]:
+        """Steps a second of all but this one together, by the block they train; None: those who
+        wait."""
+        speeds = {block: units * UNIT for block, units in self._units.items()}
+        if own := self._there.get(worker):
+            speeds[own.block] = (self._units[own.block] - own.units) * UNIT
+        return speeds
+
+    def _drop(self, worker: str) -> None:
+        if present := self._there.pop(worker, None):
+            self._units[present.block] -= present.units

@@ -1,0 +1,80 @@
+"""Who is there, by what they said when they asked."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blocktrain.config import SwarmConfig
+from blocktrain.coordinator.attendance import Attendance
+
+SWARM = SwarmConfig(lease_seconds=30.0, most_steps=100)
+SECONDS = 60.0  # two leases
+FASTEST = 100 / 3.0  # a tenth of a lease for the steps of the longest
+
+
+def test_others_are_counted_by_the_block_they_train():
+    attendance = Attendance(SWARM)
+    attendance.note("ann", 0, 1.0, 0.0)
+    attendance.note("bob", 0, 2.0, 1.0)
+    attendance.note("eve", None, 4.0, 2.0)
+    assert attendance.others("zoe") == {0: 3.0, None: 4.0}
+    assert attendance.others("bob") == {0: 1.0, None: 4.0}
+
+
+def test_who_asks_again_counts_once_where_it_is_now():
+    attendance = Attendance(SWARM)
+    attendance.note("ann", 0, 1.0, 0.0)
+    attendance.note("ann", 1, 2.0, 30.0)
+    assert attendance.others("bob") == {0: 0.0, 1: 2.0}
+
+
+def test_who_has_not_asked_for_long_is_not_there():
+    attendance = Attendance(SWARM)
+    attendance.note("ann", 0, 1.0, 0.0)
+    attendance.note("bob", 0, 2.0, 1.0)
+    attendance.note("eve", 1, 4.0, SECONDS)
+    assert attendance.others("eve") == {0: 3.0, 1: 0.0}
+    attendance.note("eve", 1, 4.0, SECONDS + 0.5)
+    assert attendance.others("eve") == {0: 2.0, 1: 0.0}
+
+
+def test_who_says_it_is_endlessly_fast_neither_counts_endlessly_nor_spoils_the_sum():
+    attendance = Attendance(SWARM)
+    attendance.note("ann", 0, 1.0, 0.0)
+    attendance.note("bob", 0, 1e308, 0.0)
+    assert attendance.others("eve")[0] == pytest.approx(1.0 + FASTEST)
+    assert attendance.others("bob") == {0: 1.0}
+
+
+def test_nobody_counts_whose_speed_is_unknown():
+    attendance = Attendance(SWARM)
+    attendance.note("ann", 0, None, 0.0)
+    assert not attendance.others("bob")
+
+
+asked = st.tuples(
+    st.sampled_from("abcdef"),
+    st.none() | st.integers(0, 3),
+    st.none() | st.floats(1e-3, FASTEST),
+    st.floats(0, 2 * SECONDS),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(asked, max_size=30), st.sampled_from("abcdefg"))
+def test_sums_are_those_of_what_each_said_last(
+    said: list[tuple[str, int | None, float | None, float]], worker: str
+):
+    attendance, now, last = Attendance(SWARM), 0.0, {}
+    for name, block, speed, passed in said:
+        now += passed
+        attendance.note(name, block, speed, now)
+        last[name] = (block, speed, now)
+    others = attendance.others(worker)
+    for index in (None, 0, 1, 2, 3):
+        there = [
+            speed
+            for name, (block, speed, at) in last.items()
+            if name != worker and block == index and speed and now - at <= SECONDS
+        ]
+        assert others.get(index, 0.0) == pytest.approx(sum(there), abs=1e-5)
