@@ -52,27 +52,34 @@ class Contribution:
 
 
 class WeightedMean:
-    """A mean that is told its members one at a time and keeps only their sum."""
+    """A mean that is told its members one at a time and keeps only their sum. It may be used again,
+    in the same memory: finding new memory takes longer than adding up. `room`: for what is added,
+    at least a member's size; several means may share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: Doubles | None = None) -> None:
         self._sum: Doubles | None = None
         self._weight = 0.0
+        self._room = room
 
     @_UNWARNED
     def add(self, values: Array, weight: float) -> None:
         if not 0 < weight < math.inf:
             raise ValueError(f"a weight must be above 0, not {weight}")
-        weighted = np.asarray(np.multiply(values, weight, dtype=np.float64))
-        # Not 0 + the first one: that would turn -0 into 0.
-        self._sum = weighted if self._sum is None else np.add(self._sum, weighted, out=self._sum)
+        if self._sum is None or self._sum.shape != values.shape:
+            self._sum = np.empty(values.shape, np.float64)
+        if self._weight == 0:  # not 0 + the first one: that would turn -0 into 0
+            np.multiply(values, weight, out=self._sum, dtype=np.float64)
+        else:
+            room = None if self._room is None else self._room[: values.size].reshape(values.shape)
+            self._sum += np.multiply(values, weight, out=room, dtype=np.float64)
         self._weight += weight
 
     def mean(self) -> Doubles:
-        """To be asked once: the sum becomes the mean."""
-        if self._sum is None:
+        """To be asked once, as the sum becomes the mean; it lasts until the next member comes."""
+        if self._sum is None or self._weight == 0:
             raise ValueError("a mean of nothing")
-        mean, self._sum = self._sum, None
-        return np.divide(mean, self._weight, out=mean)
+        weight, self._weight = self._weight, 0.0
+        return np.divide(self._sum, weight, out=self._sum)
 
 
 @_UNWARNED
@@ -126,8 +133,13 @@ def merge_tensor(
 
 
 @_UNWARNED
-def finite_floats(values: Array) -> Floats:
-    floats = np.asarray(values, np.float32)
+def finite_floats(values: Array, room: Floats | None = None) -> Floats:
+    """The nearest float32; in `room`, where there is one of at least their number."""
+    if room is None:
+        floats = np.asarray(values, np.float32)
+    else:
+        floats = room[: values.size]
+        np.copyto(floats, values, casting="same_kind")
     if not np.isfinite(floats).all():
         raise DivergedError("merging these updates gives numbers that are not finite")
     return floats

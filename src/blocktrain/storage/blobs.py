@@ -142,7 +142,7 @@ class BlobReader:
         parts = []
         while length:
             index, skipped = divmod(offset, CHUNK_BYTES)
-            parts.append(self._remembered(index)[skipped : skipped + length])
+            parts.append(self._part(index, skipped, length))
             offset += len(parts[-1])
             length -= len(parts[-1])
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -190,15 +190,22 @@ class BlobReader:
         """Let go of the remembered chunk."""
         self._held = None
 
+    def _part(self, index: int, start: int, length: int) -> bytes:
+        """So much of a chunk as is there; of one in memory, no more than that is copied."""
+        if self._held is None or self._held[0] != index:
+            self._held = None  # two chunks at a time are one too many
+            file, size = self._chunks.open(self._recipe.chunks[index])
+            with file:
+                if isinstance(file, ShelfFile):
+                    self._check_size(index, size)
+                    file.seek(start)
+                    return file.read(length)
+            self._held = (index, self.chunk(index))
+        return self._held[1][start : start + length]
+
     def _check_size(self, index: int, found: int) -> None:
         if found != min(CHUNK_BYTES, self.size - index * CHUNK_BYTES):
             raise ProtocolError(f"chunk {index} of a blob has {found} bytes, not its recipe's")
-
-    def _remembered(self, index: int) -> bytes:
-        if self._held is None or self._held[0] != index:
-            self._held = None  # two chunks at a time are one too many
-            self._held = (index, self.chunk(index))
-        return self._held[1]
 
 
 def _read_into(file: Opened, part: memoryview) -> None:

@@ -1,13 +1,18 @@
 """Merging whole files: from a version and its updates to the next version, chunk by chunk.
 
-Beside the sums of one chunk, a few pieces are in memory; so it grows neither with the files nor
-with the number of updates. One thread reads and adds up, another makes the next version of it. How
-numbers are merged is the business of `core.merge`, and how a version is cut down to what a small
-difference leads to, that of `core.following`.
+Beside the sums of a chunk, a few pieces are in memory; so it grows neither with the files nor with
+the number of updates. Chunks are made side by side by a few threads; where a codec reads or writes
+from start to end, one thread adds up and another makes the next version of it. How numbers are
+merged is the business of `core.merge`, and how a version is cut down to what a small difference
+leads to, that of `core.following`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 
 import numpy as np
 
@@ -23,7 +28,7 @@ from blocktrain.core.merge import (
     outer_step,
 )
 from blocktrain.errors import DivergedError, ProtocolError
-from blocktrain.protocol.messages import Blob, Recipe
+from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Recipe
 from blocktrain.protocol.tensors import TensorSpec, canonical, check_like
 from blocktrain.storage.blobs import BlobReader, Blobs, BlobWriter
 from blocktrain.storage.read_ahead import read_ahead
@@ -37,6 +42,9 @@ from blocktrain.storage.weights_file import (
 )
 
 AHEAD = 8  # pieces that are added up before they are needed
+MADE_AT_ONCE = 3  # chunks: one is on its way to the disk while others keep processors busy
+MADE_NUMBERS = 2 * FRAME_NUMBERS  # at a time, by threads side by side: with less they would meet
+READ_AT_ONCE = 8  # updates
 NOTHING = np.empty(0, np.float32)
 
 
@@ -98,15 +106,45 @@ def merge_blobs(
 ) -> Merged:
     """Write the next version of `current`; it does not depend on the order of the updates."""
     owed = compression.owed if compression else None
+    codec = compression.codec if compression else None
     files = _Files.open(blobs, current, updates, velocity if outer.momentum else None, owed)
     try:
-        return _write(blobs, files, outer, compression.codec if compression else None)
+        if codec or not files.in_any_order:
+            return _write_in_order(blobs, files, outer, codec)
+        return _write_side_by_side(blobs, files, outer)
     except DivergedError:
         files.check()  # what was altered on the disk is no update's fault
         raise
 
 
-def _write(blobs: Blobs, files: "_Files", outer: Outer, codec: Codec | None) -> Merged:
+def _write_side_by_side(blobs: Blobs, files: "_Files", outer: Outer) -> Merged:
+    with ThreadPoolExecutor(MADE_AT_ONCE) as threads:
+        made = threads.map(partial(_made, blobs, files, outer), range(files.current.chunk_count))
+        size, columns = files.current.size, zip(*made, strict=True)
+        weights, *speeds = [blobs.add_recipe(Recipe(size=size, chunks=names)) for names in columns]
+    return Merged(weights, speeds[0] if speeds else None)
+
+
+def _made(blobs: Blobs, files: "_Files", outer: Outer, index: int) -> list[str]:
+    """One chunk of the next version, and where there is momentum of its velocity: their names."""
+    header = files.header[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+    with ExitStack() as begun:
+        weights, *speeds = chunks = [
+            begun.enter_context(blobs.chunks.incoming(files.current.size))
+            for _ in range(2 if outer.momentum else 1)
+        ]
+        for chunk in chunks:
+            chunk.write(header)
+        room = np.empty(MADE_NUMBERS, np.float32)
+        for piece in _merged(_Chunk(files, index, MADE_NUMBERS), outer, None, used_at_once=True):
+            weights.write(finite_floats(piece.target, room).data.cast("B"))
+            for chunk in speeds:
+                assert piece.speed is not None, "there is momentum"
+                chunk.write(piece.speed.data.cast("B"))
+        return [chunk.keep() for chunk in chunks]
+
+
+def _write_in_order(blobs: Blobs, files: "_Files", outer: Outer, codec: Codec | None) -> Merged:
     size = files.current.size
     with blobs.writer(size) as weights, blobs.writer(size) as speeds, blobs.writer(size) as debts:
         for writer in (weights, speeds, debts):
@@ -176,6 +214,12 @@ class _Files:
         speed, debt = (alike(blob) if blob else None for blob in (velocity, owed))
         return cls(weights, speed, debt, [opened(update) for update in ordered], canonical(form))
 
+    @property
+    def in_any_order(self) -> bool:
+        """Whether chunks may be made in any order, by several threads: what is encoded is read
+        from its start to its end."""
+        return not any(isinstance(update, _Learned) for update in self.updates)
+
     def check(self) -> None:
         """Notice whatever was altered."""
         files = [file for update in self.updates for file in update.files()]
@@ -201,17 +245,14 @@ class _Weights:
     def files(self) -> list[BlobReader]:
         return [self.end, *([self.start] if self.start else [])]
 
-    def ends(
-        self, index: int, header: int, current: Sequence[Floats]
-    ) -> Iterator[Floats | Doubles]:
-        """What it makes of one chunk, in pieces."""
-        ends = chunk_numbers(self.end, index, header)
+    def ends(self, chunk: "_Chunk") -> Callable[[Floats], Floats | Doubles]:
+        """What it makes of one chunk: asked piece by piece, given what the newest version has
+        there."""
+        ends = chunk.numbers(self.end)
         if self.start is None:
-            yield from ends
-            return
-        starts = chunk_numbers(self.start, index, header)
-        for end, start, here in zip(ends, starts, current, strict=True):
-            yield caught_up(end, start, here, self.share)
+            return lambda here: next(ends)
+        starts = chunk.numbers(self.start)
+        return lambda here: caught_up(next(ends), next(starts), here, self.share)
 
 
 @dataclass(frozen=True)
@@ -226,15 +267,36 @@ class _Learned:
     def files(self) -> list[BlobReader]:
         return []  # checked whenever they are read
 
-    def ends(self, index: int, header: int, current: Sequence[Floats]) -> Iterator[Doubles]:
-        first = first_number(index, header)
-        for here in current:
+    def ends(self, chunk: "_Chunk") -> Callable[[Floats], Doubles]:
+        first = first_number(chunk.index, len(chunk.files.header))
+
+        def end(here: Floats) -> Doubles:
+            nonlocal first
             learned = self.decoder.numbers(first, here.size).astype(np.float64)
             first += here.size
             if self.share != 1.0:
                 learned *= self.share
             learned += here
-            yield learned
+            return learned
+
+        return end
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The same chunk of all files of a merge, read in pieces of at most so many numbers."""
+
+    files: _Files
+    index: int
+    most: int = FRAME_NUMBERS
+
+    def numbers(self, reader: BlobReader) -> Iterator[Floats]:
+        return chunk_numbers(reader, self.index, len(self.files.header), self.most)
+
+    @property
+    def piece_count(self) -> int:
+        files = self.files
+        return len(chunk_cuts(files.current, self.index, len(files.header), self.most))
 
 
 @dataclass(frozen=True)
@@ -247,45 +309,53 @@ class _Piece:
 
 
 def _targets(files: _Files, outer: Outer, codec: Codec | None) -> Iterator[_Piece]:
-    """What the next version is made of, chunk by chunk, in pieces that end where frames end, and
-    where chunks do."""
-    means_only = not codec and outer == Outer() and not any(u.needs_current for u in files.updates)
-    merged = _means if means_only else _merged
+    """What the next version is made of, in pieces that end where frames end, and where chunks
+    do."""
     for index in range(files.current.chunk_count):
-        yield from merged(files, index, outer)
+        yield from _merged(_Chunk(files, index), outer, codec, used_at_once=False)
 
 
-def _means(files: _Files, index: int, outer: Outer) -> Iterator[_Piece]:
-    """One chunk where the version before does not matter, and so is not read."""
-    for mean in _added_up(files, index, []):
-        yield _Piece(NOTHING, mean)
-
-
-def _merged(files: _Files, index: int, outer: Outer) -> Iterator[_Piece]:
-    """One chunk."""
-
-    def numbers(reader: BlobReader) -> Iterator[Floats]:
-        return chunk_numbers(reader, index, len(files.header))
-
-    current = [piece.copy() for piece in numbers(files.current)]  # for every update, and to keep
-    nothing = [None] * len(current)
-    velocity = numbers(files.velocity) if files.velocity else nothing
-    owed = numbers(files.owed) if files.owed else nothing
-    means = _added_up(files, index, current)
-    for here, mean, before, debt in zip(current, means, velocity, owed, strict=True):
+def _merged(
+    chunk: _Chunk, outer: Outer, codec: Codec | None, *, used_at_once: bool
+) -> Iterator[_Piece]:
+    """`used_at_once`: a piece is done with when the next is asked for."""
+    files = chunk.files
+    needed = (
+        bool(codec) or outer != Outer() or any(update.needs_current for update in files.updates)
+    )
+    speeds = chunk.numbers(files.velocity) if files.velocity else repeat(None)
+    debts = chunk.numbers(files.owed) if files.owed else repeat(None)
+    means = _means(chunk, needs_current=needed, used_at_once=used_at_once)
+    for (here, mean), before, debt in zip(means, speeds, debts, strict=False):
         target, speed = outer_step(here, mean, before, outer)
         yield _Piece(here, target if debt is None else target + debt, speed)
 
 
-def _added_up(files: _Files, index: int, current: Sequence[Floats]) -> Iterator[Doubles]:
-    """The means of all updates of one chunk; a sum goes when it was asked for."""
-    header = len(files.header)
-    sums = [WeightedMean() for _ in chunk_cuts(files.current, index, header)]
-    for update in files.updates:
-        for mean, end in zip(sums, update.ends(index, header, current), strict=True):
-            mean.add(end, update.weight)
-    while sums:
-        yield sums.pop(0).mean()
+def _means(
+    chunk: _Chunk, *, needs_current: bool, used_at_once: bool
+) -> Iterator[tuple[Floats, Doubles]]:
+    """What the version before has, unless that does not matter, and the means of all updates.
+    These are read a few at once, and added up while a piece is in the processor's cache; where
+    there are more, all sums of the chunk wait for the rest."""
+    updates, count, room = chunk.files.updates, chunk.piece_count, np.empty(chunk.most)
+    last = max(0, len(updates) - 1) // READ_AT_ONCE * READ_AT_ONCE
+    one_sum = used_at_once and not last
+    sums = [WeightedMean(room)] * count if one_sum else [WeightedMean(room) for _ in range(count)]
+
+    def added(some: Sequence[_Weights | _Learned]) -> Iterator[tuple[Floats, WeightedMean]]:
+        current = chunk.numbers(chunk.files.current) if needs_current else repeat(NOTHING)
+        ends = [update.ends(chunk) for update in some]
+        for mean, there in zip(sums, current, strict=False):
+            here = there.copy()
+            for update, end in zip(some, ends, strict=True):
+                mean.add(end(here), update.weight)
+            yield here, mean
+
+    for first in range(0, last, READ_AT_ONCE):
+        for _ in added(updates[first : first + READ_AT_ONCE]):
+            continue
+    for here, mean in added(updates[last:]):
+        yield here, mean.mean()
 
 
 def _framed(pieces: Iterable[_Piece]) -> Iterator[tuple[Floats, Doubles]]:

@@ -52,10 +52,12 @@ def all_numbers(reader: BlobReader, header: int) -> Iterator[Floats]:
     )
 
 
-def chunk_numbers(reader: BlobReader, index: int, header: int) -> Iterator[Floats]:
+def chunk_numbers(
+    reader: BlobReader, index: int, header: int, most: int = FRAME_NUMBERS
+) -> Iterator[Floats]:
     """What one chunk holds of a file's numbers, cut as `chunk_cuts` says: whole numbers, as
     header and chunks are multiples of 8 bytes. A piece lasts until the next one is asked for."""
-    pieces = chunk_cuts(reader, index, header)
+    pieces = chunk_cuts(reader, index, header, most)
     lengths = [FLOAT.itemsize * size for size in pieces]
     skipped = _chunk_length(reader, index) - sum(lengths)
     parts = reader.parts(index, [skipped, *lengths])
@@ -63,12 +65,12 @@ def chunk_numbers(reader: BlobReader, index: int, header: int) -> Iterator[Float
     return (np.frombuffer(part, FLOAT) for part in parts)
 
 
-def chunk_cuts(reader: BlobReader, index: int, header: int) -> list[int]:
-    """How many numbers of a chunk are in each piece: they end where a codec's frames end, so that
-    nearly all pieces are frames, and are small enough for the arithmetic to stay in the cache."""
+def chunk_cuts(reader: BlobReader, index: int, header: int, most: int = FRAME_NUMBERS) -> list[int]:
+    """How many numbers of a chunk are in each piece: they end at multiples of `most`, as a codec's
+    frames do, and are few enough for the arithmetic to stay in the cache."""
     first = first_number(index, header)
     last = max(0, index * CHUNK_BYTES + _chunk_length(reader, index) - header) // FLOAT.itemsize
-    inner = range(first - first % FRAME_NUMBERS + FRAME_NUMBERS, last, FRAME_NUMBERS)
+    inner = range(first - first % most + most, last, most)
     return [end - start for start, end in pairwise([first, *inner, last]) if end > start]
 
 

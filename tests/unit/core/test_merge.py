@@ -166,6 +166,21 @@ def test_a_weight_is_above_zero(weight: float):
         WeightedMean().add(tensor(0), weight)
 
 
+def test_a_mean_is_used_again_in_the_same_memory():
+    mean = WeightedMean(np.empty(7))
+    for _ in range(2):
+        for value, weight in ((1.0, 1.0), (4.0, 3.0), (2.0, 1.0)):
+            mean.add(np.full(7, value, np.float32), weight)
+        found = mean.mean()
+        assert found.tolist() == [3.0] * 7
+        with pytest.raises(ValueError, match="nothing"):
+            mean.mean()
+        found[:] = np.nan  # nothing of what was there is left in the next
+    mean.add(np.ones((2, 2), np.float32), 2.0)
+    mean.add(np.zeros((2, 2), np.float32), 2.0)
+    assert mean.mean().tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+
 def test_a_mean_needs_members():
     with pytest.raises(ValueError, match="nothing"):
         merge_tensor(tensor(0), [], None, PLAIN)

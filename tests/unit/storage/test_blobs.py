@@ -12,6 +12,7 @@ from blocktrain.errors import CorruptFileError, NotFoundError, ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Recipe
 from blocktrain.storage.blobs import BlobReader, Blobs
 from blocktrain.storage.chunks import LocalChunks, name_of
+from blocktrain.storage.shelf import Shelf
 
 SIZE = 2 * CHUNK_BYTES + 12345
 DATA = np.random.default_rng(0).bytes(SIZE)
@@ -113,6 +114,22 @@ def test_an_altered_chunk_gives_no_last_part(tmp_path: Path):
     path.write_bytes(path.read_bytes()[1:])
     with pytest.raises(ProtocolError, match="not its recipe's"):
         next(blobs.reader(blob).parts(0, halves))
+
+
+def test_of_a_chunk_in_memory_only_what_is_asked_for_is_copied(tmp_path: Path):
+    blobs = Blobs(LocalChunks(tmp_path, sync=False, shelf=Shelf(4)))
+    data = np.random.default_rng(0).bytes(CHUNK_BYTES + 100)
+    with blobs.writer(len(data)) as writer:
+        writer.write(data)
+        blob = writer.finish()
+    reader = blobs.reader(blob)
+    tracemalloc.start()
+    try:
+        border = reader.read(CHUNK_BYTES - 8, 16)
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
+    assert border == data[CHUNK_BYTES - 8 : CHUNK_BYTES + 8]
 
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, -1), (0, SIZE + 1), (SIZE, 1)])

@@ -1,6 +1,7 @@
 import itertools
 import tracemalloc
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from blocktrain.core.merge import Contribution, Outer, merge_tensor
 from blocktrain.errors import CorruptFileError, DivergedError, ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob
 from blocktrain.protocol.tensors import decode, encode
+from blocktrain.storage import merging
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.merging import (
@@ -124,6 +126,21 @@ def test_what_is_merged_does_not_depend_on_where_it_is_read(blobs: Blobs, tmp_pa
     for outer in (PLAIN, DILOCO):
         found = [merge_blobs(store, current, updates, None, outer) for store in (held, blobs)]
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("outer", [PLAIN, DILOCO], ids=["mean", "momentum"])
+def test_many_updates_are_merged_as_a_few_are(
+    blobs: Blobs, monkeypatch: pytest.MonkeyPatch, outer: Outer
+):
+    """Whether they are read all at once or some after others."""
+    current, start, *ends = (blobs.write(encode(weights(seed, LARGE))) for seed in range(7))
+    updates = [Update(str(place), end, 1.0 + place) for place, end in enumerate(ends)]
+    updates[3] = replace(updates[3], start=start)
+    found = set()
+    for at_once in (1, 2, 4, 5, 8):
+        monkeypatch.setattr(merging, "READ_AT_ONCE", at_once)
+        found.add(merge_blobs(blobs, current, updates, None, outer))
+    assert len(found) == 1
 
 
 def test_without_a_velocity_it_starts_at_rest(blobs: Blobs):
