@@ -10,6 +10,8 @@ import click
 from blocktrain.cli import options
 
 if TYPE_CHECKING:
+    from blocktrain.config import DataConfig
+    from blocktrain.storage.run_dir import RunDir
     from blocktrain.train.evaluate import Evaluation
 
 
@@ -70,8 +72,7 @@ def command(
         raise click.UsageError("--fit-weights fits on valid: score it on --split test")
     opened = RunDir.open(run)
     compute = resolve(device, precision)
-    settings = opened.config.data
-    corpus = load_corpus(replace(settings, source=data) if data else settings)
+    corpus = load_corpus(_text(opened, data))
     window = opened.config.model.window
     chosen = evaluation_windows(corpus.split(split, window), window, windows)
     stack = load_stack(opened, compute).first(first_blocks)
@@ -84,6 +85,19 @@ def command(
         click.echo(json.dumps(_as_dict(evaluation, corpus.source, split)))
     else:
         _show(evaluation, run, corpus.source, split, compute.name)
+
+
+def _text(run: "RunDir", data: str | None) -> "DataConfig":
+    """A stranger's settings do not choose which files are read here."""
+    from blocktrain.errors import ConfigError
+
+    settings = run.config.data
+    if not data and run.fetched and settings.source.startswith("text:"):
+        raise ConfigError(
+            f"the run's text is {settings.source} on the machine it was fetched from;"
+            " say where it is here with --data"
+        )
+    return replace(settings, source=data) if data else settings
 
 
 def _as_dict(evaluation: "Evaluation", source: str, split: str) -> dict[str, Any]:

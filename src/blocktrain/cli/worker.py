@@ -42,6 +42,11 @@ ROUTINE = ("leased", "trained", "accepted")  # the passing ones say it too
     help="Score versions instead of training; needs an invite made for that.",
 )
 @click.option("--idle-only", is_flag=True, help="Pause while others use this machine.")
+@click.option(
+    "--data",
+    metavar="SOURCE",
+    help="Where this machine has the run's text, as data.source; used if it is the same.",
+)
 @click.option("--name", help="How others see this worker; default: the machine's name.")
 @click.option(
     "--folder",
@@ -58,6 +63,7 @@ def command(
     until: str | None,
     evaluate: bool,
     idle_only: bool,
+    data: str | None,
     name: str | None,
     folder: Path | None,
     as_json: bool,
@@ -87,6 +93,7 @@ def command(
             max_bandwidth=max_bandwidth * 1e6 if max_bandwidth else None,
             until=_moment(until) if until else None,
             idle_only=idle_only,
+            data=data,
             name=name or platform.node() or "worker",
         )
         client = Client(decoded, WorkerKey.load_or_create(home / "key.pem"))

@@ -114,6 +114,11 @@ class RunDir:
         """One assembled file, to be used but not trained."""
         return (self.path / EXPORTED).exists()
 
+    @property
+    def fetched(self) -> bool:
+        """Settings and weights are those of a run elsewhere: no file that they name is meant."""
+        return self.exported and self._exported_manifest().get("fetched", False)
+
     def begun(self) -> bool:
         """Whether something was trained here, or is just now."""
         return self.exported or any(self.block(index).begun() for index in range(self.config.units))
@@ -149,9 +154,9 @@ class RunDir:
             raise RunError(f"{out} holds a run's blocks; export to another directory")
         if (out / EXPORTED).exists():
             raise RunError(f"{out / EXPORTED} is there already; export to another directory")
-        return RunDir.create(out, self.config).write_exported(self.weights())
+        return RunDir.create(out, self.config).write_exported(self.weights(), self.fetched)
 
-    def write_exported(self, blocks: Sequence[Tensors]) -> Path:
+    def write_exported(self, blocks: Sequence[Tensors], fetched: bool = False) -> Path:
         """All blocks as one file, in a run that has no blocks of its own."""
         tensors = {
             f"block.{index}.{name}": tensor
@@ -159,7 +164,12 @@ class RunDir:
             for name, tensor in weights.items()
         }
         stored = store_tensors(self.path / EXPORTED, tensors)
-        manifest = {"format": FORMAT, "config": self._config_digest(), "model": asdict(stored)}
+        manifest = {
+            "format": FORMAT,
+            "config": self._config_digest(),
+            "model": asdict(stored),
+            "fetched": fetched,
+        }
         write_atomically(self.path / "manifest.json", json.dumps(manifest, indent=1).encode())
         return self.path / EXPORTED
 
@@ -172,8 +182,10 @@ class RunDir:
         return blocks
 
     def _exported_file(self) -> StoredFile:
-        manifest = read_manifest(self.path / "manifest.json", self._config_digest())
-        return StoredFile(**manifest["model"])
+        return StoredFile(**self._exported_manifest()["model"])
+
+    def _exported_manifest(self) -> dict[str, Any]:
+        return read_manifest(self.path / "manifest.json", self._config_digest())
 
     def _config_digest(self) -> str:
         return hashlib.sha256((self.path / "config.toml").read_bytes()).hexdigest()

@@ -161,7 +161,10 @@ class Agent:
         self._config = _config(joined.description.config, settings.device)
         self._blocks = self._fitting_blocks()
         compute = resolve(settings.device, self._config.train.precision)
-        corpus = CorpusCache(self._transfer).open(joined.description, self._config.data, patience)
+        corpora = CorpusCache(
+            self._transfer, settings.data, lambda text: self._tell("other_text", text)
+        )
+        corpus = corpora.open(joined.description, self._config.data, patience)
         self._tell("corpus", f"text: {corpus.source}, {len(corpus.splits['train']):,} bytes")
         self._block = HeldBlock(
             self._config, corpus, compute, self._transfer, settings.folder / self._run

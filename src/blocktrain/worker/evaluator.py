@@ -82,7 +82,10 @@ class Evaluator:
         compute = resolve(self.settings.device, config.train.precision)
         folder = self.settings.folder / joined.description.run
         self._versions = Versions(self._transfer, folder, config.swarm.codec)
-        corpus = CorpusCache(self._transfer).open(joined.description, config.data, patience)
+        corpora = CorpusCache(
+            self._transfer, self.settings.data, lambda text: self._tell("other_text", text)
+        )
+        corpus = corpora.open(joined.description, config.data, patience)
         window = config.model.window
         windows = evaluation_windows(corpus.split("valid", window), window, self.windows)
         scored: tuple[int, ...] = ()

@@ -5,6 +5,7 @@ from typing import Literal
 
 Kind = Literal[
     "joined",  # the run has a place for this worker
+    "other_text",  # the owner's copy is not the run's text, which is fetched
     "corpus",  # the run's text is here
     "leased",  # a range of batches to train
     "training",  # now and then while it trains

@@ -34,7 +34,7 @@ def fetch_model(client: Client, out: Path) -> Fetched:
         transfer = Transfer(client, cache, Throttle(None, client.clock), traffic)
         blocks = [_newest(client, transfer, index) for index in range(config.units)]
         run = RunDir.create(out, config)
-        run.write_exported([weights for _, weights in blocks])
+        run.write_exported([weights for _, weights in blocks], fetched=True)
     return Fetched(run, [version for version, _ in blocks], traffic.down)
 
 

@@ -466,6 +466,14 @@ def test_an_invite_for_another_role_is_refused(
         watched.run()
 
 
+def test_an_owners_copy_that_is_another_text_is_told(
+    script: Script, watched: Watched, tmp_path: Path
+):
+    (tmp_path / "own.txt").write_bytes(b"not what the run is about. " * 1000)
+    assert watched.run(data=f"text:{tmp_path}/own.txt")
+    assert watched.kinds() == ["joined", "other_text", "corpus", "finished"]
+
+
 def test_settings_that_are_none_are_refused(script: Script, watched: Watched, server: FaultServer):
     server.on("POST /v1/join", lambda body: joined(description=described(config="[model")))
     with pytest.raises(ProtocolError, match="not valid TOML"):

@@ -1,7 +1,9 @@
 """A model is scored while the run goes on, and what it is made of is replaced meanwhile."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.fault_server import FaultServer
@@ -26,9 +28,8 @@ class Judge:
     ) -> None:
         self.events: list[WorkerEvent] = []
         self.scores: list[Score] = []
-        self.evaluator = Evaluator(
-            client, WorkerSettings(folder / "judge", "cpu"), self.events.append, windows=2
-        )
+        self.client, self.settings = client, WorkerSettings(folder / "judge", "cpu")
+        self.evaluator = self.make()
         splits = {split: data.tobytes() for split, data in corpus.splits.items()}
         description = described(
             config=config.with_settings(data__source="text:/nowhere").to_toml(),
@@ -37,6 +38,13 @@ class Judge:
         )
         server.on("POST /v1/join", lambda body: joined(role="evaluate", description=description))
         server.on("POST /v1/scores", self._take)
+
+    def make(self, **settings: Any) -> Evaluator:
+        changed = replace(self.settings, **settings)
+        return Evaluator(self.client, changed, self.events.append, windows=2)
+
+    def has_scored(self) -> bool:
+        return bool(self.scores) and self.scores[-1].block is None
 
     def _take(self, body: bytes) -> None:
         self.scores.append(Score.model_validate_json(body))
@@ -62,7 +70,7 @@ def judge(
 
 def test_versions_that_went_meanwhile_are_followed_by_newer_ones(blocks: Blocks, judge: Judge):
     blocks.told[1][:0] = [(4, GONE)]
-    assert not judge.evaluator.run(lambda: bool(judge.scores) and judge.scores[-1].block is None)
+    assert not judge.evaluator.run(judge.has_scored)
     assert [event.kind for event in judge.events].count("scoring") == 2
     assert {score.versions for score in judge.scores} == {(5,), (5, 5)}
     assert all(0.0 < score.ce < 10.0 for score in judge.scores)
@@ -72,3 +80,10 @@ def test_a_version_that_is_missing_for_good_is_told(blocks: Blocks, judge: Judge
     blocks.told[1] = [(5, GONE)]
     with pytest.raises(RefusedError, match="no chunk"):
         judge.evaluator.run(lambda: bool(judge.scores))
+
+
+def test_an_owners_copy_that_is_another_text_is_told(blocks: Blocks, judge: Judge, tmp_path: Path):
+    (tmp_path / "own.txt").write_bytes(b"not what the run is about. " * 1000)
+    assert not judge.make(data=f"text:{tmp_path}/own.txt").run(judge.has_scored)
+    assert "other_text" in [event.kind for event in judge.events]
+    assert judge.scores
