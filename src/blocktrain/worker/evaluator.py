@@ -119,17 +119,13 @@ class Evaluator:
         try:
             stack = self._stack(config, compute, status, patience)
         except RefusedError as refused:
-            if (
-                refused.code != "not_found"
-                or _versions_of(self.client.status(patience)) == versions
-            ):
+            if refused.code != "not_found" or self._newest(patience) == versions:
                 raise
             return False
         evaluation = evaluate(stack, windows, draws=1)
         for block, version in enumerate(versions):
-            self._report(block, (version,), evaluation, _block_ce(evaluation, block))
-        self._report(None, versions, evaluation, evaluation.default.ce)
-        self._tell("scored", f"{_named(versions)}: CE {evaluation.default.ce:.4f}")
+            self._report(block, (version,), evaluation, _block_ce(evaluation, block), patience)
+        self._report(None, versions, evaluation, evaluation.default.ce, patience)
         return True
 
     def _newest(self, patience: Patience) -> tuple[int, ...]:
@@ -149,18 +145,30 @@ class Evaluator:
         return assemble(config, blocks)
 
     def _report(
-        self, block: int | None, versions: tuple[int, ...], evaluation: Evaluation, ce: float
+        self,
+        block: int | None,
+        versions: tuple[int, ...],
+        evaluation: Evaluation,
+        ce: float,
+        patience: Patience,
     ) -> None:
-        self.client.score(
-            Score(
-                block=block,
-                versions=versions,
-                split="valid",
-                windows=evaluation.digest,
-                ce=ce,
-                downloads=self._versions.take_downloads(),
-            )
+        """What was scored, to the coordinator; a score that is no number, which no message can
+        say, only to whoever watches."""
+        if not math.isfinite(ce):
+            what = _named(versions) if block is None else f"block {block}, version {versions[0]}"
+            self._tell("diverged", f"{what}: CE {ce}: it has diverged, which is not reported")
+            return
+        score = Score(
+            block=block,
+            versions=versions,
+            split="valid",
+            windows=evaluation.digest,
+            ce=ce,
+            downloads=self._versions.take_downloads(),
         )
+        self.client.score(score, patience)
+        if block is None:
+            self._tell("scored", f"{_named(versions)}: CE {ce:.4f}")
 
     def _tell(self, kind: Kind, text: str) -> None:
         traffic = self._traffic

@@ -13,6 +13,7 @@ Kind = Literal[
     "accepted",  # the coordinator has the update
     "refused",  # the coordinator does not want the update
     "scoring",  # versions are fetched and scored
+    "diverged",  # a score is not a number, and nothing to report
     "scored",  # the coordinator has their scores
     "lost",  # the lease is no longer ours, its work is dropped
     "returned",  # the lease was given back

@@ -1,20 +1,25 @@
 """A model is scored while the run goes on, and what it is made of is replaced meanwhile."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.support.fault_server import FaultServer
+from tests.support.fault_server import Fault, FaultServer
+from tests.support.turned_clock import TurnedClock
 from tests.support.worker_side import described, joined
 from tests.unit.worker.test_model_fetch import GONE, Blocks
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import RefusedError
+from blocktrain.model.stack import initial_block
+from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Score
-from blocktrain.worker.client import Client
+from blocktrain.worker.client import USUAL_PATIENCE, Client
 from blocktrain.worker.evaluator import Evaluator
 from blocktrain.worker.events import WorkerEvent
 from blocktrain.worker.settings import WorkerSettings
@@ -87,3 +92,30 @@ def test_an_owners_copy_that_is_another_text_is_told(blocks: Blocks, judge: Judg
     assert not judge.make(data=f"text:{tmp_path}/own.txt").run(judge.has_scored)
     assert "other_text" in [event.kind for event in judge.events]
     assert judge.scores
+
+
+def test_a_block_that_has_diverged_is_told_and_newer_versions_are_scored(
+    server: FaultServer, blocks: Blocks, judge: Judge, config: Config
+):
+    good = blocks.told[1][0][1]
+    shapes = {name: p.shape for name, p in initial_block(config, 1).named_parameters()}
+    weights = {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
+    bad = server.hold(b"".join(tensors.encode(weights)))
+    blocks.told[1] = [(5, bad), (6, good)]
+    assert not judge.evaluator.run(judge.has_scored)
+    diverged = [event.text for event in judge.events if event.kind == "diverged"]
+    assert [text.split(":")[0] for text in diverged] == ["block 1, version 5", "versions 5, 5"]
+    assert all("CE nan" in text for text in diverged)
+    assert [(score.block, score.versions) for score in judge.scores] == [
+        (0, (5,)), (0, (5,)), (1, (6,)), (None, (5, 6)),
+    ]  # fmt: skip
+
+
+def test_a_coordinator_that_is_away_for_long_gets_its_scores(
+    server: FaultServer, new_client: Callable[..., Client], blocks: Blocks, judge: Judge
+):
+    """For longer than a command waits before which somebody sits."""
+    away = {"Retry-After": str(round(2 * USUAL_PATIENCE))}
+    server.faults = [Fault("POST /v1/scores", status=503, headers=away)]
+    judge.client = new_client(clock=TurnedClock().clock)
+    assert not judge.make().run(judge.has_scored)
