@@ -20,6 +20,7 @@ from blocktrain.train.evaluate import Evaluation, evaluate
 from blocktrain.worker.client import Client
 from blocktrain.worker.corpus_cache import CorpusCache
 from blocktrain.worker.events import Kind, WorkerEvent
+from blocktrain.worker.own_folder import alone_in
 from blocktrain.worker.retry import Patience
 from blocktrain.worker.role import check_role
 from blocktrain.worker.room import Room
@@ -57,12 +58,13 @@ class Evaluator:
         def leaving() -> bool:
             return should_stop() or self._is_late()
 
-        try:
-            finished = self._work(leaving)
-        except UnreachableError:  # a question that was given up
-            if not leaving():
-                raise
-            finished = False
+        with alone_in(self.settings.folder, self._transfer.cache):
+            try:
+                finished = self._work(leaving)
+            except UnreachableError:  # a question that was given up
+                if not leaving():
+                    raise
+                finished = False
         if finished:
             self._tell("finished", "the run is finished and scored")
         else:

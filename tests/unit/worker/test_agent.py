@@ -489,6 +489,14 @@ def test_a_banned_worker_ends(script: Script, watched: Watched, server: FaultSer
         watched.run()
 
 
+def test_what_a_killed_worker_left_half_written_is_removed(script: Script, watched: Watched):
+    agent = watched.make()
+    half = watched.settings.folder / "chunks" / "partial" / "half"
+    half.write_bytes(b"half a chunk")
+    assert agent.run()
+    assert not half.exists()
+
+
 def test_two_workers_cannot_share_a_folder(script: Script, watched: Watched):
     script.answers = [lambda: Wait(seconds=1000.0, reason="nothing")]
     first, second = watched.make(), watched.make()

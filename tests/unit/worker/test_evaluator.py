@@ -15,7 +15,7 @@ from tests.unit.worker.test_model_fetch import GONE, Blocks
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
-from blocktrain.errors import RefusedError
+from blocktrain.errors import RefusedError, RunError
 from blocktrain.model.stack import initial_block
 from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Score
@@ -119,3 +119,20 @@ def test_a_coordinator_that_is_away_for_long_gets_its_scores(
     server.faults = [Fault("POST /v1/scores", status=503, headers=away)]
     judge.client = new_client(clock=TurnedClock().clock)
     assert not judge.make().run(judge.has_scored)
+
+
+def test_it_works_alone_in_its_folder(blocks: Blocks, judge: Judge):
+    half = judge.settings.folder / "chunks" / "partial" / "half"
+    half.write_bytes(b"left by a worker that was killed")
+    refused: list[RunError] = []
+
+    def try_another() -> bool:
+        if not refused:
+            with pytest.raises(RunError, match="another worker works in") as caught:
+                judge.make().run()
+            refused.append(caught.value)
+        return judge.has_scored()
+
+    assert not judge.evaluator.run(try_another)
+    assert refused
+    assert not half.exists()
