@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.plain import plain
 
 if TYPE_CHECKING:
     from blocktrain.config import DataConfig
@@ -137,7 +138,7 @@ def _show(evaluation: "Evaluation", run: Path, source: str, split: str, compute:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(f"{run} on {source} {split}"), title_justify="left")
+    table = Table(title=Text(f"{run} on {plain(source)} {split}"), title_justify="left")
     for column in ("start", "readout", "CE (nats/byte)", "perplexity", "bits/byte"):
         table.add_column(column, justify="left" if column in ("start", "readout") else "right")
     last = _last_block(evaluation)
