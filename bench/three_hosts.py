@@ -81,7 +81,7 @@ class Swarm:
 
     def __init__(self, wan: Wan | Links, folder: Path, config: Path, args: Any) -> None:
         self._wan, self._folder, self._config = wan, folder, config
-        self._device, self._threads = args.device, args.threads
+        self._device, self._threads, self._data = args.device, args.threads, args.data
         self._running: dict[str, subprocess.Popen[Any]] = {}
         self._lives: defaultdict[str, list[Path]] = defaultdict(list)  # the log of each start
 
@@ -100,6 +100,7 @@ class Swarm:
         log = f"{host}-{len(self._lives[host])}"
         self._lives[host].append(self._log(log))
         command += ["--folder", str(self._folder / host)]
+        command += ["--data", self._data] if self._data else []
         self._running[host] = self._start(host, command, log)
 
     def kill_worker(self, host: str) -> None:
@@ -182,9 +183,10 @@ def train_across(swarm: Swarm, whole: int) -> None:
             to_do.pop()[1](LEAVER)
 
 
-def score(run: Path, windows: int | None, device: str) -> float:
+def score(run: Path, windows: int | None, device: str, source: str) -> float:
     command = [*COMMAND, "eval", str(run), "--split", "test", "--json", "--device", device]
-    command += ["--windows", str(windows), "--draws", "1"] if windows else ["--draws", "1"]
+    command += ["--windows", str(windows)] if windows else []
+    command += ["--draws", "1", "--data", source]
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return float(told["ce"])
 
@@ -211,8 +213,8 @@ def measured(folder: Path, config: Config, args: argparse.Namespace, trip: float
     return {
         "codec": config.swarm.codec,
         "round_trip_ms": trip,
-        "untrained": score(folder / "first", args.windows, args.score_device),
-        "ce": score(folder / "model", args.windows, args.score_device),
+        "untrained": score(folder / "first", args.windows, args.score_device, config.data.source),
+        "ce": score(folder / "model", args.windows, args.score_device, config.data.source),
         "seconds": seconds,
         "bytes_up": sum(line.up.bytes for line in lines.values()),
         "bytes_down": sum(line.down.bytes for line in lines.values()),
@@ -229,7 +231,7 @@ def at_home(folder: Path, config: Config, windows: int | None, device: str) -> f
     command = [*COMMAND, "train", "--config", str(folder / "config.toml")]
     command += ["--out", str(folder / "model"), "--set", f"train.device={device}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return score(folder / "model", windows, device)
+    return score(folder / "model", windows, device, config.data.source)
 
 
 def print_table(report: dict[str, Any]) -> None:

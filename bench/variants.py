@@ -12,6 +12,7 @@ Not run by itself.
 """
 
 import re
+import shutil
 import statistics
 import tempfile
 import time
@@ -194,6 +195,7 @@ def _train_by_workers(config: Config, folder: Path, workers: int, facts: dict[st
     from blocktrain.worker.model_fetch import fetch_model
 
     folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "model", ignore_errors=True)  # of an earlier run of this bench
     with (
         tempfile.TemporaryDirectory(dir=folder) as scratch,  # gigabytes that nobody reads again
         LocalSwarm(config, Path(scratch), workers) as swarm,

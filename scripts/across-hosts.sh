@@ -5,8 +5,9 @@
 #   ... worker INVITE             on every host that trains; only outgoing connections
 #   ... score INVITE OUT          anywhere, at any moment: fetches the model and scores it on test
 #
-# CONFIG and SETTINGS name the run. DATA, where it is set, is a glob of text files on the
-# coordinator's host instead of a download. DEVICE is a worker's, its own choice by default.
+# CONFIG and SETTINGS name the run. DATA, where it is set, is a glob of text files on the host: for a
+# coordinator and a score instead of a download, for a worker instead of the coordinator's copy.
+# DEVICE is a worker's, its own choice by default.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -x .venv/bin/blocktrain ] || make .venv/installed
@@ -23,14 +24,15 @@ case ${1:-} in
       --data-dir "runs/$(basename "$0" .sh)" --listen "0.0.0.0:$port" --advertise "$name"
     ;;
   worker)
-    exec $blocktrain worker "${2:?the invite}" --device "${DEVICE:-auto}"
+    exec $blocktrain worker "${2:?the invite}" --device "${DEVICE:-auto}" \
+      ${DATA:+--data "text:$DATA"}
     ;;
   score)
     $blocktrain fetch "${2:?the invite}" --out "${3:?a new folder}"
-    exec $blocktrain eval "$3" --split test --device "${DEVICE:-auto}"
+    exec $blocktrain eval "$3" --split test --device "${DEVICE:-auto}" ${DATA:+--data "text:$DATA"}
     ;;
   *)
-    sed -n '2,9s/^# \{0,1\}//p' scripts/across-hosts.sh >&2
+    sed -n '2,10s/^# \{0,1\}//p' scripts/across-hosts.sh >&2
     exit 2
     ;;
 esac

@@ -101,7 +101,13 @@ def test_one_worker_per_block_gives_the_local_run_s_weights(home: Path, options:
     with coordinator(home, *settings(home), *options) as told:
         scheme = "http://" if options else "https://"
         assert all(address.startswith(scheme) for address in told["addresses"])
-        finish(*(start_worker(home, told["invite"], "--blocks", str(b)) for b in range(2)))
+        own, other = f"text:{home}/corpus.txt", "stdlib"
+        workers = [
+            start_worker(home, told["invite"], "--blocks", str(block), "--data", source)
+            for block, source in enumerate([own, other])
+        ]
+        heard = [worker.communicate(timeout=SECONDS)[0] for worker in workers]
+        assert ["is not the run's text" in lines for lines in heard] == [False, True], heard
         status = json.loads(call(home, "status", told["invite"], "--json"))
         assert status["state"] == "finished"
         assert [block["progress"] for block in status["blocks"]] == [1.0, 1.0]
@@ -112,8 +118,10 @@ def test_one_worker_per_block_gives_the_local_run_s_weights(home: Path, options:
     for block in range(2):
         for name, tensor in load_file(next(home.glob(f"local/block-{block}/v*"))).items():
             assert np.array_equal(fetched[f"block.{block}.{name}"], tensor), name
-    scored = json.loads(call(home, "eval", "fetched", "--windows", "8", "--json"))
-    assert scored["ce"] < 5.0
+    assert "with --data" in mistake(home, "eval", "fetched")
+    call(home, "export", "fetched", "--out", "exported")
+    assert "with --data" in mistake(home, "eval", "exported")
+    assert ce_of(home, "fetched") < 5.0
 
 
 def test_a_dense_codec_trains_the_model_as_well_in_fewer_bytes(home: Path):
@@ -174,7 +182,9 @@ def sent_sizes(home: Path) -> list[int]:
 
 
 def ce_of(home: Path, run: str) -> float:
-    return float(json.loads(call(home, "eval", run, "--windows", "8", "--json"))["ce"])
+    text = f"text:{home}/corpus.txt"
+    told = call(home, "eval", run, "--windows", "8", "--data", text, "--json")
+    return float(json.loads(told)["ce"])
 
 
 def test_a_cascade_is_trained_scored_and_looked_at(home: Path):

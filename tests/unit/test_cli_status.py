@@ -66,3 +66,11 @@ def test_a_screen_holds_whole_tables_or_says_how_much_more_there_is(blocks: int,
 def test_a_run_that_is_over_took_its_time():
     assert "running for 0:00:33" in shown(status(), 80)[0]
     assert "finished after 0:00:33" in shown(status(state="finished"), 80)[0]
+
+
+def test_nothing_that_a_coordinator_says_commands_the_terminal():
+    now = status(ce_note="[b]\x1b[2J\x9b31m")
+    turning = [worker.model_copy(update={"name": "x\u202ey"}) for worker in now.workers]
+    text = "".join(shown(now.model_copy(update={"workers": turning}), 160))
+    assert text.isprintable()
+    assert "CE: [b] [2J 31m" in text

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.plain import plain
 
 
 @click.command("ban")
@@ -18,4 +19,4 @@ def command(worker: str, data_dir: Path, database: str | None) -> None:
     from blocktrain.coordinator.members import Members
 
     banned = Members(Home(data_dir, database).open()).ban(worker)
-    click.echo(f"banned {banned.id} ({banned.name})")
+    click.echo(f"banned {banned.id} ({plain(banned.name)})")

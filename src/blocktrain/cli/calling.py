@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from blocktrain.cli.plain import plain
+
 if TYPE_CHECKING:
     from blocktrain.worker.client import Client
 
@@ -21,4 +23,4 @@ def caller(invite: str) -> "Client":
 
 def _tell(reason: str, seconds: float) -> None:
     how_long = "" if math.isinf(seconds) else f" for {seconds:.0f} s"
-    click.echo(f"{reason}; trying again{how_long}", err=True)
+    click.echo(f"{plain(reason)}; trying again{how_long}", err=True)

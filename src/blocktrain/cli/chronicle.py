@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from blocktrain.cli.plain import plain
+
 if TYPE_CHECKING:
     from blocktrain.coordinator.service import Service
     from blocktrain.protocol.messages import Event
@@ -88,9 +90,4 @@ class Chronicle:
 
 
 def _tell(label: str, text: str) -> None:
-    click.echo(f"{label:7s} {_plain(text)}")
-
-
-def _plain(text: str) -> str:
-    """What strangers say must not command the terminal."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+    click.echo(f"{label:7s} {plain(text)}")

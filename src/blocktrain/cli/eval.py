@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.plain import plain
 
 if TYPE_CHECKING:
+    from blocktrain.config import DataConfig
+    from blocktrain.storage.run_dir import RunDir
     from blocktrain.train.evaluate import Evaluation
 
 
@@ -70,8 +73,7 @@ def command(
         raise click.UsageError("--fit-weights fits on valid: score it on --split test")
     opened = RunDir.open(run)
     compute = resolve(device, precision)
-    settings = opened.config.data
-    corpus = load_corpus(replace(settings, source=data) if data else settings)
+    corpus = load_corpus(_text(opened, data))
     window = opened.config.model.window
     chosen = evaluation_windows(corpus.split(split, window), window, windows)
     stack = load_stack(opened, compute).first(first_blocks)
@@ -84,6 +86,19 @@ def command(
         click.echo(json.dumps(_as_dict(evaluation, corpus.source, split)))
     else:
         _show(evaluation, run, corpus.source, split, compute.name)
+
+
+def _text(run: "RunDir", data: str | None) -> "DataConfig":
+    """A stranger's settings do not choose which files are read here."""
+    from blocktrain.errors import ConfigError
+
+    settings = run.config.data
+    if not data and run.fetched and settings.source.startswith("text:"):
+        raise ConfigError(
+            f"the run's text is {settings.source} on the machine it was fetched from;"
+            " say where it is here with --data"
+        )
+    return replace(settings, source=data) if data else settings
 
 
 def _as_dict(evaluation: "Evaluation", source: str, split: str) -> dict[str, Any]:
@@ -123,7 +138,7 @@ def _show(evaluation: "Evaluation", run: Path, source: str, split: str, compute:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(f"{run} on {source} {split}"), title_justify="left")
+    table = Table(title=Text(f"{run} on {plain(source)} {split}"), title_justify="left")
     for column in ("start", "readout", "CE (nats/byte)", "perplexity", "bits/byte"):
         table.add_column(column, justify="left" if column in ("start", "readout") else "right")
     last = _last_block(evaluation)

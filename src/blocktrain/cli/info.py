@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.plain import plain
 from blocktrain.cli.sizes import size
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def command(run: Path, as_json: bool) -> None:
     click.echo(
         f"{run}: {config.objective.kind}, {model.layers} layers of width {model.width}"
         f" in {config.units} block{'s' * (config.units > 1)}, window {model.window},"
-        f" data {config.data.source}, seed {config.train.seed}"
+        f" data {plain(config.data.source)}, seed {config.train.seed}"
     )
     if exported:
         click.echo(f"exported: {run / EXPORTED}")

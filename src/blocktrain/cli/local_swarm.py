@@ -85,7 +85,7 @@ class LocalSwarm:
     def _start_worker(self, number: int, threads: int) -> None:
         command = [*COMMAND, "worker", self.invite, "--name", f"worker {number}"]
         command += ["--folder", str(self.folder / f"worker-{number}")]
-        command += ["--device", self.config.train.device]
+        command += ["--device", self.config.train.device, "--data", self.config.data.source]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         with (self.folder / f"worker-{number}.log").open("w") as log:
             self._processes.append(

@@ -6,6 +6,7 @@ import sys
 import click
 
 from blocktrain import __version__
+from blocktrain.cli.plain import plain
 from blocktrain.core.spelling import meant
 from blocktrain.errors import BlocktrainError
 
@@ -69,7 +70,7 @@ def main() -> None:
     try:
         cli(standalone_mode=False)
     except BlocktrainError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {plain(str(error))}", err=True)
         sys.exit(error.exit_code)
     except click.exceptions.Abort:
         sys.exit(130)

@@ -9,6 +9,7 @@ import click
 
 from blocktrain.cli import options
 from blocktrain.cli.calling import caller
+from blocktrain.cli.plain import plain
 from blocktrain.cli.sizes import size
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class _Columns:
             table.add_column(name, justify=justify, no_wrap=name != "name", min_width=width)
         for row in rows:
             cells = dict(zip(self.names, row, strict=True))
-            table.add_row(*(_plain(cells[name]) for name in kept))
+            table.add_row(*(_cell(cells[name]) for name in kept))
         return table
 
 
@@ -106,7 +107,7 @@ def _shown(status: "Status", console: "Console", rows: int | None) -> "Group":
     from rich.console import Group
     from rich.text import Text
 
-    score = f"CE {status.ce:.4f}" if status.ce is not None else f"CE: {status.ce_note}"
+    score = f"CE {status.ce:.4f}" if status.ce is not None else f"CE: {plain(status.ce_note)}"
     how_long = "after" if status.state == "finished" else "for"
     head = Text(f"run {status.run}: {status.state} {how_long} {_duration(status.seconds)}; {score}")
     parts: list[Text | Table] = [head]
@@ -180,11 +181,11 @@ def _moved(status: "Status") -> _Columns:
     return _Columns("moved", columns, rows, left=("name",), spared=("smaller by",))
 
 
-def _plain(text: str) -> "Text":
-    """One line, and nothing that others call themselves counts as markup."""
+def _cell(text: str) -> "Text":
+    """Nothing that others call themselves counts as markup."""
     from rich.text import Text
 
-    return Text(text, overflow="ellipsis", no_wrap=True)
+    return Text(plain(text), overflow="ellipsis", no_wrap=True)
 
 
 def _age(seconds: float) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.plain import plain
 from blocktrain.cli.sizes import size
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ ROUTINE = ("leased", "trained", "accepted")  # the passing ones say it too
     help="Score versions instead of training; needs an invite made for that.",
 )
 @click.option("--idle-only", is_flag=True, help="Pause while others use this machine.")
+@click.option(
+    "--data",
+    metavar="SOURCE",
+    help="Where this machine has the run's text, as data.source; used if it is the same.",
+)
 @click.option("--name", help="How others see this worker; default: the machine's name.")
 @click.option(
     "--folder",
@@ -58,6 +64,7 @@ def command(
     until: str | None,
     evaluate: bool,
     idle_only: bool,
+    data: str | None,
     name: str | None,
     folder: Path | None,
     as_json: bool,
@@ -87,6 +94,7 @@ def command(
             max_bandwidth=max_bandwidth * 1e6 if max_bandwidth else None,
             until=_moment(until) if until else None,
             idle_only=idle_only,
+            data=data,
             name=name or platform.node() or "worker",
         )
         client = Client(decoded, WorkerKey.load_or_create(home / "key.pem"))
@@ -142,15 +150,16 @@ def _shown(*, as_json: bool) -> Iterator[Callable[["WorkerEvent"], None]]:
         yield lambda event: click.echo(json.dumps(asdict(event)))
     elif sys.stdout.isatty():
         from rich.console import Console
+        from rich.text import Text  # which has no markup
 
-        console = Console(highlight=False, markup=False)
+        console = Console()
         with console.status("joining") as status:
 
             def show(event: "WorkerEvent") -> None:
                 if event.kind in PASSING:
-                    status.update(_line(event))
+                    status.update(Text(_line(event)))
                 elif event.kind not in ROUTINE:
-                    console.print(_news(event))
+                    console.print(Text(_news(event)))
                 if event.kind == "unreachable":
                     status.update("waiting for the coordinator")
 
@@ -179,7 +188,7 @@ def _lines() -> Callable[["WorkerEvent"], None]:
 def _line(event: "WorkerEvent") -> str:
     """What goes on; the last number is the text in updates that the run has taken."""
     if event.kind != "training":
-        return event.text
+        return plain(event.text)
     loss = f"loss {event.loss:.4f}  " if event.loss is not None else ""
     return (
         f"block {event.block}  {event.step}/{event.steps}  {loss}"
@@ -189,6 +198,7 @@ def _line(event: "WorkerEvent") -> str:
 
 
 def _news(event: "WorkerEvent") -> str:
+    text = plain(event.text)
     if event.kind not in ("finished", "stopped") or not event.contribution:
-        return event.text
-    return f"{event.text}; {size(event.contribution)} of text trained here is in the run"
+        return text
+    return f"{text}; {size(event.contribution)} of text trained here is in the run"

@@ -15,18 +15,18 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import filelock
-import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors import numpy as safetensors
 
 from blocktrain.config import Config, load_config
 from blocktrain.errors import CorruptFileError, RunError
+from blocktrain.protocol.tensors import encode
 
 FORMAT = 1
 KEPT_VERSIONS = 2
@@ -93,6 +93,15 @@ class RunDir:
         return cls(path, config)
 
     @classmethod
+    def create_exported(cls, path: Path, config: Config) -> "RunDir":
+        """Start a run that `write_exported` will fill, where there is no other model."""
+        if any(path.glob("block-*")):
+            raise RunError(f"{path} holds a run's blocks; use another directory")
+        if (path / EXPORTED).exists():
+            raise RunError(f"{path / EXPORTED} is there already; use another directory")
+        return cls.create(path, config)
+
+    @classmethod
     def resumes(cls, path: Path, config: Config) -> bool:
         """Whether `create` would go on with what is there. A run that failed before it had saved
         anything is no reason to refuse the settings it should have had."""
@@ -113,6 +122,11 @@ class RunDir:
     def exported(self) -> bool:
         """One assembled file, to be used but not trained."""
         return (self.path / EXPORTED).exists()
+
+    @property
+    def fetched(self) -> bool:
+        """Settings and weights are those of a run elsewhere: no file that they name is meant."""
+        return self.exported and self._exported_manifest().get("fetched", False)
 
     def begun(self) -> bool:
         """Whether something was trained here, or is just now."""
@@ -145,13 +159,10 @@ class RunDir:
 
     def export(self, out: Path) -> Path:
         """Write all blocks as one safetensors file, with the config and its hash beside it."""
-        if any(out.glob("block-*")):
-            raise RunError(f"{out} holds a run's blocks; export to another directory")
-        if (out / EXPORTED).exists():
-            raise RunError(f"{out / EXPORTED} is there already; export to another directory")
-        return RunDir.create(out, self.config).write_exported(self.weights())
+        run = RunDir.create_exported(out, self.config)
+        return run.write_exported(self.weights(), self.fetched)
 
-    def write_exported(self, blocks: Sequence[Tensors]) -> Path:
+    def write_exported(self, blocks: Sequence[Tensors], fetched: bool = False) -> Path:
         """All blocks as one file, in a run that has no blocks of its own."""
         tensors = {
             f"block.{index}.{name}": tensor
@@ -159,7 +170,12 @@ class RunDir:
             for name, tensor in weights.items()
         }
         stored = store_tensors(self.path / EXPORTED, tensors)
-        manifest = {"format": FORMAT, "config": self._config_digest(), "model": asdict(stored)}
+        manifest = {
+            "format": FORMAT,
+            "config": self._config_digest(),
+            "model": asdict(stored),
+            "fetched": fetched,
+        }
         write_atomically(self.path / "manifest.json", json.dumps(manifest, indent=1).encode())
         return self.path / EXPORTED
 
@@ -172,8 +188,10 @@ class RunDir:
         return blocks
 
     def _exported_file(self) -> StoredFile:
-        manifest = read_manifest(self.path / "manifest.json", self._config_digest())
-        return StoredFile(**manifest["model"])
+        return StoredFile(**self._exported_manifest()["model"])
+
+    def _exported_manifest(self) -> dict[str, Any]:
+        return read_manifest(self.path / "manifest.json", self._config_digest())
 
     def _config_digest(self) -> str:
         return hashlib.sha256((self.path / "config.toml").read_bytes()).hexdigest()
@@ -306,9 +324,14 @@ class BlockDir:
 
 
 def store_tensors(path: Path, tensors: Tensors) -> StoredFile:
-    data = safetensors.save({name: np.asarray(t, order="C") for name, t in tensors.items()})
-    write_atomically(path, data)
-    return StoredFile(path.name, hashlib.sha256(data).hexdigest(), len(data))
+    """Piece by piece, so that they are not in memory a second time."""
+    digest, size = hashlib.sha256(), 0
+    with _replacing(path) as out:
+        for piece in encode(tensors):
+            out.write(piece)
+            digest.update(piece)
+            size += len(piece)
+    return StoredFile(path.name, digest.hexdigest(), size)
 
 
 def load_tensors(folder: Path, stored: StoredFile) -> Tensors:
@@ -359,10 +382,16 @@ def read_manifest(path: Path, config_digest: str) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
+    with _replacing(path) as out:
+        out.write(data)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
     """All of it or none of it, and on disk before it has its name."""
     scratch = path.with_name(path.name + ".partial")
     with scratch.open("wb") as out:
-        out.write(data)
+        yield out
         out.flush()
         os.fsync(out.fileno())
     scratch.replace(path)

@@ -9,11 +9,8 @@ happens is told as events.
 import math
 import threading
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-
-import filelock
 
 from blocktrain.config import Config, from_toml
 from blocktrain.errors import (
@@ -23,7 +20,6 @@ from blocktrain.errors import (
     DivergedError,
     ProtocolError,
     RefusedError,
-    RunError,
     UnreachableError,
 )
 from blocktrain.protocol.messages import (
@@ -47,6 +43,7 @@ from blocktrain.worker.held_block import HeldBlock, Learned, Update
 from blocktrain.worker.idleness import Idleness, of_this_machine
 from blocktrain.worker.keeper import Keeper
 from blocktrain.worker.lease_trainer import LeaseReport, Trained
+from blocktrain.worker.own_folder import alone_in
 from blocktrain.worker.retry import Patience
 from blocktrain.worker.role import check_role
 from blocktrain.worker.settings import WorkerSettings
@@ -106,7 +103,7 @@ class Agent:
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Work until the run is over. False: stopped before that."""
         self._asked_to_stop = should_stop
-        with self._alone_in_folder():
+        with alone_in(self.settings.folder, self._transfer.cache):
             try:
                 finished = self._work()
             finally:
@@ -161,7 +158,10 @@ class Agent:
         self._config = _config(joined.description.config, settings.device)
         self._blocks = self._fitting_blocks()
         compute = resolve(settings.device, self._config.train.precision)
-        corpus = CorpusCache(self._transfer).open(joined.description, self._config.data, patience)
+        corpora = CorpusCache(
+            self._transfer, settings.data, lambda text: self._tell("other_text", text)
+        )
+        corpus = corpora.open(joined.description, self._config.data, patience)
         self._tell("corpus", f"text: {corpus.source}, {len(corpus.splits['train']):,} bytes")
         self._block = HeldBlock(
             self._config, corpus, compute, self._transfer, settings.folder / self._run
@@ -431,15 +431,6 @@ class Agent:
 
     def _text_bytes(self, steps: int) -> int:
         return steps * self._config.train.batch * self._config.model.window
-
-    @contextmanager
-    def _alone_in_folder(self) -> Iterator[None]:
-        folder = self.settings.folder
-        try:
-            with filelock.FileLock(folder / ".lock", timeout=0):
-                yield
-        except filelock.Timeout:
-            raise RunError(f"another worker works in {folder}; name another folder") from None
 
 
 def _config(toml: str, device: str) -> Config:

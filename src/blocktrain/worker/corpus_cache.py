@@ -2,11 +2,14 @@
 
 A split that came from the run is a file named by its sha256, which it gets once that was checked;
 it is used by every run and every worker on the machine, memory-mapped and never written again.
-Asks no one but the run for text: a copy of its own must be there already.
+A run's description comes from a stranger: a copy that it names is looked for only among texts that
+have a name of their own and are here already. Files are read where the machine's owner names them.
 """
 
 import hashlib
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import filelock
@@ -26,19 +29,40 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class CorpusCache:
-    def __init__(self, transfer: Transfer, folder: Path | None = None) -> None:
-        self._transfer = transfer
-        self._folder = (folder or cache_dir()) / FOLDER
+    def __init__(
+        self,
+        transfer: Transfer,
+        own: str | None = None,
+        on_other: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`own`: the source that the owner of this machine has the run's text from; `on_other` is
+        told where it is another text."""
+        self._transfer, self._own, self._on_other = transfer, own, on_other
+        self._folder = cache_dir() / FOLDER
 
     def open(self, description: RunDescription, settings: DataConfig, patience: Patience) -> Corpus:
         """The corpus that the run describes, whatever this machine has to fetch for it."""
         parts = {split: _part(description, split) for split in SPLITS}
-        if not all(self._path(digest).exists() for _, digest in parts.values()):
-            own = _own_copy(settings, {split: digest for split, (_, digest) in parts.items()})
-            if own:
-                return own
+        digests = {split: digest for split, (_, digest) in parts.items()}
+        if not all(self._path(digest).exists() for digest in digests.values()):
+            copy = self._owners_copy(settings, digests) or _named_copy(settings.source, digests)
+            if copy:
+                return copy
         splits = {split: self._split(*part, patience) for split, part in parts.items()}
-        return Corpus(settings.source, splits, {split: d for split, (_, d) in parts.items()})
+        return Corpus(settings.source, splits, digests)
+
+    def _owners_copy(self, settings: DataConfig, digests: dict[str, str]) -> Corpus | None:
+        if not self._own:
+            return None
+        copy = load_corpus(replace(settings, source=self._own))
+        differing = [split for split in SPLITS if copy.digests[split] != digests[split]]
+        if not differing:
+            return copy
+        self._on_other(
+            f"--data {self._own} is not the run's text: {', '.join(differing)} differ;"
+            " using the run's own"
+        )
+        return None
 
     def _split(self, blob: Blob, digest: str, patience: Patience) -> Bytes:
         path = self._path(digest)
@@ -76,19 +100,22 @@ def _part(description: RunDescription, split: str) -> tuple[Blob, str]:
     return blob, digest
 
 
-def _own_copy(settings: DataConfig, digests: dict[str, str]) -> Corpus | None:
-    if not _needs_no_network(settings.source):
+def _named_copy(source: str, digests: dict[str, str]) -> Corpus | None:
+    if not _is_here_by_name(source):
         return None
     try:
-        own = load_corpus(settings)
+        copy = load_corpus(DataConfig(source))  # the limit, too, is this machine's own
     except DataError:
         return None
-    return own if own.digests == digests else None
+    return copy if copy.digests == digests else None
 
 
-def _needs_no_network(source: str) -> bool:
-    if source == "stdlib" or source.startswith("text:"):
+def _is_here_by_name(source: str) -> bool:
+    """Whether a source names no file, and needs no network."""
+    if source == "stdlib":
         return True
+    if source not in hub.WIKITEXT and not source.startswith("hf:"):
+        return False
     folder = cache_dir() / hub.FOLDER / re.sub("[/:]", "--", source.removeprefix("hf:"))
     needed = SPLITS if source in hub.WIKITEXT else SPLITS[:1]
     return all((folder / f"{split}.txt").exists() for split in needed)

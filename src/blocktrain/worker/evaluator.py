@@ -20,6 +20,7 @@ from blocktrain.train.evaluate import Evaluation, evaluate
 from blocktrain.worker.client import Client
 from blocktrain.worker.corpus_cache import CorpusCache
 from blocktrain.worker.events import Kind, WorkerEvent
+from blocktrain.worker.own_folder import alone_in
 from blocktrain.worker.retry import Patience
 from blocktrain.worker.role import check_role
 from blocktrain.worker.room import Room
@@ -57,12 +58,13 @@ class Evaluator:
         def leaving() -> bool:
             return should_stop() or self._is_late()
 
-        try:
-            finished = self._work(leaving)
-        except UnreachableError:  # a question that was given up
-            if not leaving():
-                raise
-            finished = False
+        with alone_in(self.settings.folder, self._transfer.cache):
+            try:
+                finished = self._work(leaving)
+            except UnreachableError:  # a question that was given up
+                if not leaving():
+                    raise
+                finished = False
         if finished:
             self._tell("finished", "the run is finished and scored")
         else:
@@ -82,7 +84,10 @@ class Evaluator:
         compute = resolve(self.settings.device, config.train.precision)
         folder = self.settings.folder / joined.description.run
         self._versions = Versions(self._transfer, folder, config.swarm.codec)
-        corpus = CorpusCache(self._transfer).open(joined.description, config.data, patience)
+        corpora = CorpusCache(
+            self._transfer, self.settings.data, lambda text: self._tell("other_text", text)
+        )
+        corpus = corpora.open(joined.description, config.data, patience)
         window = config.model.window
         windows = evaluation_windows(corpus.split("valid", window), window, self.windows)
         scored: tuple[int, ...] = ()
@@ -116,17 +121,13 @@ class Evaluator:
         try:
             stack = self._stack(config, compute, status, patience)
         except RefusedError as refused:
-            if (
-                refused.code != "not_found"
-                or _versions_of(self.client.status(patience)) == versions
-            ):
+            if refused.code != "not_found" or self._newest(patience) == versions:
                 raise
             return False
         evaluation = evaluate(stack, windows, draws=1)
         for block, version in enumerate(versions):
-            self._report(block, (version,), evaluation, _block_ce(evaluation, block))
-        self._report(None, versions, evaluation, evaluation.default.ce)
-        self._tell("scored", f"{_named(versions)}: CE {evaluation.default.ce:.4f}")
+            self._report(block, (version,), evaluation, _block_ce(evaluation, block), patience)
+        self._report(None, versions, evaluation, evaluation.default.ce, patience)
         return True
 
     def _newest(self, patience: Patience) -> tuple[int, ...]:
@@ -146,18 +147,30 @@ class Evaluator:
         return assemble(config, blocks)
 
     def _report(
-        self, block: int | None, versions: tuple[int, ...], evaluation: Evaluation, ce: float
+        self,
+        block: int | None,
+        versions: tuple[int, ...],
+        evaluation: Evaluation,
+        ce: float,
+        patience: Patience,
     ) -> None:
-        self.client.score(
-            Score(
-                block=block,
-                versions=versions,
-                split="valid",
-                windows=evaluation.digest,
-                ce=ce,
-                downloads=self._versions.take_downloads(),
-            )
+        """What was scored, to the coordinator; a score that is no number, which no message can
+        say, only to whoever watches."""
+        if not math.isfinite(ce):
+            what = _named(versions) if block is None else f"block {block}, version {versions[0]}"
+            self._tell("diverged", f"{what}: CE {ce}: it has diverged, which is not reported")
+            return
+        score = Score(
+            block=block,
+            versions=versions,
+            split="valid",
+            windows=evaluation.digest,
+            ce=ce,
+            downloads=self._versions.take_downloads(),
         )
+        self.client.score(score, patience)
+        if block is None:
+            self._tell("scored", f"{_named(versions)}: CE {ce:.4f}")
 
     def _tell(self, kind: Kind, text: str) -> None:
         traffic = self._traffic

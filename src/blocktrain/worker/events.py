@@ -5,6 +5,7 @@ from typing import Literal
 
 Kind = Literal[
     "joined",  # the run has a place for this worker
+    "other_text",  # the owner's copy is not the run's text, which is fetched
     "corpus",  # the run's text is here
     "leased",  # a range of batches to train
     "training",  # now and then while it trains
@@ -12,6 +13,7 @@ Kind = Literal[
     "accepted",  # the coordinator has the update
     "refused",  # the coordinator does not want the update
     "scoring",  # versions are fetched and scored
+    "diverged",  # a score is not a number, and nothing to report
     "scored",  # the coordinator has their scores
     "lost",  # the lease is no longer ours, its work is dropped
     "returned",  # the lease was given back

@@ -27,14 +27,14 @@ class Fetched:
 
 def fetch_model(client: Client, out: Path) -> Fetched:
     """Every block as it stands when its turn comes; blocks never wait for each other, so versions
-    may differ."""
+    may differ. On disk is a block beside the model, in memory the model once."""
     config, traffic = from_toml(client.run().config), Traffic()
-    with tempfile.TemporaryDirectory(prefix="blocktrain-") as scratch:
+    run = RunDir.create_exported(out, config)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".", suffix=".partial") as scratch:
         cache = Blobs(LocalChunks(Path(scratch), sync=False))
         transfer = Transfer(client, cache, Throttle(None, client.clock), traffic)
         blocks = [_newest(client, transfer, index) for index in range(config.units)]
-        run = RunDir.create(out, config)
-        run.write_exported([weights for _, weights in blocks])
+    run.write_exported([weights for _, weights in blocks], fetched=True)
     return Fetched(run, [version for version, _ in blocks], traffic.down)
 
 
@@ -44,8 +44,11 @@ def _newest(client: Client, transfer: Transfer, index: int) -> tuple[int, Tensor
     while True:
         block = client.status(patience).blocks[index]
         try:
-            return block.version, tensors.decode(transfer.read(block.weights, patience))
+            weights = tensors.decode(transfer.read(block.weights, patience))
         except RefusedError as refused:
             if refused.code != "not_found" or block.version == before:
                 raise
-        before = block.version
+            before = block.version
+        else:
+            transfer.keep_only([])
+            return block.version, weights

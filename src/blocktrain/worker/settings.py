@@ -14,6 +14,7 @@ class WorkerSettings:
     max_bandwidth: float | None = None  # bytes per second, both directions together
     until: float | None = None  # seconds since 1970 after which it leaves
     idle_only: bool = False
+    data: str | None = None  # where its owner has the run's text, as in data.source
     name: str = field(default_factory=platform.node)
 
     def is_late(self, now: float) -> bool:

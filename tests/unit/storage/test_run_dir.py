@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 from pathlib import Path
 
 import filelock
@@ -7,7 +8,7 @@ import pytest
 
 from blocktrain.config import Config
 from blocktrain.errors import CorruptFileError, RunError
-from blocktrain.storage.run_dir import BlockDir, RunDir, Snapshot
+from blocktrain.storage.run_dir import BlockDir, RunDir, Snapshot, load_tensors, store_tensors
 
 
 def snapshot(step: int, **extra: object) -> Snapshot:
@@ -167,10 +168,22 @@ def test_scalars_keep_their_shape(run: RunDir):
     assert run.block(0).load_weights()["log_scale"].shape == ()
 
 
+def test_tensors_are_written_without_a_copy_of_them(tmp_path: Path):
+    tensors = {f"w{number}": np.ones((512, 1024), np.float32) for number in range(8)}
+    whole = sum(tensor.nbytes for tensor in tensors.values())
+    tracemalloc.start()
+    stored = store_tensors(tmp_path / "file.safetensors", tensors)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < whole / 4
+    assert stored.size > whole
+    assert set(load_tensors(tmp_path, stored)) == set(tensors)
+
+
 def test_a_run_is_not_exported_into_itself(run: RunDir):
     for index in range(2):
         run.block(index).save(snapshot(1))
-    with pytest.raises(RunError, match="export to another directory"):
+    with pytest.raises(RunError, match="use another directory"):
         run.export(run.path)
 
 

@@ -466,6 +466,14 @@ def test_an_invite_for_another_role_is_refused(
         watched.run()
 
 
+def test_an_owners_copy_that_is_another_text_is_told(
+    script: Script, watched: Watched, tmp_path: Path
+):
+    (tmp_path / "own.txt").write_bytes(b"not what the run is about. " * 1000)
+    assert watched.run(data=f"text:{tmp_path}/own.txt")
+    assert watched.kinds() == ["joined", "other_text", "corpus", "finished"]
+
+
 def test_settings_that_are_none_are_refused(script: Script, watched: Watched, server: FaultServer):
     server.on("POST /v1/join", lambda body: joined(description=described(config="[model")))
     with pytest.raises(ProtocolError, match="not valid TOML"):
@@ -479,6 +487,14 @@ def test_a_banned_worker_ends(script: Script, watched: Watched, server: FaultSer
     server.on("POST /v1/lease", banned)
     with pytest.raises(RefusedError, match="banned"):
         watched.run()
+
+
+def test_what_a_killed_worker_left_half_written_is_removed(script: Script, watched: Watched):
+    agent = watched.make()
+    half = watched.settings.folder / "chunks" / "partial" / "half"
+    half.write_bytes(b"half a chunk")
+    assert agent.run()
+    assert not half.exists()
 
 
 def test_two_workers_cannot_share_a_folder(script: Script, watched: Watched):

@@ -29,9 +29,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def corpora(client: Client, tmp_path: Path) -> CorpusCache:
+def transfer(client: Client, tmp_path: Path) -> Transfer:
     cache = Blobs(LocalChunks(tmp_path / "chunks", sync=False))
-    return CorpusCache(Transfer(client, cache, Throttle(None, client.clock), Traffic()))
+    return Transfer(client, cache, Throttle(None, client.clock), Traffic())
+
+
+@pytest.fixture
+def corpora(transfer: Transfer) -> CorpusCache:
+    return CorpusCache(transfer)
 
 
 def description(server: FaultServer, text: dict[str, bytes]) -> RunDescription:
@@ -59,20 +64,49 @@ def test_the_runs_text_is_fetched_once(
     )
 
 
-def test_a_copy_of_its_own_is_used_where_it_is_the_same(
-    server: FaultServer, client: Client, corpora: CorpusCache, tmp_path: Path
-):
+@pytest.fixture
+def own(tmp_path: Path) -> DataConfig:
+    """Files of the machine's owner."""
     (tmp_path / "own.txt").write_bytes(TEXT["train"])
-    settings = DataConfig(source=f"text:{tmp_path}/own.txt")
-    own = load_corpus(settings)
-    run = description(server, {split: data.tobytes() for split, data in own.splits.items()})
-    corpus = corpora.open(run, settings, client.patience())
-    assert corpus.splits["train"].tobytes() == own.splits["train"].tobytes()
-    assert not server.seen
-    (tmp_path / "own.txt").write_bytes(TEXT["train"] + b"and more " * 200)
-    corpus = corpora.open(run, settings, client.patience())
-    assert corpus.splits["train"].tobytes() == own.splits["train"].tobytes()
+    return DataConfig(source=f"text:{tmp_path}/own.txt")
+
+
+def test_no_file_is_read_because_a_run_names_it(
+    server: FaultServer, client: Client, corpora: CorpusCache, own: DataConfig, cache: Path
+):
+    corpus = corpora.open(description(server, TEXT), own, client.patience())
+    assert corpus.splits["train"].tobytes() == TEXT["train"]
     assert server.lines("GET /v1/blobs")
+    assert not (cache / "corpora").exists()
+
+
+def test_the_owners_copy_is_used_where_it_is_the_same(
+    server: FaultServer, client: Client, transfer: Transfer, own: DataConfig, tmp_path: Path
+):
+    told: list[str] = []
+    corpora = CorpusCache(transfer, own.source, told.append)
+    same = load_corpus(own)
+    run = description(server, {split: data.tobytes() for split, data in same.splits.items()})
+    corpus = corpora.open(run, NOWHERE, client.patience())
+    assert corpus.splits["train"].tobytes() == same.splits["train"].tobytes()
+    assert not server.seen
+    assert not told
+    (tmp_path / "own.txt").write_bytes(TEXT["train"] + b"and more " * 200)
+    corpus = corpora.open(run, NOWHERE, client.patience())
+    assert corpus.splits["train"].tobytes() == same.splits["train"].tobytes()
+    assert server.lines("GET /v1/blobs")
+    assert told == [
+        f"--data {own.source} is not the run's text: train, valid, test differ; using the run's own"
+    ]
+
+
+def test_a_copy_that_is_not_there_is_the_owners_mistake(
+    server: FaultServer, client: Client, transfer: Transfer
+):
+    with pytest.raises(DataError, match="no file matches"):
+        CorpusCache(transfer, NOWHERE.source).open(
+            description(server, TEXT), NOWHERE, client.patience()
+        )
 
 
 def test_no_other_network_is_asked(server: FaultServer, client: Client, corpora: CorpusCache):

@@ -1,18 +1,25 @@
 """A model is scored while the run goes on, and what it is made of is replaced meanwhile."""
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from tests.support.fault_server import FaultServer
+from tests.support.fault_server import Fault, FaultServer
+from tests.support.turned_clock import TurnedClock
 from tests.support.worker_side import described, joined
 from tests.unit.worker.test_model_fetch import GONE, Blocks
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
-from blocktrain.errors import RefusedError
+from blocktrain.errors import RefusedError, RunError
+from blocktrain.model.stack import initial_block
+from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Score
-from blocktrain.worker.client import Client
+from blocktrain.worker.client import USUAL_PATIENCE, Client
 from blocktrain.worker.evaluator import Evaluator
 from blocktrain.worker.events import WorkerEvent
 from blocktrain.worker.settings import WorkerSettings
@@ -26,9 +33,8 @@ class Judge:
     ) -> None:
         self.events: list[WorkerEvent] = []
         self.scores: list[Score] = []
-        self.evaluator = Evaluator(
-            client, WorkerSettings(folder / "judge", "cpu"), self.events.append, windows=2
-        )
+        self.client, self.settings = client, WorkerSettings(folder / "judge", "cpu")
+        self.evaluator = self.make()
         splits = {split: data.tobytes() for split, data in corpus.splits.items()}
         description = described(
             config=config.with_settings(data__source="text:/nowhere").to_toml(),
@@ -37,6 +43,13 @@ class Judge:
         )
         server.on("POST /v1/join", lambda body: joined(role="evaluate", description=description))
         server.on("POST /v1/scores", self._take)
+
+    def make(self, **settings: Any) -> Evaluator:
+        changed = replace(self.settings, **settings)
+        return Evaluator(self.client, changed, self.events.append, windows=2)
+
+    def has_scored(self) -> bool:
+        return bool(self.scores) and self.scores[-1].block is None
 
     def _take(self, body: bytes) -> None:
         self.scores.append(Score.model_validate_json(body))
@@ -62,7 +75,7 @@ def judge(
 
 def test_versions_that_went_meanwhile_are_followed_by_newer_ones(blocks: Blocks, judge: Judge):
     blocks.told[1][:0] = [(4, GONE)]
-    assert not judge.evaluator.run(lambda: bool(judge.scores) and judge.scores[-1].block is None)
+    assert not judge.evaluator.run(judge.has_scored)
     assert [event.kind for event in judge.events].count("scoring") == 2
     assert {score.versions for score in judge.scores} == {(5,), (5, 5)}
     assert all(0.0 < score.ce < 10.0 for score in judge.scores)
@@ -72,3 +85,54 @@ def test_a_version_that_is_missing_for_good_is_told(blocks: Blocks, judge: Judge
     blocks.told[1] = [(5, GONE)]
     with pytest.raises(RefusedError, match="no chunk"):
         judge.evaluator.run(lambda: bool(judge.scores))
+
+
+def test_an_owners_copy_that_is_another_text_is_told(blocks: Blocks, judge: Judge, tmp_path: Path):
+    (tmp_path / "own.txt").write_bytes(b"not what the run is about. " * 1000)
+    assert not judge.make(data=f"text:{tmp_path}/own.txt").run(judge.has_scored)
+    assert "other_text" in [event.kind for event in judge.events]
+    assert judge.scores
+
+
+def test_a_block_that_has_diverged_is_told_and_newer_versions_are_scored(
+    server: FaultServer, blocks: Blocks, judge: Judge, config: Config
+):
+    good = blocks.told[1][0][1]
+    shapes = {name: p.shape for name, p in initial_block(config, 1).named_parameters()}
+    weights = {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
+    bad = server.hold(b"".join(tensors.encode(weights)))
+    blocks.told[1] = [(5, bad), (6, good)]
+    assert not judge.evaluator.run(judge.has_scored)
+    diverged = [event.text for event in judge.events if event.kind == "diverged"]
+    assert [text.split(":")[0] for text in diverged] == ["block 1, version 5", "versions 5, 5"]
+    assert all("CE nan" in text for text in diverged)
+    assert [(score.block, score.versions) for score in judge.scores] == [
+        (0, (5,)), (0, (5,)), (1, (6,)), (None, (5, 6)),
+    ]  # fmt: skip
+
+
+def test_a_coordinator_that_is_away_for_long_gets_its_scores(
+    server: FaultServer, new_client: Callable[..., Client], blocks: Blocks, judge: Judge
+):
+    """For longer than a command waits before which somebody sits."""
+    away = {"Retry-After": str(round(2 * USUAL_PATIENCE))}
+    server.faults = [Fault("POST /v1/scores", status=503, headers=away)]
+    judge.client = new_client(clock=TurnedClock().clock)
+    assert not judge.make().run(judge.has_scored)
+
+
+def test_it_works_alone_in_its_folder(blocks: Blocks, judge: Judge):
+    half = judge.settings.folder / "chunks" / "partial" / "half"
+    half.write_bytes(b"left by a worker that was killed")
+    refused: list[RunError] = []
+
+    def try_another() -> bool:
+        if not refused:
+            with pytest.raises(RunError, match="another worker works in") as caught:
+                judge.make().run()
+            refused.append(caught.value)
+        return judge.has_scored()
+
+    assert not judge.evaluator.run(try_another)
+    assert refused
+    assert not half.exists()

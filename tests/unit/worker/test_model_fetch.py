@@ -1,5 +1,6 @@
 """A model is fetched while the run goes on, and what it is made of is replaced meanwhile."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,15 @@ from tests.support.worker_side import RUN, described
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
-from blocktrain.errors import RefusedError
+from blocktrain.errors import RefusedError, RunError
 from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Blob, BlockStatus, Moved, Status
+from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client
 from blocktrain.worker.model_fetch import fetch_model
+from blocktrain.worker.retry import Patience
 
 GONE = Blob(name="ab" * 32, size=1000)
 
@@ -62,3 +65,43 @@ def test_a_version_that_is_missing_for_good_is_told(client: Client, blocks: Bloc
     blocks.told[1] = [(5, GONE)]
     with pytest.raises(RefusedError, match="no chunk"):
         fetch_model(client, tmp_path / "model")
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["config.toml"]
+    blocks.told[1] = blocks.told[0]
+    assert fetch_model(client, tmp_path / "model").versions == [5, 5]
+
+
+def test_a_folder_that_holds_a_model_is_refused_before_anything_is_fetched(
+    client: Client, blocks: Blocks, server: FaultServer, config: Config, tmp_path: Path
+):
+    RunDir.create(tmp_path / "trained", config).block(0).path.mkdir()
+    fetch_model(client, tmp_path / "model")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    asked = len(server.lines("GET /v1/blobs"))
+    for folder, why in (
+        ("trained", "holds a run's blocks"), ("model", "is there already"), ("mine", "not empty"),
+    ):  # fmt: skip
+        with pytest.raises(RunError, match=why):
+            fetch_model(client, tmp_path / folder)
+    assert len(server.lines("GET /v1/blobs")) == asked
+
+
+def test_a_fetch_needs_room_beside_its_model_for_a_block_at_a_time(
+    client: Client, blocks: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out, held = tmp_path / "model", []
+    status = client.status
+
+    def looked(patience: Patience | None = None) -> Status:
+        held.append(
+            [path for path in out.rglob("*") if path.is_file() and path.stat().st_size > 999]
+        )
+        return status(patience)
+
+    monkeypatch.setattr(client, "status", looked)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: pytest.fail("another file system"))
+    fetch_model(client, out)
+    assert [[path.name for path in paths] for paths in held] == [["config.toml"]] * 2
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.toml", "manifest.json", "model.safetensors"
+    ]  # fmt: skip
