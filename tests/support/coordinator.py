@@ -64,11 +64,12 @@ class SetClock:
 
 
 def swarm_config(**settings: Any) -> Config:
-    """Two blocks of 40 batches of 2 x 8 bytes; a worker whose speed is unknown gets 10 steps."""
+    """Two blocks of 40 batches of 2 x 8 bytes; a worker whose speed is unknown gets 10 steps, which
+    may move weights by 1,000."""
     base = from_dict(
         {
             "model": {"layers": 2, "blocks": 2, "width": 8, "heads": 2, "window": 8},
-            "train": {"steps": 40, "batch": 2},
+            "train": {"steps": 40, "batch": 2, "lr": 100.0},
             "swarm": {"quorum": 1, "grace_seconds": 0.0},
         }
     )

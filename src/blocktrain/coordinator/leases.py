@@ -32,6 +32,7 @@ class HeldLease(NamedTuple):
     worker: str
     public_key: str
     fence: int
+    steps: int
     base: Version
 
 
@@ -178,7 +179,7 @@ class Leases:
 
     def _described(self, tx: Transaction, lease: Found, worker: Found, now: float) -> Lease:
         base = tx.version(lease.block, lease.base_version)
-        held = HeldLease(worker.id, worker.public_key, lease.fence, base)
+        held = HeldLease(worker.id, worker.public_key, lease.fence, lease.steps, base)
         self._handed_out.remember(lease.id, held)
         return Lease(
             lease=lease.id,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from blocktrain.config import SwarmConfig
+from blocktrain.config import SwarmConfig, TrainConfig
 from blocktrain.core.codec import kept_in_last_words
 from blocktrain.core.swarm import BlockView, LeaseView, Waiting
 
@@ -332,6 +332,14 @@ def kept_down(swarm: SwarmConfig, block: BlockView[Any], updates: int) -> int:
     if block.to_hand_out == 0:
         return kept_in_last_words(swarm.kept * updates)
     return swarm.kept_down or min(swarm.kept * updates, 4096)
+
+
+def most_moved(train: TrainConfig, swarm: SwarmConfig, steps: int) -> float:
+    """The root mean square by which so many steps can have moved a block's weights: in a step
+    AdamW moves each of them by about the learning rate, Muon by a fifth of it. With a codec an
+    update may also tell what those before it left out."""
+    counted = steps if swarm.codec == "none" else max(steps, swarm.most_steps)
+    return counted * train.lr
 
 
 def is_final(block: BlockView[Any], updates: Sequence[Waiting]) -> bool:

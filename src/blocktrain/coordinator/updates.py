@@ -30,11 +30,13 @@ from blocktrain.storage.merging import check_encoded, check_update
 from blocktrain.storage.prepared import Found
 from blocktrain.storage.schema import HELD
 from blocktrain.storage.transaction import Transaction, Version
-from blocktrain.storage.weights_file import weights_form
+from blocktrain.storage.weights_file import magnitude, weights_form
 
 URL_SECONDS = 3600
 BYTES_OF_A_NUMBER = 4
 MOST_COMING = 1024  # offers in memory; whoever is not among them costs a look into the ledger
+MOST_BASES = 256
+ROUNDING = 1e-4  # of sums of many float32
 MOMENT = 5.0  # seconds: so long a worker that was banned may go on sending what it had offered
 
 
@@ -44,8 +46,8 @@ class Coming(NamedTuple):
     worker: str
     lease: str
     recipe: Recipe
-    encoded: bool
     chunks: frozenset[str]
+    steps: int
     base: Version
     looked_up: float
 
@@ -55,6 +57,7 @@ class Updates:
         self.run, self.members, self._handed_out = run, members, handed_out
         self._forms: dict[int, list[TensorSpec]] = {}
         self._coming: Recent[Coming] = Recent(MOST_COMING)  # by lease: see `coming`
+        self._magnitudes: Recent[float] = Recent(MOST_BASES)  # of versions, by their weights' name
 
     def offer(self, caller: Caller, offer: UpdateOffer) -> bool:
         """Take down what a worker is about to send; whether it is to be sent."""
@@ -72,7 +75,7 @@ class Updates:
             _check_signed(offer, worker.public_key)  # last: with 65,536 chunks it takes long
             _take_down(tx, offer, lease)
             tx.move_lease_if_held(claim.lease, "sending")
-            self._remember(claim, base)
+            self._remember(claim, lease.steps, base)
             return True
 
     def upload_state(self, lease: str, recipe: Recipe) -> UploadState:
@@ -102,25 +105,39 @@ class Updates:
             offered = _offered(tx, caller, lease)
             if offered.state != "offered":
                 return _receipt(offered)
-            return self._remember(claimed(offered), tx.version(offered.block, offered.base_version))
+            base = tx.version(offered.block, offered.base_version)
+            return self._remember(claimed(offered), offered.steps, base)
 
     def verify(self, coming: Coming) -> str:
         """What is wrong with the bytes that were sent; empty where nothing is."""
         if missing := self._missing(coming.lease, coming.recipe):
             raise RefusedError("conflict", f"{len(missing)} chunks are missing")
         try:
-            return self._fault(coming.recipe, coming.encoded, coming.base)
+            return self._fault(coming.recipe, coming.base, coming.steps)
         finally:
             self.run.chunks.clear_quarantine(coming.lease)
 
-    def _fault(self, recipe: Recipe, encoded: bool, base: Version) -> str:
+    def _fault(self, recipe: Recipe, base: Version, steps: int) -> str:
+        config, form = self.run.config, self._form(base)
+        encoded = config.swarm.codec != "none"
+        before = 0.0 if encoded else self._magnitude(base, form)
         try:
-            reader = self.run.blobs.reader(recipe, checked=False)
             check = check_encoded if encoded else check_update
-            check(reader, self._form(base))
+            moved = check(self.run.blobs.reader(recipe, checked=False), form) - before
         except ProtocolError as error:
             return str(error)
+        most = plan.most_moved(config.train, config.swarm, steps) + ROUNDING * before
+        if moved > most:
+            return f"it moves the weights by {moved:.3g}, {steps} steps by {most:.3g} at most (rms)"
         return ""
+
+    def _magnitude(self, version: Version, form: list[TensorSpec]) -> float:
+        """Of a version's weights; many updates have the same base."""
+        known = self._magnitudes.get(version.weights.name)
+        if known is None:
+            known = magnitude(self.run.blobs.reader(version.weights), form)
+            self._magnitudes.remember(version.weights.name, known)
+        return known
 
     # Small ones, in one request
 
@@ -138,7 +155,7 @@ class Updates:
             if known and known.state != "offered":
                 return _receipt(known)
             base = tx.version(lease.block, lease.base_version)
-            return HeldLease(worker.id, worker.public_key, lease.fence, base)
+            return HeldLease(worker.id, worker.public_key, lease.fence, lease.steps, base)
 
     def keep_whole(self, held: HeldLease, offer: UpdateOffer, data: memoryview) -> None:
         """Store an update that came whole. Of whoever cannot show that it is his to send, and fits,
@@ -157,7 +174,7 @@ class Updates:
 
     def verify_whole(self, held: HeldLease, claim: UpdateClaim) -> str:
         """What is wrong with its numbers; empty where nothing is."""
-        return self._fault(claim.recipe, claim.codec != "none", held.base)
+        return self._fault(claim.recipe, held.base, held.steps)
 
     def settle_whole(
         self, caller: Caller, held: HeldLease, offer: UpdateOffer, fault: str
@@ -178,11 +195,10 @@ class Updates:
             offered = known or _take_down(tx, offer, lease)
             return self._close(tx, lease, offered, claim.recipe.size, held.base, fault, now)
 
-    def _remember(self, claim: UpdateClaim, base: Version) -> Coming:
+    def _remember(self, claim: UpdateClaim, steps: int, base: Version) -> Coming:
         chunks = frozenset(claim.recipe.chunks)
         now = self.run.clock()
-        encoded = claim.codec != "none"
-        coming = Coming(claim.worker, claim.lease, claim.recipe, encoded, chunks, base, now)
+        coming = Coming(claim.worker, claim.lease, claim.recipe, chunks, steps, base, now)
         self._coming.remember(claim.lease, coming)
         return coming
 

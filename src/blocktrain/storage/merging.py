@@ -7,6 +7,7 @@ merged is the business of `core.merge`, and how a version is cut down to what a 
 leads to, that of `core.following`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -35,8 +36,8 @@ from blocktrain.storage.read_ahead import read_ahead
 from blocktrain.storage.weights_file import (
     chunk_cuts,
     chunk_numbers,
-    finite,
     first_number,
+    magnitude,
     number_count,
     weights_form,
 )
@@ -81,19 +82,24 @@ class Merged:
     owed: Blob | None = None
 
 
-def check_update(reader: BlobReader, form: Sequence[TensorSpec]) -> None:
-    """Refuse, with a ProtocolError, weights of another form than the block's, or with numbers that
-    are not finite."""
+def check_update(reader: BlobReader, form: Sequence[TensorSpec]) -> float:
+    """The root mean square of weights; refused, with a ProtocolError, where they have another form
+    than the block's, or numbers that are not finite."""
     check_like(weights_form(reader), form)
-    if not finite(reader, form):
-        raise ProtocolError("the update holds numbers that are not finite")
+    found = magnitude(reader, form)
+    if not math.isfinite(found):
+        raise ProtocolError("the update holds numbers that are not finite, or far too large")
+    return found
 
 
-def check_encoded(reader: BlobReader, form: Sequence[TensorSpec]) -> None:
-    """Refuse, with a ProtocolError, what does not decode to as many finite numbers as the block
-    has."""
-    for _ in Decoder(reader.read, reader.size, number_count(form)).frames():
-        pass
+def check_encoded(reader: BlobReader, form: Sequence[TensorSpec]) -> float:
+    """The same of what was learned; refused where it does not decode to as many finite numbers as
+    the block has."""
+    numbers = number_count(form)
+    frames = Decoder(reader.read, reader.size, numbers).frames()
+    with np.errstate(over="ignore"):
+        squares = sum(float(np.dot(frame, frame)) for frame in frames)
+    return math.sqrt(squares / max(1, numbers))
 
 
 def merge_blobs(

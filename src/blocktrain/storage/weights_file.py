@@ -33,14 +33,17 @@ def weights_form(reader: BlobReader) -> list[TensorSpec]:
     return specs
 
 
-def finite(reader: BlobReader, form: Sequence[TensorSpec]) -> bool:
-    """Whether every number of a weights file is one."""
+def magnitude(reader: BlobReader, form: Sequence[TensorSpec]) -> float:
+    """The root mean square of a file's numbers. It is not finite where one of them is not, or is
+    too large to be squared: so this one pass finds those too."""
     header = len(canonical(form))
-    return all(
-        np.isfinite(piece).all()
-        for index in range(reader.chunk_count)
-        for piece in chunk_numbers(reader, index, header)
-    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = sum(
+            float(np.dot(piece, piece))
+            for index in range(reader.chunk_count)
+            for piece in chunk_numbers(reader, index, header)
+        )
+    return math.sqrt(squares / max(1, number_count(form)))
 
 
 def all_numbers(reader: BlobReader, header: int) -> Iterator[Floats]:

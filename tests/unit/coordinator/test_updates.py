@@ -302,6 +302,8 @@ def not_finite(weights: dict[str, Any], value: float) -> dict[str, Any]:
     [
         (lambda weights: not_finite(weights, np.nan), "not finite"),
         (lambda weights: not_finite(weights, -np.inf), "not finite"),
+        (lambda weights: not_finite(weights, 3e38), "far too large"),
+        (lambda weights: not_finite(weights, 1e5), "10 steps by 1e+03 at most"),
         (
             lambda weights: {**weights, "body.weight": weights["body.weight"].reshape(5, 4)},
             "F32[5, 4], not F32[4, 5]",
@@ -318,7 +320,7 @@ def not_finite(weights: dict[str, Any], value: float) -> dict[str, Any]:
             "'head.bias' is missing",
         ),
     ],
-    ids=["nan", "infinity", "shape", "dtype", "name"],
+    ids=["nan", "infinity", "overflow", "too far", "shape", "dtype", "name"],
 )
 def test_weights_of_another_form_or_not_finite_are_refused(
     service: Service, member: Member, lease: Lease, spoil: Any, words: str
