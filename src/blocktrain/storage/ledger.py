@@ -33,6 +33,7 @@ from blocktrain.storage.schema import (
     gaps,
     invites,
     leases,
+    retired,
     runs,
     scores,
     traffic,
@@ -494,6 +495,22 @@ class Transaction:
     def forget_difference(self, block: int, version: int) -> None:
         chosen = sql.delete(differences)
         self._run(chosen.where(differences.c.block == block, differences.c.version == version))
+
+    def retire_blobs(self, names: Collection[str], since: float, until: float) -> None:
+        """Nothing refers to these blobs any more; they are kept for so long."""
+        self._run(sql.delete(retired).where(retired.c.name.in_(names)))  # each for its last time
+        for name in names:
+            self._run(insert(retired).values(name=name, since=since, until=until))
+
+    def retired_blobs(self) -> set[str]:
+        return set(self._run(select(retired.c.name)).scalars())
+
+    def end_retired(self, now: float) -> dict[str, float]:
+        """Blobs that need not be kept from now on, and since when nothing refers to them."""
+        over = retired.c.until <= now
+        found = {row.name: row.since for row in self._run(select(retired).where(over))}
+        self._run(sql.delete(retired).where(over))
+        return found
 
     def live_updates(self) -> Sequence[Found]:
         """Updates whose chunks are still needed."""

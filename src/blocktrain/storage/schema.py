@@ -86,6 +86,15 @@ differences = Table(
     Column("size", BigInteger, nullable=False),
 )
 
+# Blobs of versions and differences that are forgotten, kept for those who still fetch them.
+retired = Table(
+    "retired",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("since", Double, nullable=False),
+    Column("until", Double, nullable=False),
+)
+
 workers = Table(
     "workers",
     metadata,

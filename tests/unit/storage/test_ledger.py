@@ -561,6 +561,20 @@ def test_ban_and_revoke_say_whether_there_was_anyone(ledger: Ledger):
         assert tx.worker_of_key("key 3").id == "w3"
 
 
+def test_blobs_that_are_forgotten_stay_until_their_time_is_over(ledger: Ledger):
+    first, second = WEIGHTS.name, OTHERS.name
+    with ledger.write() as tx:
+        tx.retire_blobs([first, second], NOW, NOW + 60)
+        tx.retire_blobs([second], NOW + 10, NOW + 70)  # it was used and forgotten again
+        tx.retire_blobs([], NOW, NOW)
+        assert tx.end_retired(NOW + 59) == {}
+        assert tx.end_retired(NOW + 60) == {first: NOW}
+        assert tx.retired_blobs() == {second}
+    with ledger.write() as tx:
+        assert tx.end_retired(NOW + 70) == {second: NOW + 10}
+        assert tx.retired_blobs() == set()
+
+
 # The database
 
 
