@@ -29,6 +29,7 @@ def back_up(folder: Path, out: Path) -> int:
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
         snapshot = Path(scratch) / LEDGER_FILE
         _copy_ledger(folder / LEDGER_FILE, snapshot)
+        partial.touch(mode=0o600)  # the run's secrets are in it
         with tarfile.open(partial, "w") as archive:
             archive.add(snapshot, LEDGER_FILE)
             for name in (INVITE_FILE, CHUNKS):
@@ -42,10 +43,10 @@ def restore(archive_path: Path, folder: Path) -> int:
     """Unpack a backup into a new folder, every chunk checked; how many chunks."""
     if folder.exists() and any(folder.iterdir()):
         raise RunError(f"{folder} is not empty")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         with tarfile.open(archive_path) as archive:
-            archive.extractall(folder, filter="data")
+            archive.extractall(folder, filter=_private)
     except (tarfile.TarError, EOFError) as error:
         reason = str(error).splitlines()[0]
         raise CorruptFileError(f"{archive_path} is not a whole backup: {reason}") from None
@@ -62,6 +63,12 @@ def restore(archive_path: Path, folder: Path) -> int:
 def _copy_ledger(source: Path, target: Path) -> None:
     with closing(sqlite3.connect(source)) as live, closing(sqlite3.connect(target)) as copy:
         live.backup(copy)
+
+
+def _private(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
+    """Whatever permissions were written down: for the operator alone."""
+    safe = tarfile.data_filter(member, folder)
+    return safe.replace(mode=0o700 if safe.isdir() else 0o600)
 
 
 def _finished(member: tarfile.TarInfo) -> tarfile.TarInfo | None:

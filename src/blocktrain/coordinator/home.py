@@ -51,6 +51,7 @@ class Home:
 
     def open_or_found(self, config: Config, clock: Callable[[], float] = time.time) -> Run:
         """The run this folder holds, or a new one with these settings."""
+        self._make_folder()
         with _closed_on_error(Ledger(self.db)) as ledger:
             chunks = open_chunks(self.blobs, Shelf(PLACES))
             with ledger.read() as tx:
@@ -89,11 +90,15 @@ class Home:
 
     def _keep(self, name: str, text: str) -> None:
         """Whole or not at all: another coordinator may be starting, or this one may be killed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         scratch = self.folder / f"{name}.{os.getpid()}"
         scratch.touch(mode=0o600)
         scratch.write_text(text)
         scratch.replace(self.folder / name)
+
+    def _make_folder(self) -> None:
+        """For the operator alone: what is in it opens the run to whoever reads it."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A coordinator's folder in one file, and back."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,21 @@ def test_a_restored_folder_holds_the_same_run(folder: Path, tmp_path: Path):
     finally:
         here.ledger.close()
         there.ledger.close()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such permissions")
+def test_a_backup_and_what_is_made_of_it_are_for_the_operator_alone(folder: Path, tmp_path: Path):
+    (folder / "ledger.db").chmod(0o644)
+    before = os.umask(0)
+    try:
+        back_up(folder, tmp_path / "saved.tar")
+        restore(tmp_path / "saved.tar", tmp_path / "new")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert modes["saved.tar"] == 0o600
+    assert modes["new"] == 0o700
+    assert (tmp_path / "new" / "ledger.db").stat().st_mode & 0o777 == 0o600
 
 
 def test_an_altered_chunk_is_noticed(folder: Path, tmp_path: Path):

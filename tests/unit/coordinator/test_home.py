@@ -10,7 +10,7 @@ from tests.support.coordinator import swarm_config, tensors_of
 
 from blocktrain.config import Config
 from blocktrain.coordinator.home import Home
-from blocktrain.errors import ConfigError, RunError
+from blocktrain.errors import ConfigError, DataError, RunError
 from blocktrain.model.stack import initial_block
 from blocktrain.storage.ledger import Ledger
 
@@ -56,6 +56,19 @@ def test_its_first_versions_are_the_models_initialization(founded: tuple[Home, C
         for name, tensor in found.items():
             np.testing.assert_array_equal(tensor, expected[name].detach().numpy())
     run.ledger.close()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such permissions")
+@pytest.mark.parametrize("ledger", [None, "elsewhere/ledger.db"])
+def test_its_folder_is_for_the_operator_alone(tmp_path: Path, ledger: str | None):
+    home = Home(tmp_path / "new", ledger and f"sqlite:///{tmp_path / ledger}")
+    before = os.umask(0)
+    try:
+        with pytest.raises(DataError):
+            home.open_or_found(swarm_config(data__source=f"text:{tmp_path / 'nothing.txt'}"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
 
 
 def test_other_settings_are_another_run(founded: tuple[Home, Config]):

@@ -654,6 +654,22 @@ def test_sqlite_writes_ahead_and_syncs_every_transaction(tmp_path: Path):
     ledger.close()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="there are no such permissions")
+def test_a_new_sqlite_ledger_is_for_its_owner_alone(tmp_path: Path):
+    """The run's authority and what its tokens are made with are in it."""
+    folder, before = tmp_path / "new", os.umask(0)
+    try:
+        ledger = Ledger(f"sqlite:///{folder / 'ledger.db'}")
+    finally:
+        os.umask(before)
+    with ledger.write() as tx:
+        tx.add_event(NOW, "leased")
+        modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    ledger.close()
+    assert modes == dict.fromkeys(("ledger.db", "ledger.db-wal", "ledger.db-shm"), 0o600)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
 def test_postgresql_looks_things_up_while_tables_are_small():
     """Its plans are kept, and would read all of them when they are large."""
     ledger = Ledger(fresh_database())
