@@ -31,10 +31,10 @@ class Collector:
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
             self._refuse_never_sent(tx)
-            before = _blobs(tx)
+            before = named_blobs(tx)
             self._forget_old_versions(tx)
             self._forget_useless_differences(tx)
-            kept, live = _blobs(tx), tx.live_updates()
+            kept, live = named_blobs(tx), tx.live_updates()
             model_bytes = sum(tx.version(state.index).weights.size for state in tx.block_states())
             fetched = now + FETCH_SECONDS + model_bytes / FETCH_BYTES_PER_SECOND
             tx.retire_blobs(before - kept, now, fetched)
@@ -100,7 +100,7 @@ class Collector:
                     tx.forget_difference(state.index, version)
 
 
-def _blobs(tx: Transaction) -> set[str]:
+def named_blobs(tx: Transaction) -> set[str]:
     """Of all versions and differences that are not forgotten."""
     names = {
         blob.name
