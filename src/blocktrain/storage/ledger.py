@@ -15,11 +15,12 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import sqlalchemy as sql
+from alembic.util import CommandError
 from sqlalchemy import Connection, CursorResult, Executable, func, insert, select, update
 from sqlalchemy.exc import DatabaseError
 
 from blocktrain.core.swarm import BlockState, PendingUpdate
-from blocktrain.errors import NotFoundError, UnreachableError
+from blocktrain.errors import ConfigError, NotFoundError, UnreachableError
 from blocktrain.protocol.messages import Blob, Event, Moved
 from blocktrain.storage import driver, statements
 from blocktrain.storage.database import open_engine, shown
@@ -80,6 +81,11 @@ class Ledger:
         except DatabaseError as error:
             self.engine.dispose()
             raise UnreachableError(f"cannot open the ledger {shown(url)}: {error.orig}") from None
+        except CommandError:  # it has been through migrations that are not here
+            self.engine.dispose()
+            raise ConfigError(
+                f"the ledger {shown(url)} is of a newer blocktrain; update this one to open it"
+            ) from None
 
     @contextmanager
     def write(self) -> Iterator["Transaction"]:

@@ -622,6 +622,13 @@ def test_an_update_that_waits_keeps_what_it_continues_when_the_schema_changes(
     assert (waiting.lease, waiting.continues) == (second.id, first.id)
 
 
+def test_a_ledger_of_a_newer_program_is_told_from_one_that_is_broken(ledger: Ledger, url: str):
+    with ledger.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(ConfigError, match="newer blocktrain"):
+        Ledger(url)
+
+
 def test_opening_at_the_same_time_is_fine(url: str):
     for opened in at_once([lambda: Ledger(url)] * 6):
         with opened.read() as tx:
