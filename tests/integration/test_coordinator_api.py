@@ -46,7 +46,7 @@ from blocktrain.coordinator.api import HELD_BACK_SECONDS
 from blocktrain.coordinator.leases import HeldLease
 from blocktrain.coordinator.members import Caller
 from blocktrain.coordinator.run import open_run
-from blocktrain.coordinator.server import write_certificate
+from blocktrain.coordinator.server import own_tls
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.updates import MOMENT
 from blocktrain.errors import UntrustedError
@@ -980,26 +980,25 @@ def test_metrics_can_be_read_by_prometheus(api: Api):
 
 def test_tls_with_the_runs_own_authority(tmp_path: Path):
     clock = SetClock()
-    with running(tmp_path, clock) as service:
-        tls = write_certificate(service, ["127.0.0.1"], tmp_path / "tls")
-        if os.name != "nt":
-            assert tls[1].stat().st_mode & 0o777 == 0o600
-        with served(service, tls) as address:
-            with httpx.Client(base_url=address, verify=False, timeout=SECONDS) as stranger:
-                ca_pem = stranger.get("/v1/ca").text
-            fingerprint = service.run.authority.fingerprint
-            context = pinned_context(ca_pem, fingerprint)
-            with httpx.Client(base_url=address, verify=context, timeout=SECONDS) as http:
-                assert read(Hello, http.get("/v1/hello")).run == service.run.id
-                worker = Api(service, clock, address, http).join()
-                assert worker.send(worker.make(worker.lease())).state == "pending"
-            with pytest.raises(UntrustedError):
-                pinned_context(ca_pem, "0" * 64)
-            with (
-                httpx.Client(base_url=address, timeout=SECONDS) as unaware,
-                pytest.raises(httpx.ConnectError),
-            ):
-                unaware.get("/v1/hello")
+    with (
+        running(tmp_path, clock) as service,
+        served(service, own_tls(service, ["127.0.0.1"])) as address,
+    ):
+        with httpx.Client(base_url=address, verify=False, timeout=SECONDS) as stranger:
+            ca_pem = stranger.get("/v1/ca").text
+        fingerprint = service.run.authority.fingerprint
+        context = pinned_context(ca_pem, fingerprint)
+        with httpx.Client(base_url=address, verify=context, timeout=SECONDS) as http:
+            assert read(Hello, http.get("/v1/hello")).run == service.run.id
+            worker = Api(service, clock, address, http).join()
+            assert worker.send(worker.make(worker.lease())).state == "pending"
+        with pytest.raises(UntrustedError):
+            pinned_context(ca_pem, "0" * 64)
+        with (
+            httpx.Client(base_url=address, timeout=SECONDS) as unaware,
+            pytest.raises(httpx.ConnectError),
+        ):
+            unaware.get("/v1/hello")
 
 
 def test_a_coordinator_of_another_run_is_not_believed(tmp_path: Path):
@@ -1008,10 +1007,9 @@ def test_a_coordinator_of_another_run_is_not_believed(tmp_path: Path):
     ours = make_run(tmp_path / "ours")
     ours.ledger.close()
     with running(tmp_path / "theirs", SetClock()) as service:
-        tls = write_certificate(service, ["127.0.0.1"], tmp_path / "tls")
         context = pinned_context(ours.authority.certificate_pem, ours.authority.fingerprint)
         with (
-            served(service, tls) as address,
+            served(service, own_tls(service, ["127.0.0.1"])) as address,
             httpx.Client(base_url=address, verify=context, timeout=SECONDS) as http,
             pytest.raises(httpx.ConnectError),
         ):

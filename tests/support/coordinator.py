@@ -4,6 +4,7 @@ Nothing is trained: a "trained" block is its base plus a number, so that what a 
 known beforehand.
 """
 
+import ssl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -273,7 +274,7 @@ def join(service: Service, role: Role = "train", name: str = "tester") -> Member
 
 
 @contextmanager
-def served(service: Service, tls: tuple[Path, Path] | None = None) -> Iterator[str]:
+def served(service: Service, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The routes behind a real port of this machine; the address. The rounds are not started:
     a test makes them when it wants one."""
     listener = bound_socket("127.0.0.1", 0)
@@ -281,10 +282,10 @@ def served(service: Service, tls: tuple[Path, Path] | None = None) -> Iterator[s
         create_app(service),
         log_level="error",
         access_log=False,
-        ssl_certfile=str(tls[0]) if tls else None,
-        ssl_keyfile=str(tls[1]) if tls else None,
         timeout_graceful_shutdown=1,
         timeout_keep_alive=30,
     )
+    config.load()
+    config.ssl = tls
     with listening(uvicorn.Server(config), listener) as place:
         yield f"{'https' if tls else 'http'}://{place}"

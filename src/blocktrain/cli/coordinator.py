@@ -64,7 +64,7 @@ def command(
     from blocktrain.cli.presets import resolve_config
     from blocktrain.config import load_config
     from blocktrain.coordinator.home import Advertised, Home
-    from blocktrain.coordinator.server import own_addresses, serve, write_certificate
+    from blocktrain.coordinator.server import own_addresses, own_tls, serve, tls_of
     from blocktrain.coordinator.service import Service
     from blocktrain.protocol.invite import Invite
     from blocktrain.protocol.listening import bound_socket
@@ -88,7 +88,7 @@ def command(
     tls = None
     if not plain_http:
         names = [*own_addresses(), *(addresses.host_of(url) for url in urls)]
-        tls = certificate or write_certificate(service, names, data_dir / "tls")
+        tls = tls_of(*certificate) if certificate else own_tls(service, names)
     home.advertise(Advertised(urls, pinned))
     invite = replace(draft, secret=_first_invite(home, service)).encode()
     _announce(service, invite, urls, as_json=as_json)
