@@ -102,7 +102,7 @@ class Api:
     http: httpx.Client
 
     def invite(self, role: Role = "train", uses: int = 1) -> str:
-        return self.service.members.invite(role, uses, INVITE_SECONDS)
+        return self.service.operator.invite(role, uses, INVITE_SECONDS)
 
     def join(self, role: Role = "train") -> "HttpWorker":
         key = WorkerKey.create()
@@ -477,7 +477,7 @@ def test_refusals_of_small_updates_have_their_codes(api: Api):
 def test_what_a_banned_worker_sends_is_not_kept(api: Api):
     worker = api.join()
     lease = worker.lease()
-    api.service.members.ban(worker.signer.worker)
+    api.service.operator.ban(worker.signer.worker)
     for by in (1.0, 2.0, 3.0):  # at most the first of them is, before the ledger is looked at
         refused(worker.post_whole(worker.make(lease, by)), 403, "forbidden")
     made = [worker.make(lease, by) for by in (2.0, 3.0)]
@@ -574,8 +574,8 @@ def test_schemes_are_read_in_any_case(shared: Api):
 
 def test_an_invite_that_ended_opens_nothing(api: Api):
     secret = api.invite()
-    (state,) = api.service.members.invites()
-    api.service.members.revoke(state.invite)
+    (state,) = api.service.operator.invites()
+    api.service.operator.revoke(state.invite)
     answer = api.http.get("/v1/status", headers={"authorization": f"Invite {secret}"})
     refused(answer, 410, "gone")
     message = join_message(api.service.run.id, secret, WorkerKey.create())
@@ -601,7 +601,7 @@ def test_a_banned_worker_is_forbidden(shared: Api):
     lease = worker.lease()
     made = worker.make(lease)
     worker.post("/v1/updates", made.offer)
-    shared.service.members.ban(worker.signer.worker)
+    shared.service.operator.ban(worker.signer.worker)
     shared.clock.forward(MOMENT)
     ((name, data),) = made.chunks.items()
     for answer in (

@@ -92,7 +92,7 @@ def test_a_ban_during_a_merge_stops_the_merge_not_the_coordinator(tmp_path, cloc
         leases = [good.lease(blocks=(0,)), bad.lease(blocks=(0,))]
         good.send(good.make(leases[0]))
         bad.send(bad.make(leases[1]))
-        busy = meddled(service, lambda: service.members.ban(bad.id))
+        busy = meddled(service, lambda: service.operator.ban(bad.id))
         assert busy.merger.merge_due() == 0
         clock.forward(1)
         assert busy.merger.merge_due() == 1, "the good update, soon after"
@@ -483,7 +483,7 @@ def test_what_was_offered_and_never_sent_does_not_keep_its_base_for_ever(tmp_pat
         lease = gone.lease(blocks=(0,))
         service.updates.offer(gone.caller, gone.make(lease).offer)
         if end == "banned":
-            service.members.ban(gone.id)
+            service.operator.ban(gone.id)
         clock.forward(121)
         service.round()
         for _ in range(10):

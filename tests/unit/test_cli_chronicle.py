@@ -21,7 +21,7 @@ def test_joins_versions_returns_and_bans_are_told(
             lease = ann.lease(blocks=(0,))
             told = LeaseReturn(fence=lease.fence, reason="tired")
             service.leases.give_back(ann.caller, lease.lease, told)
-            service.members.ban("ann")
+            service.operator.ban("ann")
             chronicle._look()
         lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"joined  ann ({ann.id})"

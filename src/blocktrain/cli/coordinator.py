@@ -101,16 +101,16 @@ def command(
 
 def _first_invite(home: "Home", service: "Service") -> str:
     """The same at every start, as long as somebody could join with it."""
-    members = service.members
+    operator = service.operator
 
     def is_good(secret: str) -> bool:
-        kept = members.invite_of(secret)
+        kept = operator.invite_of(secret)
         if kept is None or not kept.good:
             click.echo("the invite of before was revoked or has ended: here is another", err=True)
         return kept is not None and kept.good
 
     return home.invite_secret(
-        lambda: members.invite("train", FIRST_INVITE_USES, FIRST_INVITE_SECONDS), is_good
+        lambda: operator.invite("train", FIRST_INVITE_USES, FIRST_INVITE_SECONDS), is_good
     )
 
 

@@ -40,7 +40,7 @@ def member(service: Service) -> Member:
 
 @pytest.fixture
 def transfer(service: Service, tmp_path: Path) -> Iterator[Transfer]:
-    secret = service.members.invite("train", 1, INVITE_SECONDS)
+    secret = service.operator.invite("train", 1, INVITE_SECONDS)
     with served(service) as address:
         invite = Invite((address,), secret, None, service.run.id)
         client = Client(invite, KEY, http=impatient, random=Eager())
