@@ -967,6 +967,8 @@ def test_metrics_can_be_read_by_prometheus(api: Api):
     assert ("blocktrain_block_ce", "0") not in found
     assert found["blocktrain_workers", "waiting"] == 2
     assert found["blocktrain_workers", "banned"] == 0
+    states = {key[1] for key in found if key[0] == "blocktrain_workers"}
+    assert states == {"training", "waiting", "away", "lost", "banned"}
     received = sum(len(data) for data in made.chunks.values())
     assert found["blocktrain_chunk_bytes_total", "received"] == received
     assert found["blocktrain_chunk_bytes_total", "sent"] == received  # its base, as long

@@ -126,7 +126,7 @@ class Leases:
                 if tx.move_lease(lease.id, "expired"):
                     tx.give_back_range(lease.block, lease.first_batch, lease.steps)
                     tx.count_lease(lease.block, met=False)
-                    tx.add_event(now, "expired", lease.worker, lease.block, f"{lease.steps} steps")
+                    tx.add_event(now, "lost", lease.worker, lease.block, f"{lease.steps} steps")
 
     def _hand_out(
         self,

@@ -181,8 +181,8 @@ class Transaction:
 
     def add_block(self, index: int, total_batches: int, weights: Blob, now: float) -> None:
         zeros = dict.fromkeys(
-            ("version", "merged_batches", "next_batch", "fence", "leases_given", "leases_met",
-             "leases_missed", "merging_until"), 0,
+            ("version", "merged_batches", "next_batch", "fence", "leases_met", "leases_missed",
+             "merging_until"), 0,
         )  # fmt: skip
         self._run(insert(blocks).values(block=index, total_batches=total_batches, **zeros))
         self._add_version(index, 0, 0, now, weights)

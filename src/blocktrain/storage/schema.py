@@ -55,7 +55,6 @@ blocks = Table(
     Column("next_batch", BigInteger, nullable=False),  # the first that was never handed out
     Column("total_batches", BigInteger, nullable=False),
     Column("fence", BigInteger, nullable=False),
-    Column("leases_given", BigInteger, nullable=False),
     Column("leases_met", BigInteger, nullable=False),
     Column("leases_missed", BigInteger, nullable=False),
     Column("merging_until", Double, nullable=False),  # a coordinator is merging it until then

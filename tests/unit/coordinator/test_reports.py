@@ -197,7 +197,7 @@ def test_events_tell_a_run_in_order(service: Service, clock: SetClock):
     service.operator.ban(first.id)
     events = service.reports.events(0, 100)
     assert [event.kind for event in events] == [
-        "joined", "joined", "leased", "expired", "leased", "uploaded", "merged", "refused",
+        "joined", "joined", "leased", "lost", "leased", "uploaded", "merged", "refused",
         "banned",
     ]  # fmt: skip
     assert [event.number for event in events] == list(range(1, 10))

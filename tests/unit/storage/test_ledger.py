@@ -26,7 +26,7 @@ from blocktrain.errors import ConfigError, UnreachableError
 from blocktrain.protocol.messages import Blob, Moved
 from blocktrain.storage import migrations
 from blocktrain.storage.ledger import Ledger, Transaction
-from blocktrain.storage.schema import HELD, leases, metadata
+from blocktrain.storage.schema import HELD, events, leases, metadata
 from blocktrain.storage.statements import HELD_LEASES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -118,7 +118,7 @@ def test_a_lease_has_a_block_a_base_a_range_a_deadline_and_a_fence(ledger: Ledge
     assert (lease.worker, lease.block, lease.base_version) == ("w3", 1, 0)
     assert (lease.first_batch, lease.steps) == (0, 10)
     assert (lease.deadline, lease.fence, lease.state) == (NOW + 60, 1, "open")
-    assert (block.next_batch, block.leases_given) == (10, 1)
+    assert block.next_batch == 10
 
 
 def test_a_range_is_handed_out_once(ledger: Ledger):
@@ -620,6 +620,22 @@ def test_an_update_that_waits_keeps_what_it_continues_when_the_schema_changes(
         (waiting,) = tx.block_states()[0].pending
     again.close()
     assert (waiting.lease, waiting.continues) == (second.id, first.id)
+
+
+def test_events_of_before_can_still_be_read_when_the_schema_changes(ledger: Ledger, url: str):
+    """A lease that ran out was told of by another word."""
+    config = Config()
+    config.set_main_option("script_location", str(migrations.FOLDER))
+    with ledger.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0008")
+        connection.execute(sql.insert(events).values(time=NOW, kind="expired", block=0, detail=""))
+    again = Ledger(url)
+    with again.read() as tx:
+        assert tx.events(0, 10)[-1].kind == "lost"
+    with again.write() as tx:
+        tx.add_block(7, 10, tx.version(0).weights, NOW)
+    again.close()
 
 
 def test_a_ledger_of_a_newer_program_is_told_from_one_that_is_broken(ledger: Ledger, url: str):
