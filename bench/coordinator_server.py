@@ -101,7 +101,7 @@ def _serve(folder: Path, db: str) -> None:
     run = open_run(Ledger(db), chunks, time.time)
     service = Service(run)
     listener = bound_socket("127.0.0.1", 0)
-    secret = service.members.invite("train", 1_000_000, 1e6)
+    secret = service.operator.invite("train", 1_000_000, 1e6)
     app = create_app(service)
     app.router.routes.append(Route("/bare", _bare_get(folder / "bare"), methods=["GET"]))
     app.router.routes.append(Route("/bare", _bare_put(folder / "taken"), methods=["PUT"]))

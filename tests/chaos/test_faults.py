@@ -20,7 +20,7 @@ from tests.support.processes import Processes, Running, free_port, full_disk
 from blocktrain.config import Config, load_config
 from blocktrain.coordinator import plan
 from blocktrain.coordinator.home import Home
-from blocktrain.coordinator.members import Members
+from blocktrain.coordinator.operator import Operator
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import claimed
 from blocktrain.core.codec_dense import Int8
@@ -82,7 +82,7 @@ class Swarm:
         self.folder, self.processes, self.db = folder, processes, db
         self.ports = ports = (free_port(), free_port())
         self.run = Home(folder, db).open()
-        secret = Members(self.run).invite("train", 100, INVITE_SECONDS)
+        secret = Operator(self.run.ledger, self.run.clock).invite("train", 100, INVITE_SECONDS)
         addresses = tuple(f"https://127.0.0.1:{port}" for port in ports)
         self.invite = Invite(addresses, secret, self.run.authority.fingerprint, self.run.id)
 

@@ -35,7 +35,7 @@ from tests.support.postgres import private_server
 from tests.support.processes import Processes, Running, free_port, full_disk
 
 from blocktrain.coordinator.home import Home
-from blocktrain.coordinator.members import Members
+from blocktrain.coordinator.operator import Operator
 from blocktrain.coordinator.service import ROUND_SECONDS, Service
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.invite import Invite
@@ -190,7 +190,7 @@ def made_server(folder: Path, url: str | None = None, **options: Any) -> Iterato
     """Of a new run; not started yet."""
     run = make_run(folder, swarm_config(train__steps=1000), url=url, **options)
     with closing(run.ledger), Processes(folder) as processes:
-        secret = Members(run).invite("train", 100, INVITE_SECONDS)
+        secret = Operator(run.ledger, run.clock).invite("train", 100, INVITE_SECONDS)
         authority = run.authority
         context = pinned_context(authority.certificate_pem, authority.fingerprint)
         elsewhere = ("--db", url) if url else ()

@@ -46,7 +46,7 @@ from blocktrain.coordinator.api import HELD_BACK_SECONDS
 from blocktrain.coordinator.leases import HeldLease
 from blocktrain.coordinator.members import Caller
 from blocktrain.coordinator.run import open_run
-from blocktrain.coordinator.server import write_certificate
+from blocktrain.coordinator.server import own_tls
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.updates import MOMENT
 from blocktrain.errors import UntrustedError
@@ -102,7 +102,7 @@ class Api:
     http: httpx.Client
 
     def invite(self, role: Role = "train", uses: int = 1) -> str:
-        return self.service.members.invite(role, uses, INVITE_SECONDS)
+        return self.service.operator.invite(role, uses, INVITE_SECONDS)
 
     def join(self, role: Role = "train") -> "HttpWorker":
         key = WorkerKey.create()
@@ -477,7 +477,7 @@ def test_refusals_of_small_updates_have_their_codes(api: Api):
 def test_what_a_banned_worker_sends_is_not_kept(api: Api):
     worker = api.join()
     lease = worker.lease()
-    api.service.members.ban(worker.signer.worker)
+    api.service.operator.ban(worker.signer.worker)
     for by in (1.0, 2.0, 3.0):  # at most the first of them is, before the ledger is looked at
         refused(worker.post_whole(worker.make(lease, by)), 403, "forbidden")
     made = [worker.make(lease, by) for by in (2.0, 3.0)]
@@ -574,8 +574,8 @@ def test_schemes_are_read_in_any_case(shared: Api):
 
 def test_an_invite_that_ended_opens_nothing(api: Api):
     secret = api.invite()
-    (state,) = api.service.members.invites()
-    api.service.members.revoke(state.invite)
+    (state,) = api.service.operator.invites()
+    api.service.operator.revoke(state.invite)
     answer = api.http.get("/v1/status", headers={"authorization": f"Invite {secret}"})
     refused(answer, 410, "gone")
     message = join_message(api.service.run.id, secret, WorkerKey.create())
@@ -601,7 +601,7 @@ def test_a_banned_worker_is_forbidden(shared: Api):
     lease = worker.lease()
     made = worker.make(lease)
     worker.post("/v1/updates", made.offer)
-    shared.service.members.ban(worker.signer.worker)
+    shared.service.operator.ban(worker.signer.worker)
     shared.clock.forward(MOMENT)
     ((name, data),) = made.chunks.items()
     for answer in (
@@ -1007,6 +1007,8 @@ def test_metrics_can_be_read_by_prometheus(api: Api):
     assert ("blocktrain_block_ce", "0") not in found
     assert found["blocktrain_workers", "waiting"] == 2
     assert found["blocktrain_workers", "banned"] == 0
+    states = {key[1] for key in found if key[0] == "blocktrain_workers"}
+    assert states == {"training", "waiting", "away", "lost", "banned"}
     received = sum(len(data) for data in made.chunks.values())
     assert found["blocktrain_chunk_bytes_total", "received"] == received
     assert found["blocktrain_chunk_bytes_total", "sent"] == received  # its base, as long
@@ -1027,26 +1029,25 @@ def test_a_page_of_metrics_is_made_once_a_second(api: Api, monkeypatch: pytest.M
 
 def test_tls_with_the_runs_own_authority(tmp_path: Path):
     clock = SetClock()
-    with running(tmp_path, clock) as service:
-        tls = write_certificate(service, ["127.0.0.1"], tmp_path / "tls")
-        if os.name != "nt":
-            assert tls[1].stat().st_mode & 0o777 == 0o600
-        with served(service, tls) as address:
-            with httpx.Client(base_url=address, verify=False, timeout=SECONDS) as stranger:
-                ca_pem = stranger.get("/v1/ca").text
-            fingerprint = service.run.authority.fingerprint
-            context = pinned_context(ca_pem, fingerprint)
-            with httpx.Client(base_url=address, verify=context, timeout=SECONDS) as http:
-                assert read(Hello, http.get("/v1/hello")).run == service.run.id
-                worker = Api(service, clock, address, http).join()
-                assert worker.send(worker.make(worker.lease())).state == "pending"
-            with pytest.raises(UntrustedError):
-                pinned_context(ca_pem, "0" * 64)
-            with (
-                httpx.Client(base_url=address, timeout=SECONDS) as unaware,
-                pytest.raises(httpx.ConnectError),
-            ):
-                unaware.get("/v1/hello")
+    with (
+        running(tmp_path, clock) as service,
+        served(service, own_tls(service, ["127.0.0.1"])) as address,
+    ):
+        with httpx.Client(base_url=address, verify=False, timeout=SECONDS) as stranger:
+            ca_pem = stranger.get("/v1/ca").text
+        fingerprint = service.run.authority.fingerprint
+        context = pinned_context(ca_pem, fingerprint)
+        with httpx.Client(base_url=address, verify=context, timeout=SECONDS) as http:
+            assert read(Hello, http.get("/v1/hello")).run == service.run.id
+            worker = Api(service, clock, address, http).join()
+            assert worker.send(worker.make(worker.lease())).state == "pending"
+        with pytest.raises(UntrustedError):
+            pinned_context(ca_pem, "0" * 64)
+        with (
+            httpx.Client(base_url=address, timeout=SECONDS) as unaware,
+            pytest.raises(httpx.ConnectError),
+        ):
+            unaware.get("/v1/hello")
 
 
 def test_a_coordinator_of_another_run_is_not_believed(tmp_path: Path):
@@ -1055,10 +1056,9 @@ def test_a_coordinator_of_another_run_is_not_believed(tmp_path: Path):
     ours = make_run(tmp_path / "ours")
     ours.ledger.close()
     with running(tmp_path / "theirs", SetClock()) as service:
-        tls = write_certificate(service, ["127.0.0.1"], tmp_path / "tls")
         context = pinned_context(ours.authority.certificate_pem, ours.authority.fingerprint)
         with (
-            served(service, tls) as address,
+            served(service, own_tls(service, ["127.0.0.1"])) as address,
             httpx.Client(base_url=address, verify=context, timeout=SECONDS) as http,
             pytest.raises(httpx.ConnectError),
         ):

@@ -38,6 +38,7 @@ from blocktrain.coordinator.home import Home
 from blocktrain.coordinator.merger import CLAIM_SECONDS
 from blocktrain.coordinator.run import found_run, open_run
 from blocktrain.coordinator.service import Service
+from blocktrain.coordinator.updates import Updates
 from blocktrain.errors import BlocktrainError, ConfigError, NotFoundError, RefusedError
 from blocktrain.protocol.messages import (
     Event,
@@ -92,7 +93,7 @@ def test_a_ban_during_a_merge_stops_the_merge_not_the_coordinator(tmp_path, cloc
         leases = [good.lease(blocks=(0,)), bad.lease(blocks=(0,))]
         good.send(good.make(leases[0]))
         bad.send(bad.make(leases[1]))
-        busy = meddled(service, lambda: service.members.ban(bad.id))
+        busy = meddled(service, lambda: service.operator.ban(bad.id))
         assert busy.merger.merge_due() == 0
         clock.forward(1)
         assert busy.merger.merge_due() == 1, "the good update, soon after"
@@ -155,7 +156,13 @@ def test_the_rounds_go_on_after_an_unforeseen_error(tmp_path, clock):
 # numbers that overflow in the merge
 
 
-def test_updates_that_cannot_be_merged_do_not_block_their_block_for_ever(tmp_path, clock):
+@pytest.fixture
+def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates are let in unseen, as by a coordinator whose checks know less than the merge."""
+    monkeypatch.setattr(Updates, "_fault", lambda *args: "")
+
+
+def test_updates_that_cannot_be_merged_do_not_block_their_block_for_ever(tmp_path, clock, lenient):
     with running(tmp_path, clock, swarm__outer_rate=1.5) as service:
         bad, good = join(service), join(service)
         lease = bad.lease(blocks=(0,))
@@ -170,7 +177,7 @@ def test_updates_that_cannot_be_merged_do_not_block_their_block_for_ever(tmp_pat
         assert service.merger.merge_due() == 1
 
 
-def test_a_block_that_cannot_be_merged_does_not_hold_up_the_others(tmp_path, clock):
+def test_a_block_that_cannot_be_merged_does_not_hold_up_the_others(tmp_path, clock, lenient):
     with running(tmp_path, clock, swarm__outer_rate=1.5) as service:
         bad, good = join(service), join(service)
         lease = bad.lease(blocks=(0,))
@@ -483,7 +490,7 @@ def test_what_was_offered_and_never_sent_does_not_keep_its_base_for_ever(tmp_pat
         lease = gone.lease(blocks=(0,))
         service.updates.offer(gone.caller, gone.make(lease).offer)
         if end == "banned":
-            service.members.ban(gone.id)
+            service.operator.ban(gone.id)
         clock.forward(121)
         service.round()
         for _ in range(10):

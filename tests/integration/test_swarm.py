@@ -218,6 +218,7 @@ def test_a_coordinator_goes_on_where_it_stopped_and_a_banned_worker_stays_out(ho
         wait_for(lambda: status_of(home, told)["blocks"][0]["version"] > 0)
     with coordinator(home) as again:
         assert again["run"] == told["run"]
+        assert not list((home / "coordinator").rglob("*.key"))  # of its certificates
         known = status_of(home, again)["workers"][0]
         assert known["name"] == "first"
         worker.terminate()

@@ -4,6 +4,7 @@ Nothing is trained: a "trained" block is its base plus a number, so that what a 
 known beforehand.
 """
 
+import ssl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -268,13 +269,13 @@ def join_message(run: str, secret: str, key: WorkerKey, name: str = "tester") ->
 
 def join(service: Service, role: Role = "train", name: str = "tester") -> Member:
     key = WorkerKey.create()
-    secret = service.members.invite(role, 1, INVITE_SECONDS)
+    secret = service.operator.invite(role, 1, INVITE_SECONDS)
     joined = service.members.join(join_message(service.run.id, secret, key, name))
     return Member(service, Signer(service.run.id, joined.worker, key), joined)
 
 
 @contextmanager
-def served(service: Service, tls: tuple[Path, Path] | None = None) -> Iterator[str]:
+def served(service: Service, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The routes behind a real port of this machine; the address. The rounds are not started:
     a test makes them when it wants one."""
     listener = bound_socket("127.0.0.1", 0)
@@ -282,10 +283,10 @@ def served(service: Service, tls: tuple[Path, Path] | None = None) -> Iterator[s
         create_app(service),
         log_level="error",
         access_log=False,
-        ssl_certfile=str(tls[0]) if tls else None,
-        ssl_keyfile=str(tls[1]) if tls else None,
         timeout_graceful_shutdown=1,
         timeout_keep_alive=30,
     )
+    config.load()
+    config.ssl = tls
     with listening(uvicorn.Server(config), listener) as place:
         yield f"{'https' if tls else 'http'}://{place}"

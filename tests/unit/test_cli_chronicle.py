@@ -21,7 +21,7 @@ def test_joins_versions_returns_and_bans_are_told(
             lease = ann.lease(blocks=(0,))
             told = LeaseReturn(fence=lease.fence, reason="tired")
             service.leases.give_back(ann.caller, lease.lease, told)
-            service.members.ban("ann")
+            service.operator.ban("ann")
             chronicle._look()
         lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"joined  ann ({ann.id})"
@@ -29,6 +29,20 @@ def test_joins_versions_returns_and_bans_are_told(
     assert lines[2] == f"back    block 0 from ann ({ann.id}): tired"
     assert lines[3] == f"banned  ann ({ann.id})"
     assert len(lines) == 4
+
+
+def test_a_lease_that_ran_out_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    clock = SetClock()
+    with running(tmp_path, clock) as service:
+        chronicle = Chronicle(service)
+        with chronicle:
+            ann = join(service, name="ann")
+            ann.lease(blocks=(0,))
+            clock.forward(1000)
+            service.round()
+            chronicle._look()
+        lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith(f"lost    ann ({ann.id}) was not heard of; its 10 steps of block 0")
 
 
 def test_what_strangers_say_does_not_command_the_terminal(

@@ -16,7 +16,6 @@ def command(worker: str, data_dir: Path, database: str | None) -> None:
     """Take nothing more from WORKER (its name or id in `blocktrain status`, or how the id begins);
     what it was doing, or sent and was not merged yet, is handed out to others."""
     from blocktrain.coordinator.home import Home
-    from blocktrain.coordinator.members import Members
 
-    banned = Members(Home(data_dir, database).open()).ban(worker)
+    banned = Home(data_dir, database).operator().ban(worker)
     click.echo(f"banned {banned.id} ({plain(banned.name)})")

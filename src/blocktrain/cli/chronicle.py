@@ -61,7 +61,7 @@ class Chronicle:
             _tell(block, event.detail)
         elif event.kind == "returned":
             _tell("back", f"{block} from {who}: {event.detail}")
-        elif event.kind == "expired":
+        elif event.kind == "lost":
             _tell("lost", f"{who} was not heard of; its {event.detail} of {block} go to others")
         elif event.kind == "refused":
             _tell("refused", f"an update of {block} from {who}: {event.detail}")

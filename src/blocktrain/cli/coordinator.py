@@ -64,7 +64,7 @@ def command(
     from blocktrain.cli.presets import resolve_config
     from blocktrain.config import load_config
     from blocktrain.coordinator.home import Advertised, Home
-    from blocktrain.coordinator.server import own_addresses, serve, write_certificate
+    from blocktrain.coordinator.server import own_addresses, own_tls, serve, tls_of
     from blocktrain.coordinator.service import Service
     from blocktrain.protocol.invite import Invite
     from blocktrain.protocol.listening import bound_socket
@@ -88,7 +88,7 @@ def command(
     tls = None
     if not plain_http:
         names = [*own_addresses(), *(addresses.host_of(url) for url in urls)]
-        tls = certificate or write_certificate(service, names, data_dir / "tls")
+        tls = tls_of(*certificate) if certificate else own_tls(service, names)
     home.advertise(Advertised(urls, pinned))
     invite = replace(draft, secret=_first_invite(home, service)).encode()
     _announce(service, invite, urls, as_json=as_json)
@@ -101,16 +101,16 @@ def command(
 
 def _first_invite(home: "Home", service: "Service") -> str:
     """The same at every start, as long as somebody could join with it."""
-    members = service.members
+    operator = service.operator
 
     def is_good(secret: str) -> bool:
-        kept = members.invite_of(secret)
+        kept = operator.invite_of(secret)
         if kept is None or not kept.good:
             click.echo("the invite of before was revoked or has ended: here is another", err=True)
         return kept is not None and kept.good
 
     return home.invite_secret(
-        lambda: members.invite("train", FIRST_INVITE_USES, FIRST_INVITE_SECONDS), is_good
+        lambda: operator.invite("train", FIRST_INVITE_USES, FIRST_INVITE_SECONDS), is_good
     )
 
 

@@ -11,8 +11,7 @@ from blocktrain.cli import addresses, options
 
 if TYPE_CHECKING:
     from blocktrain.coordinator.home import Home
-    from blocktrain.coordinator.members import InviteState, Members
-    from blocktrain.coordinator.run import Run
+    from blocktrain.coordinator.operator import InviteState, Operator
     from blocktrain.protocol.invite import Invite
 
 DAY = 24 * 3600
@@ -50,14 +49,12 @@ def new(
 ) -> None:
     """Print a new invite; its secret is shown this once."""
     from blocktrain.coordinator.home import Home
-    from blocktrain.coordinator.members import Members
 
     home = Home(data_dir, database)
-    run = home.open()
-    draft = _draft(home, run, written)  # before anything is made that could be joined with
-    members = Members(run)
-    secret = members.invite("evaluate" if evaluate else "train", uses, days * DAY)
-    made = members.invite_of(secret)
+    operator = home.operator()
+    draft = _draft(home, operator, written)  # before anything is made that could be joined with
+    secret = operator.invite("evaluate" if evaluate else "train", uses, days * DAY)
+    made = operator.invite_of(secret)
     assert made
     invite = replace(draft, secret=secret).encode()
     if as_json:
@@ -78,9 +75,8 @@ def new(
 def show(data_dir: Path, database: str | None, as_json: bool) -> None:
     """Every invite: who it is for, how often and how long it can still be used."""
     from blocktrain.coordinator.home import Home
-    from blocktrain.coordinator.members import Members
 
-    found = Members(Home(data_dir, database).open()).invites()
+    found = Home(data_dir, database).operator().invites()
     if as_json:
         click.echo(json.dumps([invite._asdict() for invite in found]))
         return
@@ -98,18 +94,21 @@ def show(data_dir: Path, database: str | None, as_json: bool) -> None:
 def revoke(invite: str, data_dir: Path, database: str | None) -> None:
     """Nobody new joins with INVITE (its id, or all of it) any more; those who did stay."""
     from blocktrain.coordinator.home import Home
-    from blocktrain.coordinator.members import Members
 
-    members = Members(Home(data_dir, database).open())
-    named = _id_of(invite, members) if "_" in invite else invite  # no id has one
-    members.revoke(named)
+    operator = Home(data_dir, database).operator()
+    named = _id_of(invite, operator) if "_" in invite else invite  # no id has one
+    operator.revoke(named)
     click.echo(f"revoked {named}")
 
 
-def _draft(home: "Home", run: "Run", written: tuple[str, ...]) -> "Invite":
+def _draft(home: "Home", operator: "Operator", written: tuple[str, ...]) -> "Invite":
     """An invite that lacks its secret."""
+    from blocktrain.coordinator.authority import Authority
+    from blocktrain.coordinator.run import run_in
     from blocktrain.protocol.invite import Invite
 
+    run = run_in(operator.ledger)
+    authority = Authority.load(run.authority_certificate, run.authority_key)
     known = home.advertised()
     if not written and not known:
         raise click.UsageError(
@@ -118,17 +117,17 @@ def _draft(home: "Home", run: "Run", written: tuple[str, ...]) -> "Invite":
     said = known.addresses if known else (f"https://localhost:{addresses.DEFAULT_PORT}",)
     scheme, port = said[0].partition("://")[0], addresses.port_of(said[0])
     urls = tuple(addresses.as_url(place, scheme, port) for place in written) or said
-    fingerprint = known.fingerprint if known else run.authority.fingerprint
+    fingerprint = known.fingerprint if known else authority.fingerprint
     plain = all(url.startswith("http://") for url in urls)
     return Invite(urls, "unknown", None if plain else fingerprint, run.id)
 
 
-def _id_of(written: str, members: "Members") -> str:
+def _id_of(written: str, operator: "Operator") -> str:
     """The id of an invite; what is secret in it is not shown, whatever is wrong with it."""
     from blocktrain.errors import InviteError
     from blocktrain.protocol.invite import Invite
 
-    found = members.invite_of(Invite.decode(written).secret)
+    found = operator.invite_of(Invite.decode(written).secret)
     if found is None:
         raise InviteError("this invite is not of the run in this folder; see: invite list")
     return found.invite

@@ -1,7 +1,6 @@
 """What nobody needs any more goes: old versions, and chunks that nothing refers to."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from blocktrain.coordinator import plan
 from blocktrain.coordinator.run import Run
@@ -15,57 +14,48 @@ FETCH_SECONDS = 60.0
 FETCH_BYTES_PER_SECOND = 1e6
 
 
-class Retired(NamedTuple):
-    """A chunk that nothing refers to any more, since when, and until when it is still read."""
-
-    since: float
-    until: float
-
-
 class Collector:
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._retired: dict[str, Retired] = {}
+        self._retired: dict[str, float] = {}  # chunks, and since when
 
-    def retire(self, chunks: Iterable[str], seconds: float = 0.0) -> None:
-        """Nothing refers to these chunks any more: they may go after so many seconds, unless
+    def retire(self, chunks: Iterable[str], since: float | None = None) -> None:
+        """Nothing refers to these chunks any more: they go with the next collection, unless
         somebody puts them again, and then relies on them. What is retired when a coordinator ends
         goes like any chunk that nothing refers to."""
-        now = self.run.clock()
-        self._retired.update(dict.fromkeys(chunks, Retired(now, now + seconds)))
+        self._retired.update(dict.fromkeys(chunks, self.run.clock() if since is None else since))
 
     def collect(self) -> int:
         """Drop versions beyond those kept, and chunks nobody needs; how many chunks went."""
+        now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
             self._refuse_never_sent(tx)
-            before = _blobs(tx)
+            before = named_blobs(tx)
             self._forget_old_versions(tx)
             self._forget_useless_differences(tx)
-            kept, live = _blobs(tx), tx.live_updates()
+            kept, live = named_blobs(tx), tx.live_updates()
             model_bytes = sum(tx.version(state.index).weights.size for state in tx.block_states())
-        fetching = FETCH_SECONDS + model_bytes / FETCH_BYTES_PER_SECOND
-        self.retire(self._chunks_of(before - kept), fetching)
+            fetched = now + FETCH_SECONDS + model_bytes / FETCH_BYTES_PER_SECOND
+            tx.retire_blobs(before - kept, now, fetched)
+            over, fetching = tx.end_retired(now), tx.retired_blobs()
+        for name, since in over.items():
+            self.retire(self._chunks_of(self.run.chunks.has([name])), since)
         corpus = {blob.name for blob in self.run.description.corpus.values()}
-        needed = self._chunks_of(corpus | kept)
+        # Of what is only fetched something may be gone: in a backup that was restored, for one.
+        needed = self._chunks_of(corpus | kept | self.run.chunks.has(fetching))
         return self._delete_all_but(
             needed | {chunk for row in live for chunk in claimed(row).recipe.chunks}
         )
 
     def _delete_all_but(self, needed: set[str]) -> int:
-        now = self.run.clock()
-        oldest, gone, retired = now - COLLECT_AFTER, 0, self._retired
-        self._retired = {}
+        oldest, gone = self.run.clock() - COLLECT_AFTER, 0
+        retired, self._retired = self._retired, {}
         for name, put_at in self.run.chunks.stored():
-            if name in needed:
-                continue
             # At once: whoever puts it again meanwhile makes it new, and may then rely on it.
-            over = retired.get(name)
-            if put_at < oldest or (over and put_at < over.since and over.until <= now):
+            if name not in needed and put_at < max(oldest, retired.get(name, oldest)):
                 self.run.chunks.delete(name)
                 gone += 1
-            elif over:
-                self._retired[name] = over
         self.run.chunks.clear_leftovers(oldest)
         return gone
 
@@ -110,7 +100,7 @@ class Collector:
                     tx.forget_difference(state.index, version)
 
 
-def _blobs(tx: Transaction) -> set[str]:
+def named_blobs(tx: Transaction) -> set[str]:
     """Of all versions and differences that are not forgotten."""
     names = {
         blob.name

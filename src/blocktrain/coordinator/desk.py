@@ -99,6 +99,11 @@ class Desk:
         except SQLAlchemyError as error:
             for question in questions:
                 question.failure, question.error = error, UnreachableError(UNREACHABLE)
+        except BaseException as error:
+            # Whatever it is: without this thread all who ask would wait for ever.
+            log.exception("the desk failed, and goes on")
+            for question in questions:
+                question.error = RuntimeError(f"the desk failed: {error!r}")
         self._tell(next((q.failure for q in questions if q.failure), None))
 
     def _tell(self, failure: SQLAlchemyError | None) -> None:

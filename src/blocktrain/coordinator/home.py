@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from blocktrain.config import Config
-from blocktrain.coordinator.run import Run, found_run, open_run
+from blocktrain.coordinator.operator import Operator
+from blocktrain.coordinator.run import Run, found_run, open_run, run_in
 from blocktrain.data.corpus import load_corpus
 from blocktrain.errors import BlocktrainError, ConfigError
 from blocktrain.storage.chunks import ChunkStore, open_chunks
@@ -41,16 +42,18 @@ class Home:
 
     def open(self, clock: Callable[[], float] = time.time) -> Run:
         """The run this folder holds."""
-        if not self._elsewhere and not (self.folder / LEDGER_FILE).exists():
-            raise ConfigError(
-                f"{self.folder} holds no run; give the run's folder with --data-dir,"
-                " or start one with: blocktrain coordinator --config"
-            )
-        with _closed_on_error(Ledger(self.db)) as ledger:
+        with _closed_on_error(self._ledger()) as ledger:
             return open_run(ledger, open_chunks(self.blobs, Shelf(PLACES)), clock)
+
+    def operator(self, clock: Callable[[], float] = time.time) -> Operator:
+        """For who has nothing to do with the run's chunks, and may not know where they are."""
+        with _closed_on_error(self._ledger()) as ledger:
+            run_in(ledger)  # or it is told that there is none
+            return Operator(ledger, clock)
 
     def open_or_found(self, config: Config, clock: Callable[[], float] = time.time) -> Run:
         """The run this folder holds, or a new one with these settings."""
+        self._make_folder()
         with _closed_on_error(Ledger(self.db)) as ledger:
             chunks = open_chunks(self.blobs, Shelf(PLACES))
             with ledger.read() as tx:
@@ -83,17 +86,29 @@ class Home:
         kept = json.loads(self._kept(ADVERTISED_FILE) or "null")
         return Advertised(tuple(kept["addresses"]), kept["fingerprint"]) if kept else None
 
+    def _ledger(self) -> Ledger:
+        if not self._elsewhere and not (self.folder / LEDGER_FILE).exists():
+            raise ConfigError(
+                f"{self.folder} holds no run; give the run's folder with --data-dir,"
+                " or start one with: blocktrain coordinator --config"
+            )
+        return Ledger(self.db)
+
     def _kept(self, name: str) -> str:
         path = self.folder / name
         return path.read_text() if path.exists() else ""
 
     def _keep(self, name: str, text: str) -> None:
         """Whole or not at all: another coordinator may be starting, or this one may be killed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         scratch = self.folder / f"{name}.{os.getpid()}"
         scratch.touch(mode=0o600)
         scratch.write_text(text)
         scratch.replace(self.folder / name)
+
+    def _make_folder(self) -> None:
+        """For the operator alone: what is in it opens the run to whoever reads it."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 @contextmanager

@@ -135,7 +135,7 @@ class Leases:
                     tx.give_back_range(lease.block, lease.first_batch, lease.steps)
                     tx.count_lease(lease.block, met=False)
                     tx.records.add_event(
-                        now, "expired", lease.worker, lease.block, f"{lease.steps} steps"
+                        now, "lost", lease.worker, lease.block, f"{lease.steps} steps"
                     )
 
     def _hand_out(

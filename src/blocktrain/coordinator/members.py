@@ -1,8 +1,6 @@
-"""Who takes part: invites, workers, tokens, bans."""
+"""Who takes part: joining, tokens, signs of life."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from blocktrain.coordinator.run import Run
 from blocktrain.errors import RefusedError
@@ -11,12 +9,10 @@ from blocktrain.protocol.messages import (
     PROTOCOL,
     Join,
     Joined,
-    Role,
     Token,
     TokenRequest,
 )
 from blocktrain.storage.prepared import Found
-from blocktrain.storage.schema import HELD, LIVE
 from blocktrain.storage.transaction import Transaction
 
 TOKEN_SECONDS = 3600
@@ -30,19 +26,6 @@ class Caller:
 
     worker: str
     role: str
-
-
-class InviteState(NamedTuple):
-    invite: str
-    role: Role
-    uses_left: int
-    seconds_left: float
-    revoked: bool
-
-    @property
-    def good(self) -> bool:
-        """Whether somebody new can join with it."""
-        return not self.revoked and self.uses_left > 0 and self.seconds_left > 0
 
 
 class Members:
@@ -109,56 +92,6 @@ class Members:
         _refuse_banned(worker)
         return worker
 
-    def invite(self, role: Role, uses: int, seconds: float) -> str:
-        """A new invite's secret: told here and never again, kept as a hash."""
-        secret = tokens.new_secret()
-        with self.run.ledger.write() as tx:
-            tx.people.add_invite(
-                id=tokens.new_identifier(),
-                secret_hash=tokens.hash_secret(secret),
-                role=role,
-                uses_left=uses,
-                expires=self.run.clock() + seconds,
-            )
-        return secret
-
-    def invites(self) -> list[InviteState]:
-        now = self.run.clock()
-        with self.run.ledger.read() as tx:
-            return [_invite_state(row, now) for row in tx.people.invites()]
-
-    def invite_of(self, secret: str) -> InviteState | None:
-        """The invite that has this secret, whatever became of it."""
-        with self.run.ledger.read() as tx:
-            row = tx.people.invite(tokens.hash_secret(secret))
-        return _invite_state(row, self.run.clock()) if row else None
-
-    def revoke(self, invite: str) -> None:
-        with self.run.ledger.write() as tx:
-            if not tx.people.revoke_invite(invite):
-                raise RefusedError("not_found", f"there is no invite {invite}")
-
-    def ban(self, named: str) -> Found:
-        """Nothing more from the worker of this name or id (its beginning will do); what it holds,
-        or sent and was not merged, is handed out to others."""
-        now = self.run.clock()
-        with self.run.ledger.write() as tx:
-            tx.lock_blocks()
-            found = _named(tx.people.workers(), named)
-            worker: str = found.id
-            tx.people.ban_worker(worker)
-            for lease in tx.leases_of(worker, HELD):
-                tx.move_lease(lease.id, "returned")
-                tx.give_back_range(lease.block, lease.first_batch, lease.steps)
-            for update in tx.updates_of(worker, LIVE):
-                covered = tx.lease(update.lease)
-                assert covered is not None
-                tx.refuse_update(update.lease, "the worker was banned")
-                if update.state == "pending":
-                    tx.give_back_range(covered.block, covered.first_batch, covered.steps)
-            tx.records.add_event(now, "banned", worker)
-        return found
-
     def note(self, caller: Caller) -> None:
         """A sign of life, of a worker that only reads for now."""
         with self.run.ledger.write() as tx:
@@ -198,23 +131,6 @@ class Members:
 
     def _token(self, worker: str, role: str, now: float) -> str:
         return tokens.issue(self.run.token_secret, worker, role, now, TOKEN_SECONDS)
-
-
-def _invite_state(row: Found, now: float) -> InviteState:
-    return InviteState(row.id, row.role, row.uses_left, row.expires - now, row.revoked)
-
-
-def _named(workers: Sequence[Found], named: str) -> Found:
-    """The one worker that is meant; an id counts before what merely looks like one."""
-    found = [worker for worker in workers if worker.id == named] or [
-        worker for worker in workers if named in (worker.name, worker.id[: len(named)]) and named
-    ]
-    if not found:
-        raise RefusedError("not_found", f"there is no worker {named}")
-    if len(found) > 1:
-        each = ", ".join(f"{worker.id} ({worker.name})" for worker in found)
-        raise RefusedError("conflict", f"{named} may be any of {each}: name one by its id")
-    return found[0]
 
 
 def _refuse_banned(worker: Found) -> None:

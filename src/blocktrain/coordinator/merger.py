@@ -11,8 +11,14 @@ from blocktrain.core import faults
 from blocktrain.core.codec import codec_named
 from blocktrain.core.merge import Outer
 from blocktrain.core.swarm import BlockState, PendingUpdate
-from blocktrain.errors import BlocktrainError, DivergedError, NotFoundError
-from blocktrain.protocol.messages import Recipe, UpdateClaim
+from blocktrain.errors import (
+    BlocktrainError,
+    CorruptFileError,
+    DivergedError,
+    NotFoundError,
+    ProtocolError,
+)
+from blocktrain.protocol.messages import Blob, Recipe, UpdateClaim
 from blocktrain.storage.merging import Compression, Merged, Update, merge_blobs
 from blocktrain.storage.transaction import Transaction, Version
 
@@ -81,13 +87,15 @@ class Merger:
                 ]
             merged = self._merged(state, current, sources, final=plan.is_final(state, fresh))
         except DivergedError as error:
-            self._refuse(self._alone_at_fault(state, current, sources, fresh), str(error))
+            self._refuse(fresh, str(error))
             return False
-        except NotFoundError:
+        except (NotFoundError, CorruptFileError, ProtocolError):
             lost = self._lost(state, fresh)
             if not lost:
                 raise
-            self._refuse(lost, "what it was made of or trained from is not kept any more")
+            self._refuse(
+                lost, "what it was made of or trained from is not kept any more, or was altered"
+            )
             return False
         faults.reached("merge-written")
         due = fresh
@@ -126,22 +134,6 @@ class Merger:
             self.run.blobs, current.weights, sources, current.velocity, outer, compression
         )
 
-    def _alone_at_fault(
-        self,
-        state: BlockState,
-        current: Version,
-        sources: Sequence[Update],
-        due: Sequence[PendingUpdate],
-    ) -> list[PendingUpdate]:
-        """Those that cannot be merged even alone; all, where it takes several."""
-        guilty = []
-        for update, source in zip(due, sources, strict=True):
-            try:
-                self._merged(state, current, [source])
-            except DivergedError:
-                guilty.append(update)
-        return guilty or list(due)
-
     def _refuse(self, updates: Sequence[PendingUpdate], reason: str) -> None:
         """Drop updates that wait; their text is handed out again."""
         now = self.run.clock()
@@ -157,18 +149,41 @@ class Merger:
     def _lost(self, state: BlockState, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """Updates that can never be merged: all others of the block would wait for ever."""
         with self.run.ledger.read() as tx:
-            there = {held.version for held in tx.versions() if held.block == state.index}
+            bases = {
+                held.version: held.weights for held in tx.versions() if held.block == state.index
+            }
             claims = {update.lease: claimed(tx.update(update.lease)) for update in updates}
 
         def is_lost(update: PendingUpdate) -> bool:
             claim = claims[update.lease]
-            chunks = set(claim.recipe.chunks)
-            needs_base = claim.codec == "none"
-            return (needs_base and update.base_version not in there) or (
-                self.run.chunks.has(chunks) != chunks
+            needs_base = claim.codec == "none" and update.base_version != state.version
+            base = bases.get(update.base_version)
+            return not self._is_whole(claim.recipe) or (
+                needs_base and not (base and self._is_whole(base))
             )
 
         return [update for update in updates if is_lost(update)]
+
+    def _is_whole(self, file: Recipe | Blob) -> bool:
+        try:
+            recipe = file if isinstance(file, Recipe) else self.run.blobs.recipe(file.name)
+        except (NotFoundError, CorruptFileError):
+            return False
+        found = [self._is_intact(name) for name in recipe.chunks]  # each of them
+        return all(found)
+
+    def _is_intact(self, chunk: str) -> bool:
+        """Whether it is as it was stored. One that was altered goes: while it is there, nobody is
+        asked to send it again."""
+        try:
+            self.run.chunks.get(chunk)
+        except NotFoundError:
+            return False
+        except CorruptFileError as error:
+            log.warning("%s", error)
+            self.run.chunks.delete(chunk)
+            return False
+        return True
 
     def _source(
         self,

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter as Counted
 from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from blocktrain.coordinator.reports import Reports
-from blocktrain.protocol.messages import BlockStatus
+from blocktrain.protocol.messages import BlockStatus, WorkerState
 
 FRESH_SECONDS = 1.0  # anybody may ask, and a page is a look at everything
 
@@ -92,6 +93,6 @@ class _State(Collector):
             yield family
         yield from _moved_bytes(status.blocks, self._reports.run.config.swarm.codec)
         workers = GaugeMetricFamily("blocktrain_workers", "Workers by state", labels=["state"])
-        for state in ("training", "waiting", "lost", "banned"):
+        for state in get_args(WorkerState):
             workers.add_metric([state], sum(w.state == state for w in status.workers))
         yield workers

@@ -18,6 +18,7 @@ from blocktrain.protocol.whole import WHOLE_BYTES, WHOLE_WEIGHTS_BYTES
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import ChunkStore
 from blocktrain.storage.ledger import Ledger
+from blocktrain.storage.prepared import Found
 
 PIECE_BYTES = 1 << 20
 
@@ -43,11 +44,17 @@ class Run:
         return self.config.train.batch * self.config.model.window
 
 
-def open_run(ledger: Ledger, chunks: ChunkStore, clock: Callable[[], float]) -> Run:
+def run_in(ledger: Ledger) -> Found:
+    """What the ledger says of its run."""
     with ledger.read() as tx:
         row = tx.run()
     if row is None:
         raise NotFoundError("the ledger holds no run yet")
+    return row
+
+
+def open_run(ledger: Ledger, chunks: ChunkStore, clock: Callable[[], float]) -> Run:
+    row = run_in(ledger)
     corpus, config = json.loads(row.corpus), from_toml(row.config)
     return Run(
         id=row.id,

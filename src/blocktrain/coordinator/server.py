@@ -1,9 +1,9 @@
 """A coordinator as a process: a socket, a certificate, the routes, the rounds."""
 
-import os
 import re
 import socket
 import ssl
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -32,15 +32,23 @@ def own_addresses() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def write_certificate(service: Service, hosts: Sequence[str], folder: Path) -> tuple[Path, Path]:
-    """A fresh certificate of the run's authority, for this process."""
+def own_tls(service: Service, hosts: Sequence[str]) -> ssl.SSLContext:
+    """By a fresh certificate of the run's authority, for this process alone: whoever had its key
+    would be a coordinator of the run, so nothing of it stays on the disk."""
     issued = service.run.authority.issue_server(hosts, service.run.clock())
-    folder.mkdir(parents=True, exist_ok=True)
-    certificate, key = (folder / f"server-{os.getpid()}.{kind}" for kind in ("pem", "key"))
-    certificate.write_text(issued.cert_pem)
-    key.touch(mode=0o600)
-    key.write_text(issued.key_pem)
-    return certificate, key
+    with tempfile.TemporaryDirectory(prefix="blocktrain-") as scratch:
+        certificate, key = Path(scratch) / "server.pem", Path(scratch) / "server.key"
+        certificate.write_text(issued.cert_pem)
+        key.touch(mode=0o600)
+        key.write_text(issued.key_pem)
+        return tls_of(certificate, key)
+
+
+def tls_of(certificate: Path, key: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_cert_chain(certificate, key)
+    return context
 
 
 class _Server(uvicorn.Server):
@@ -56,7 +64,7 @@ class _Server(uvicorn.Server):
 def serve(
     service: Service,
     listener: socket.socket,
-    tls: tuple[Path, Path] | None,
+    tls: ssl.SSLContext | None,
     on_stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer until a signal says stop; `on_stop` is told so before the last answers are given."""
@@ -64,15 +72,12 @@ def serve(
         create_app(service),
         log_level="warning",
         access_log=False,
-        ssl_certfile=str(tls[0]) if tls else None,
-        ssl_keyfile=str(tls[1]) if tls else None,
         timeout_graceful_shutdown=GOODBYE_SECONDS,
         server_header=False,
         proxy_headers=False,  # who asks is known by token, not by address
     )
     config.load()
-    if config.ssl:
-        config.ssl.minimum_version = ssl.TLSVersion.TLSv1_3
+    config.ssl = tls  # it knows none but from files
     service.start()
     try:
         _Server(config, on_stop).run(sockets=[listener])

@@ -12,6 +12,7 @@ from blocktrain.coordinator.leases import HeldLease, Leases
 from blocktrain.coordinator.members import Members
 from blocktrain.coordinator.merger import Merger
 from blocktrain.coordinator.news import News
+from blocktrain.coordinator.operator import Operator
 from blocktrain.coordinator.recent import Recent
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.run import Run
@@ -30,6 +31,7 @@ MOST_REMEMBERED = 4096  # leases in memory; any other costs a look into the ledg
 class Service:
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.operator = Operator(run.ledger, run.clock)
         self.members = Members(run)
         handed_out: Recent[HeldLease] = Recent(MOST_REMEMBERED)
         self.leases = Leases(run, self.members, handed_out)

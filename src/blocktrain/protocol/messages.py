@@ -12,6 +12,7 @@ PROTOCOL = 1
 CHUNK_BYTES = 8 * 1024 * 1024
 MOST_CHUNKS = 1 << 16  # of one blob: 512 GiB
 MOST_DIFFERENCES = 1024  # in one answer
+MOST_DOWNLOADS = 256  # told at once: no more than a third of the smallest body's limit
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[0-9a-z]{8,64}$")]
@@ -183,7 +184,7 @@ class Downloaded(Message):
     raw: Reported
 
 
-Downloads = Annotated[tuple[Downloaded, ...], Field(max_length=4096)]
+Downloads = Annotated[tuple[Downloaded, ...], Field(max_length=MOST_DOWNLOADS)]
 
 
 class LeaseReturn(Message):
@@ -273,8 +274,9 @@ class BlockStatus(Message):
     ce_note: Reason = ""
     bytes_trained: Count
     progress: float  # share of the run's batches that are merged
-    replicas: Count  # workers that hold a lease of it now
-    participation: float | None  # leases met in time / leases given; None before the first ended
+    replicas: Count  # workers that hold a lease of it, or whose update waits to be merged
+    # Leases met in time / those met or missed; one given back is neither. None before the first.
+    participation: float | None
     pending_updates: Count
     moved: Moved
 
@@ -306,8 +308,8 @@ class Event(Message):
     number: Positive
     time: float
     kind: Literal[
-        "joined", "leased", "returned", "uploaded", "merged", "late", "refused", "lost", "expired",
-        "scored", "banned", "finished",
+        "joined", "leased", "returned", "uploaded", "merged", "late", "refused", "lost", "scored",
+        "banned", "finished",
     ]  # fmt: skip
     worker: Identifier | None = None
     block: BlockIndex | None = None

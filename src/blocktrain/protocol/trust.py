@@ -19,7 +19,7 @@ def pinned_context(ca_pem: str, fingerprint: str) -> ssl.SSLContext:
             "the run's certificate is not the one the invite names; ask for a new invite"
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
     # Any coordinator of the run may answer at any address: behind a tunnel, a forwarded port or
     # an address it got after its certificate was made. That the name is not checked is safe
     # because this authority signs nothing but coordinators of this run: whoever holds a

@@ -2,6 +2,7 @@
 
 import sqlite3
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def open_engine(url: str) -> sql.Engine:
         raise ConfigError(f"{shown(url)} is not a database URL") from None
     if parsed.drivername == "sqlite":
         if parsed.database:
-            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+            _make_private(Path(parsed.database))
         return _sqlite_engine(parsed)
     if parsed.drivername not in ("postgresql", "postgres", PSYCOPG):
         raise ConfigError(f"{shown(url)} is neither SQLite nor PostgreSQL")
@@ -66,6 +67,13 @@ def _sqlite_engine(url: sql.URL) -> sql.Engine:
         connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
     return engine
+
+
+def _make_private(path: Path) -> None:
+    """The run's secrets are in it. What SQLite puts beside it gets the same permissions."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(OSError):  # SQLite will say what is wrong with it
+        path.touch(mode=0o600)
 
 
 def _write_ahead(connection: sqlite3.Connection) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from alembic.util import CommandError
 from sqlalchemy.exc import DatabaseError
 
-from blocktrain.errors import UnreachableError
+from blocktrain.errors import ConfigError, UnreachableError
 from blocktrain.storage import driver, statements
 from blocktrain.storage.database import open_engine, shown
 from blocktrain.storage.migrations import upgrade
@@ -36,6 +37,11 @@ class Ledger:
         except DatabaseError as error:
             self.engine.dispose()
             raise UnreachableError(f"cannot open the ledger {shown(url)}: {error.orig}") from None
+        except CommandError:  # it has been through migrations that are not here
+            self.engine.dispose()
+            raise ConfigError(
+                f"the ledger {shown(url)} is of a newer blocktrain; update this one to open it"
+            ) from None
 
     @contextmanager
     def write(self) -> Iterator[Transaction]:

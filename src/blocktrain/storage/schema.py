@@ -55,7 +55,6 @@ blocks = Table(
     Column("next_batch", BigInteger, nullable=False),  # the first that was never handed out
     Column("total_batches", BigInteger, nullable=False),
     Column("fence", BigInteger, nullable=False),
-    Column("leases_given", BigInteger, nullable=False),
     Column("leases_met", BigInteger, nullable=False),
     Column("leases_missed", BigInteger, nullable=False),
     Column("merging_until", Double, nullable=False),  # a coordinator is merging it until then
@@ -84,6 +83,15 @@ differences = Table(
     Column("version", Integer, primary_key=True),
     Column("name", String(64), nullable=False),
     Column("size", BigInteger, nullable=False),
+)
+
+# Blobs of versions and differences that are forgotten, kept for those who still fetch them.
+retired = Table(
+    "retired",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("since", Double, nullable=False),
+    Column("until", Double, nullable=False),
 )
 
 workers = Table(

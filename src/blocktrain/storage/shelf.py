@@ -37,13 +37,10 @@ class Shelf:
     def empty_place(self) -> Place | None:
         """For a chunk that comes, until it is kept or given back. None: all are in use."""
         with self._lock:
-            if self._empty:
-                return self._empty.pop()
-            if self._not_made:
-                self._not_made -= 1
-                return Place()
-            oldest = next((name for name, place in self._held.items() if not place.readers), None)
-            return self._held.pop(oldest) if oldest else None
+            place = self._unused_place()
+        if place:
+            place.size = 0  # what was there before is not of this chunk
+        return place
 
     def give_back(self, place: Place) -> None:
         with self._lock:
@@ -78,6 +75,15 @@ class Shelf:
             place.readers -= 1
             if not place.readers and self._held.get(name) is not place:
                 self._empty.append(place)
+
+    def _unused_place(self) -> Place | None:
+        if self._empty:
+            return self._empty.pop()
+        if self._not_made:
+            self._not_made -= 1
+            return Place()
+        oldest = next((name for name, place in self._held.items() if not place.readers), None)
+        return self._held.pop(oldest) if oldest else None
 
 
 class ShelfFile(RawIOBase):

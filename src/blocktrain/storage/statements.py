@@ -66,11 +66,7 @@ FIRST_GAP = select(gaps).where(gaps.c.block == _the_block).order_by(gaps.c.first
 HAND_OUT = (
     update(blocks)
     .where(blocks.c.block == _the_block)
-    .values(
-        next_batch=bindparam("end"),
-        fence=bindparam("token"),
-        leases_given=blocks.c.leases_given + 1,
-    )
+    .values(next_batch=bindparam("end"), fence=bindparam("token"))
 )
 COUNT_MET = (
     update(blocks).where(blocks.c.block == _the_block).values(leases_met=blocks.c.leases_met + 1)

@@ -23,6 +23,7 @@ from blocktrain.storage.schema import (
     differences,
     gaps,
     leases,
+    retired,
     runs,
     updates,
     versions,
@@ -82,8 +83,8 @@ class Transaction:
 
     def add_block(self, index: int, total_batches: int, weights: Blob, now: float) -> None:
         zeros = dict.fromkeys(
-            ("version", "merged_batches", "next_batch", "fence", "leases_given", "leases_met",
-             "leases_missed", "merging_until"), 0,
+            ("version", "merged_batches", "next_batch", "fence", "leases_met", "leases_missed",
+             "merging_until"), 0,
         )  # fmt: skip
         self._session.run(insert(blocks).values(block=index, total_batches=total_batches, **zeros))
         self._add_version(index, 0, 0, now, weights)
@@ -357,6 +358,23 @@ class Transaction:
         self._session.run(
             chosen.where(differences.c.block == block, differences.c.version == version)
         )
+
+    def retire_blobs(self, names: Collection[str], since: float, until: float) -> None:
+        """Nothing refers to these blobs any more; they are kept for so long."""
+        each_once = sql.delete(retired).where(retired.c.name.in_(names))  # for its last time
+        self._session.run(each_once)
+        for name in names:
+            self._session.run(insert(retired).values(name=name, since=since, until=until))
+
+    def retired_blobs(self) -> set[str]:
+        return set(self._session.run(select(retired.c.name)).scalars())
+
+    def end_retired(self, now: float) -> dict[str, float]:
+        """Blobs that need not be kept from now on, and since when nothing refers to them."""
+        over = retired.c.until <= now
+        found = {row.name: row.since for row in self._session.run(select(retired).where(over))}
+        self._session.run(sql.delete(retired).where(over))
+        return found
 
     def live_updates(self) -> Sequence[Found]:
         """Updates whose chunks are still needed."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from blocktrain.errors import CorruptFileError, DivergedError, ProtocolError, RefusedError
-from blocktrain.protocol.messages import Blob, Downloaded
+from blocktrain.protocol.messages import MOST_DOWNLOADS, Blob, Downloaded
 from blocktrain.storage.following import follow_blobs
 from blocktrain.storage.run_dir import write_atomically
 from blocktrain.worker.retry import Patience
@@ -61,8 +61,11 @@ class Versions:
         return [held.weights for block, held in self._held.items() if block in blocks]
 
     def take_downloads(self) -> tuple[Downloaded, ...]:
-        """What was downloaded since this was last asked."""
+        """What was downloaded since this was last asked; what is too much for one message is left
+        for the next."""
         moved, self._moved = self._moved, defaultdict(Counter)
+        for block in sorted(moved)[MOST_DOWNLOADS:]:
+            self._moved[block] = moved.pop(block)
         return tuple(
             Downloaded(
                 block=block,

@@ -1,13 +1,20 @@
 """A coordinator's folder in one file, and back."""
 
+import os
+import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
-from tests.support.coordinator import SetClock, make_run, open_stores, weights_now
+from tests.support.coordinator import SetClock, join, make_run, open_stores, weights_now
 
+from blocktrain.coordinator import backup
 from blocktrain.coordinator.backup import back_up, restore
 from blocktrain.coordinator.run import open_run
+from blocktrain.coordinator.service import Service
 from blocktrain.errors import CorruptFileError, RunError
+from blocktrain.storage.blobs import Blobs
+from blocktrain.storage.chunks import LocalChunks, place_of
 
 
 @pytest.fixture
@@ -20,6 +27,16 @@ def folder(tmp_path: Path) -> Path:
     (folder / "chunks" / "partial" / "half").write_bytes(b"half a chunk")
     yield folder
     run.ledger.close()
+
+
+def of_a_version(folder: Path, version: int = 0, *, recipe: bool = False) -> Path:
+    """The chunk of block 0's weights, or what says that they are made of it."""
+    ledger, chunks = open_stores(folder)
+    with ledger.read() as tx:
+        name = tx.version(0, version).weights.name
+    ledger.close()
+    (chunk,) = Blobs(chunks).recipe(name).chunks
+    return folder / "chunks" / place_of(name if recipe else chunk)
 
 
 def test_a_restored_folder_holds_the_same_run(folder: Path, tmp_path: Path):
@@ -40,20 +57,104 @@ def test_a_restored_folder_holds_the_same_run(folder: Path, tmp_path: Path):
         there.ledger.close()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="there are no such permissions")
+def test_a_backup_and_what_is_made_of_it_are_for_the_operator_alone(folder: Path, tmp_path: Path):
+    (folder / "ledger.db").chmod(0o644)
+    before = os.umask(0)
+    try:
+        back_up(folder, tmp_path / "saved.tar")
+        restore(tmp_path / "saved.tar", tmp_path / "new")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert modes["saved.tar"] == 0o600
+    assert modes["new"] == 0o700
+    assert (tmp_path / "new" / "ledger.db").stat().st_mode & 0o777 == 0o600
+
+
 def test_an_altered_chunk_is_noticed(folder: Path, tmp_path: Path):
-    chunk = next((folder / "chunks").glob("[0-9a-f][0-9a-f]/*"))
+    chunk = of_a_version(folder)
     chunk.write_bytes(b"other")
     back_up(folder, tmp_path / "saved.tar")
     with pytest.raises(CorruptFileError, match=chunk.name[:8]):
         restore(tmp_path / "saved.tar", tmp_path / "new")
 
 
-def test_a_cut_off_backup_is_refused(folder: Path, tmp_path: Path):
+def test_a_cut_off_backup_is_refused_and_leaves_nothing_in_the_way(folder: Path, tmp_path: Path):
     back_up(folder, tmp_path / "saved.tar")
     data = (tmp_path / "saved.tar").read_bytes()
-    (tmp_path / "cut.tar").write_bytes(data[: len(data) // 3])
-    with pytest.raises(CorruptFileError):
-        restore(tmp_path / "cut.tar", tmp_path / "new")
+    with tarfile.open(tmp_path / "saved.tar") as archive:
+        ends = [member.offset for member in archive][1:]  # where one ends and the next begins
+    for end in (len(data) // 3, *ends):
+        (tmp_path / "cut.tar").write_bytes(data[:end])
+        with pytest.raises(CorruptFileError):
+            restore(tmp_path / "cut.tar", tmp_path / "new")
+    assert restore(tmp_path / "saved.tar", tmp_path / "new") > 0
+
+
+def test_what_is_collected_meanwhile_makes_it_start_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A version was replaced after the ledger was copied, and its chunks are gone."""
+    clock = SetClock()
+    service = Service(open_run(*open_stores(folder), clock))
+
+    def copy_and_replace(source: Path, target: Path) -> None:
+        copy_ledger(source, target)
+        if copies:
+            return
+        copies.append(target)
+        join(service).work(by=2.0, blocks=(0,))
+        assert service.merger.merge_due() == 1
+        old = of_a_version(folder, 0)
+        with service.run.ledger.write() as tx:
+            tx.forget_version(0, 0)
+        old.unlink()
+
+    copies: list[Path] = []
+    copy_ledger = backup._copy_ledger
+    monkeypatch.setattr(backup, "_copy_ledger", copy_and_replace)
+    back_up(folder, tmp_path / "saved.tar")
+    restore(tmp_path / "saved.tar", tmp_path / "new")
+    there = open_run(*open_stores(tmp_path / "new"), clock)
+    for name, tensor in weights_now(service.run, 0).items():
+        assert (weights_now(there, 0)[name] == tensor).all()
+    there.ledger.close()
+    service.run.ledger.close()
+
+
+def test_a_chunk_that_nobody_needs_may_vanish(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    chunks = LocalChunks(folder / "chunks")
+    stray = chunks.put(b"of an update that was merged a moment ago")
+
+    def vanish(store: LocalChunks) -> list[tuple[str, float]]:
+        found = list(listed(store))
+        store.delete(stray)
+        return found
+
+    listed = LocalChunks.stored
+    monkeypatch.setattr(LocalChunks, "stored", vanish)
+    back_up(folder, tmp_path / "saved.tar")
+    monkeypatch.undo()
+    assert restore(tmp_path / "saved.tar", tmp_path / "new") == len(list(chunks.stored()))
+
+
+@pytest.mark.parametrize("lost", ["recipe", "chunk"])
+def test_a_run_that_lacks_something_is_not_backed_up(folder: Path, tmp_path: Path, lost: str):
+    chunk = of_a_version(folder, recipe=lost == "recipe")
+    chunk.unlink()
+    with pytest.raises(RunError, match=f"1 chunks that the run needs.*{chunk.name}"):
+        back_up(folder, tmp_path / "saved.tar")
+    assert not list(tmp_path.glob("saved.tar*"))
+
+
+def test_chunks_elsewhere_are_not_looked_for(folder: Path, tmp_path: Path):
+    shutil.rmtree(folder / "chunks")
+    back_up(folder, tmp_path / "saved.tar")
+    assert restore(tmp_path / "saved.tar", tmp_path / "new") == 0
+    assert (tmp_path / "new" / "ledger.db").exists()
 
 
 def test_nothing_is_overwritten(folder: Path, tmp_path: Path):

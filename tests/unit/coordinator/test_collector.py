@@ -3,9 +3,12 @@
 import os
 from pathlib import Path
 
+import numpy as np
+import pytest
 from tests.support.coordinator import (
     SetClock,
     commit,
+    first_weights,
     join,
     put_chunk,
     running,
@@ -52,6 +55,65 @@ def test_the_newest_versions_and_the_corpus_are_kept_and_the_rest_goes(
             assert service.run.blobs.chunks_of(blob.name) <= left
         assert service.collector.collect() == 0
         assert weights_now(service.run, 0) and weights_now(service.run, 1)
+
+
+@pytest.mark.parametrize("collectors", ["the same", "others"])
+def test_versions_of_hours_ago_stay_for_those_who_fetch_them(
+    tmp_path: Path, clock: SetClock, collectors: str
+):
+    """Also where another coordinator forgot them, or this one before it was started again."""
+    with running(tmp_path, clock, swarm__keep_versions=1) as service:
+        member = join(service)
+        member.work(blocks=(0,))
+        service.round()
+        with service.run.ledger.read() as tx:
+            old = service.run.blobs.chunks_of(tx.version(0, 0).weights.name)
+
+        def collect() -> int:
+            the_same = collectors == "the same"
+            return (service.collector if the_same else Collector(service.run)).collect()
+
+        clock.forward(COLLECT_AFTER + 10)
+        collect()
+        assert version_numbers(service.run.ledger, 0) == [1]
+        assert old <= stored(service)
+        clock.forward(FETCH_SECONDS - 1)
+        assert collect() == 0
+        assert old <= stored(service)
+        clock.forward(10)
+        assert collect() == len(old)
+        assert not old & stored(service)
+
+
+def test_a_version_that_comes_again_is_kept(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, swarm__keep_versions=1, train__steps=1000) as service:
+        member = join(service)
+        member.work(by=1.0, blocks=(0,))
+        service.round()
+        clock.forward(COLLECT_AFTER + 10)
+        service.collector.collect()
+        member.send(member.signer.update(member.lease(blocks=(0,)), first_weights(0)))
+        service.round()
+        clock.forward(COLLECT_AFTER + 10)
+        service.collector.collect()
+        for name, tensor in weights_now(service.run, 0).items():
+            np.testing.assert_array_equal(tensor, first_weights(0)[name])
+
+
+def test_a_forgotten_version_that_is_gone_already_does_no_harm(tmp_path: Path, clock: SetClock):
+    """As in a restored backup that was taken while it was collected."""
+    with running(tmp_path, clock, swarm__keep_versions=1) as service:
+        with service.run.ledger.read() as tx:
+            old = service.run.blobs.chunks_of(tx.version(0, 0).weights.name)
+        join(service).work(blocks=(0,))
+        service.round()
+        clock.forward(1)
+        service.collector.collect()
+        for name in old:
+            service.run.chunks.delete(name)
+        service.collector.collect()
+        clock.forward(FETCH_SECONDS + 10)
+        assert service.collector.collect() == 0
 
 
 def test_updates_go_once_they_are_merged(tmp_path: Path, clock: SetClock):

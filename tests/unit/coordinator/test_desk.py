@@ -207,6 +207,40 @@ def test_nobody_is_told_of_what_is_not_on_disk(ledger: Ledger):
     assert notes(ledger) == ["later"]
 
 
+class BrokenOnce(Ledger):
+    """Fails at one commit, in a way that no database does."""
+
+    error: BaseException | None = None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        with super().together():
+            yield
+            error, self.error = self.error, None
+            if error:
+                raise error
+
+
+@pytest.mark.parametrize("error", [OSError("too many open files"), SystemExit(1)])
+def test_whatever_fails_is_told_to_all_who_wait_and_the_desk_goes_on(
+    tmp_path: Path, error: BaseException, caplog: pytest.LogCaptureFixture
+):
+    ledger = BrokenOnce(f"sqlite:///{tmp_path / 'ledger.db'}")
+
+    def break_it() -> None:
+        ledger.error = error
+
+    first, last = noting(ledger, "first", "last")
+    with working(ledger) as desk:
+        found = asyncio.run(asyncio.wait_for(together(desk, first, break_it, last), 20))
+        assert [type(each) for each in found] == [RuntimeError] * 3
+        assert repr(error) in str(found[0])
+        assert asyncio.run(desk.ask(note, ledger, "later")) == "later"
+    assert notes(ledger) == ["later"]
+    assert "the desk failed" in caplog.text
+    ledger.close()
+
+
 def test_errors_do_not_grow(local: Ledger):
     """One object raised again and again would keep every frame that ever saw it."""
 

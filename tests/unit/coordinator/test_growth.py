@@ -101,7 +101,7 @@ def test_no_table_that_grows_is_read_as_a_whole(
     clock.forward(1e6)
     service.round()  # takes it back
     bob.lease()
-    service.members.ban(bob.id)
+    service.operator.ban(bob.id)
     score = Score(block=0, versions=(1,), split="valid", windows="windows0", ce=1.0)
     service.reports.score(judge.caller, score)
     service.collector.collect()

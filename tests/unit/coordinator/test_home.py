@@ -10,7 +10,7 @@ from tests.support.coordinator import swarm_config, tensors_of
 
 from blocktrain.config import Config
 from blocktrain.coordinator.home import Home
-from blocktrain.errors import ConfigError, RunError
+from blocktrain.errors import ConfigError, DataError, NotFoundError, RunError
 from blocktrain.model.stack import initial_block
 from blocktrain.storage.ledger import Ledger
 
@@ -58,15 +58,39 @@ def test_its_first_versions_are_the_models_initialization(founded: tuple[Home, C
     run.ledger.close()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="there are no such permissions")
+@pytest.mark.parametrize("ledger", [None, "elsewhere/ledger.db"])
+def test_its_folder_is_for_the_operator_alone(tmp_path: Path, ledger: str | None):
+    home = Home(tmp_path / "new", ledger and f"sqlite:///{tmp_path / ledger}")
+    before = os.umask(0)
+    try:
+        with pytest.raises(DataError):
+            home.open_or_found(swarm_config(data__source=f"text:{tmp_path / 'nothing.txt'}"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
 def test_other_settings_are_another_run(founded: tuple[Home, Config]):
     home, config = founded
     with pytest.raises(ConfigError, match="other settings"):
         home.open_or_found(config.with_settings(train__steps=41))
 
 
+def test_who_only_needs_the_ledger_makes_no_folder(founded: tuple[Home, Config], tmp_path: Path):
+    """As with `invite list --db`, called anywhere."""
+    operator = Home(tmp_path / "here", founded[0].db).operator()
+    assert operator.invites() == []
+    operator.ledger.close()
+    assert not (tmp_path / "here").exists()
+
+
 def test_a_folder_without_a_run_is_told_so(tmp_path: Path):
-    with pytest.raises(ConfigError, match="holds no run"):
-        Home(tmp_path / "nothing").open()
+    for opened in (Home(tmp_path / "nothing").open, Home(tmp_path / "nothing").operator):
+        with pytest.raises(ConfigError, match="holds no run"):
+            opened()
+    with pytest.raises(NotFoundError, match="no run yet"):
+        Home(tmp_path / "nothing", f"sqlite:///{tmp_path / 'empty.db'}").operator()
     assert not (tmp_path / "nothing").exists()
 
 

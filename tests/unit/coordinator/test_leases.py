@@ -290,7 +290,7 @@ def test_an_expired_range_is_handed_out_again(service: Service, clock: SetClock)
     assert progress(second, kept).open
     assert covered(join(service).lease(blocks=(0,))) == covered(lost)
     event = service.reports.events(0, 100)[-3]
-    assert (event.kind, event.worker, event.detail) == ("expired", first.id, "10 steps")
+    assert (event.kind, event.worker, event.detail) == ("lost", first.id, "10 steps")
 
 
 def test_an_upload_that_never_ends_expires_too(service: Service, clock: SetClock):

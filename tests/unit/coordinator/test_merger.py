@@ -25,6 +25,7 @@ from blocktrain.coordinator.merger import CLAIM_SECONDS, Merger
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import Lease
+from blocktrain.storage.chunks import place_of
 
 
 def version_of(service: Service, block: int = 0) -> int:
@@ -287,6 +288,61 @@ def test_a_run_goes_on_after_a_restart(tmp_path: Path, clock: SetClock):
 
 
 LONG = 100.0  # seconds: nobody waits for a quorum that long
+
+
+def alter(service: Service, chunk: str, damage: str) -> None:
+    path = service.run.chunks.folder / place_of(chunk)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data[:-5] if damage == "cut" else data)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
+@pytest.mark.parametrize("altered", ["its bytes", "its base"])
+def test_an_update_that_was_altered_in_the_store_does_not_hold_up_the_others(
+    tmp_path: Path, clock: SetClock, altered: str, damage: str
+):
+    with running(tmp_path, clock, train__steps=1000, swarm__quorum=2) as service:
+        late, second, third = (join(service) for _ in range(3))
+        first = late.lease(blocks=(0,))
+        second.work(blocks=(0,))
+        clock.forward(LONG)
+        assert service.merger.merge_due() == 1
+        made = late.make(first, by=5.0)
+        second.lease(blocks=(0,))
+        third.work(2.0, blocks=(0,))
+        assert late.send(made).state == "pending"
+        of_base = service.run.blobs.recipe(first.base.name).chunks
+        (chunk,) = made.chunks if altered == "its bytes" else of_base
+        alter(service, chunk, damage)
+        clock.forward(LONG)
+        assert service.merger.merge_due() == 0
+        with service.run.ledger.read() as tx:
+            refused = tx.update(first.lease)
+        assert refused is not None and refused.state == "refused"
+        assert "altered" in refused.reason
+        assert not service.run.chunks.has([chunk])  # so that it is asked for when it comes again
+        assert service.reports.events(0, 100)[-1].kind == "refused"
+        assert service.merger.merge_due() == 1  # of the other one
+        for name, tensor in weights_now(service.run, 0).items():
+            np.testing.assert_allclose(tensor, first_weights(0)[name] + 1.0 + 2.0, rtol=1e-5)
+
+
+def test_a_version_that_was_altered_is_no_updates_fault(service: Service, clock: SetClock):
+    late, quick = join(service), join(service)
+    lease = late.lease(blocks=(0,))
+    quick.work(blocks=(0,))
+    clock.forward(LONG)
+    assert service.merger.merge_due() == 1
+    late.send(late.make(lease, by=3.0))
+    with service.run.ledger.read() as tx:
+        current = tx.version(0).weights
+    (chunk,) = service.run.blobs.recipe(current.name).chunks
+    alter(service, chunk, "flipped")
+    clock.forward(LONG)
+    assert service.merger.merge_due() == 0
+    with service.run.ledger.read() as tx:
+        assert tx.update(lease.lease).state == "pending"
 
 
 @pytest.mark.parametrize("lost", ["its bytes", "its base"])

@@ -71,7 +71,7 @@ def test_a_block_that_is_trained(service: Service):
 
 def test_what_workers_do(service: Service, clock: SetClock):
     trains, waits, banned, lost, left = (join(service, name=name) for name in "abcde")
-    service.members.ban(banned.id)
+    service.operator.ban(banned.id)
     lost.lease()
     clock.forward(LOST_AFTER + 1)
     waits.work(blocks=(0,))
@@ -177,7 +177,7 @@ def test_only_the_evaluate_role_scores(service: Service):
 
 def test_a_banned_judge_scores_no_more(service: Service):
     judge = join(service, "evaluate")
-    service.members.ban(judge.id)
+    service.operator.ban(judge.id)
     with pytest.raises(RefusedError, match="banned"):
         service.reports.score(judge.caller, score(0, 1.0))
     assert block_status(service).ce_note == NO_SCORE
@@ -194,10 +194,10 @@ def test_events_tell_a_run_in_order(service: Service, clock: SetClock):
     second.work(blocks=(0,))
     service.round()
     assert first.send(first.make(lost)).state == "refused"
-    service.members.ban(first.id)
+    service.operator.ban(first.id)
     events = service.reports.events(0, 100)
     assert [event.kind for event in events] == [
-        "joined", "joined", "leased", "expired", "leased", "uploaded", "merged", "refused",
+        "joined", "joined", "leased", "lost", "leased", "uploaded", "merged", "refused",
         "banned",
     ]  # fmt: skip
     assert [event.number for event in events] == list(range(1, 10))

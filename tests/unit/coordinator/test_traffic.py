@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from tests.support.coordinator import SetClock, commit, join, open_stores
 from tests.support.frugal import frugal, send_learned
 
+from blocktrain.coordinator.action import USUAL_MESSAGE
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
-from blocktrain.protocol.messages import Downloaded, LeaseReturn, Moved, Score
+from blocktrain.protocol.messages import MOST_DOWNLOADS, Downloaded, LeaseReturn, Moved, Score
 
 
 @pytest.fixture
@@ -45,6 +47,23 @@ def test_updates_and_downloads_are_counted_by_worker_and_by_block(service: Servi
         Moved(up=size + again, up_raw=2 * raw, down_whole=raw, down_raw=raw),
         Moved(down_differences=70, down_raw=raw),
     ]
+
+
+def test_all_that_may_be_told_at_once_fits_into_a_request():
+    most = (Downloaded(block=4095, whole=2**40, differences=2**40, raw=2**40),) * MOST_DOWNLOADS
+    told = LeaseReturn(fence=2**53, reason="\n" * 500, downloads=most)
+    scored = Score(
+        block=None,
+        versions=(10**6,) * 4096,
+        split="valid",
+        windows="w" * 64,
+        ce=1.5,
+        downloads=most,
+    )
+    for message in (told, scored):
+        assert len(message.model_dump_json()) <= USUAL_MESSAGE
+    with pytest.raises(ValidationError):
+        LeaseReturn(fence=1, reason="", downloads=(*most, most[0]))
 
 
 def test_what_is_sent_again_is_counted_once(service: Service):

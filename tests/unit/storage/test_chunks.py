@@ -670,6 +670,19 @@ def test_what_comes_under_another_name_or_is_too_long_is_not_held(tmp_path: Path
     assert chunks.get(come(chunks, b"right", of=5)) == b"right"  # in the only place there is
 
 
+@pytest.mark.parametrize("before", ["given back", "held"])
+def test_a_chunk_of_nothing_takes_nothing_over_from_the_one_before(tmp_path: Path, before: str):
+    chunks = on_shelf(tmp_path, places=1)
+    with chunks.incoming(7) as arriving:
+        arriving.write(b"foreign")
+        if before == "held":
+            arriving.keep()
+    with chunks.incoming(0) as arriving:
+        name = arriving.keep(name_of(b""))
+    assert chunks.get(name) == b""
+    assert (tmp_path / place_of(name)).read_bytes() == b""
+
+
 def test_the_same_chunk_twice_takes_one_place(tmp_path: Path):
     chunks = on_shelf(tmp_path)
     for _ in range(3):

@@ -26,7 +26,7 @@ from blocktrain.errors import ConfigError, UnreachableError
 from blocktrain.protocol.messages import Blob, Moved
 from blocktrain.storage import migrations
 from blocktrain.storage.ledger import Ledger
-from blocktrain.storage.schema import HELD, leases, metadata
+from blocktrain.storage.schema import HELD, events, leases, metadata
 from blocktrain.storage.statements import HELD_LEASES
 from blocktrain.storage.transaction import Transaction
 
@@ -119,7 +119,7 @@ def test_a_lease_has_a_block_a_base_a_range_a_deadline_and_a_fence(ledger: Ledge
     assert (lease.worker, lease.block, lease.base_version) == ("w3", 1, 0)
     assert (lease.first_batch, lease.steps) == (0, 10)
     assert (lease.deadline, lease.fence, lease.state) == (NOW + 60, 1, "open")
-    assert (block.next_batch, block.leases_given) == (10, 1)
+    assert block.next_batch == 10
 
 
 def test_a_range_is_handed_out_once(ledger: Ledger):
@@ -569,6 +569,20 @@ def test_ban_and_revoke_say_whether_there_was_anyone(ledger: Ledger):
         assert tx.people.worker_of_key("key 3").id == "w3"
 
 
+def test_blobs_that_are_forgotten_stay_until_their_time_is_over(ledger: Ledger):
+    first, second = WEIGHTS.name, OTHERS.name
+    with ledger.write() as tx:
+        tx.retire_blobs([first, second], NOW, NOW + 60)
+        tx.retire_blobs([second], NOW + 10, NOW + 70)  # it was used and forgotten again
+        tx.retire_blobs([], NOW, NOW)
+        assert tx.end_retired(NOW + 59) == {}
+        assert tx.end_retired(NOW + 60) == {first: NOW}
+        assert tx.retired_blobs() == {second}
+    with ledger.write() as tx:
+        assert tx.end_retired(NOW + 70) == {second: NOW + 10}
+        assert tx.retired_blobs() == set()
+
+
 # The database
 
 
@@ -616,6 +630,29 @@ def test_an_update_that_waits_keeps_what_it_continues_when_the_schema_changes(
     assert (waiting.lease, waiting.continues) == (second.id, first.id)
 
 
+def test_events_of_before_can_still_be_read_when_the_schema_changes(ledger: Ledger, url: str):
+    """A lease that ran out was told of by another word."""
+    config = Config()
+    config.set_main_option("script_location", str(migrations.FOLDER))
+    with ledger.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0008")
+        connection.execute(sql.insert(events).values(time=NOW, kind="expired", block=0, detail=""))
+    again = Ledger(url)
+    with again.read() as tx:
+        assert tx.records.events(0, 10)[-1].kind == "lost"
+    with again.write() as tx:
+        tx.add_block(7, 10, tx.version(0).weights, NOW)
+    again.close()
+
+
+def test_a_ledger_of_a_newer_program_is_told_from_one_that_is_broken(ledger: Ledger, url: str):
+    with ledger.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(ConfigError, match="newer blocktrain"):
+        Ledger(url)
+
+
 def test_opening_at_the_same_time_is_fine(url: str):
     for opened in at_once([lambda: Ledger(url)] * 6):
         with opened.read() as tx:
@@ -646,6 +683,22 @@ def test_sqlite_writes_ahead_and_syncs_every_transaction(tmp_path: Path):
         for name, value in pragmas.items():
             assert second.exec_driver_sql(f"PRAGMA {name}").scalar() == value, name
     ledger.close()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such permissions")
+def test_a_new_sqlite_ledger_is_for_its_owner_alone(tmp_path: Path):
+    """The run's authority and what its tokens are made with are in it."""
+    folder, before = tmp_path / "new", os.umask(0)
+    try:
+        ledger = Ledger(f"sqlite:///{folder / 'ledger.db'}")
+    finally:
+        os.umask(before)
+    with ledger.write() as tx:
+        tx.records.add_event(NOW, "leased")
+        modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    ledger.close()
+    assert modes == dict.fromkeys(("ledger.db", "ledger.db-wal", "ledger.db-shm"), 0o600)
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_postgresql_looks_things_up_while_tables_are_small():
@@ -731,7 +784,7 @@ def check_consistent(ledger: Ledger, committed: list[str]) -> int:
         for state in states:
             block, version = tx.block(state.index), tx.version(state.index)
             assert block.fence == block.version == version.version == state.merged_batches
-            assert block.next_batch == block.leases_given == version.merged_batches
+            assert block.next_batch == version.merged_batches
             assert not (state.pending or state.open_leases or state.returned_batches)
         assert all(tx.update(lease).state == "merged" for lease in made)
     assert len(made) == sum(state.version for state in states) == worker.updates_merged

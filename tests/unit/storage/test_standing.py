@@ -6,11 +6,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+import sqlalchemy as sql
 
 from blocktrain.core.swarm import BlockState
 from blocktrain.protocol.messages import Blob
 from blocktrain.storage.ledger import Ledger
-from blocktrain.storage.schema import HELD
+from blocktrain.storage.schema import HELD, leases
 from blocktrain.storage.session import Session
 from blocktrain.storage.standing import Standing
 from blocktrain.storage.transaction import Transaction
@@ -144,7 +145,11 @@ def test_what_is_kept_is_what_would_be_read(ledger: Ledger, seed: int):
                         assert row.state in HELD
     with ledger.read() as tx:
         assert sum(state.version for state in tx.block_states()) > 0
-        assert all(tx.block(block).fence == tx.block(block).leases_given for block in range(2))
+        fences = [(row.block, row.fence) for row in tx._session.run(sql.select(leases))]
+        assert len(set(fences)) == len(fences)
+        assert [tx.block(block).fence for block in range(2)] == [
+            sum(of == block for of, _ in fences) for block in range(2)
+        ]
 
 
 def test_what_another_coordinator_did_is_seen_by_the_next_together(url: str, ledger: Ledger):

@@ -11,7 +11,7 @@ from tests.support.worker_side import KEY, Eager, impatient
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol import tensors
 from blocktrain.protocol.invite import Invite
-from blocktrain.protocol.messages import Blob, Differences, Downloaded
+from blocktrain.protocol.messages import MOST_DOWNLOADS, Blob, Differences, Downloaded
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.worker.client import Client
@@ -40,7 +40,7 @@ def member(service: Service) -> Member:
 
 @pytest.fixture
 def transfer(service: Service, tmp_path: Path) -> Iterator[Transfer]:
-    secret = service.members.invite("train", 1, INVITE_SECONDS)
+    secret = service.operator.invite("train", 1, INVITE_SECONDS)
     with served(service) as address:
         invite = Invite((address,), secret, None, service.run.id)
         client = Client(invite, KEY, http=impatient, random=Eager())
@@ -92,6 +92,14 @@ def test_what_is_here_already_costs_nothing(
     had(service, versions, transfer)
     versions.fetch(0, *newest(service), transfer.client.patience())
     assert versions.take_downloads() == ()
+
+
+def test_what_is_too_much_for_one_message_is_told_with_the_next(versions: Versions):
+    for block in reversed(range(MOST_DOWNLOADS + 3)):
+        versions._moved[block]["whole"] += block
+    told = [versions.take_downloads() for _ in range(3)]
+    assert [len(each) for each in told] == [MOST_DOWNLOADS, 3, 0]
+    assert all(each.whole == each.block for part in told for each in part)
 
 
 def test_a_worker_that_was_restarted_goes_on_following(

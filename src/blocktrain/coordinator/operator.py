@@ -1,0 +1,96 @@
+"""What the operator of a run does: invites and bans. The ledger will do for it."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from blocktrain.errors import RefusedError
+from blocktrain.protocol import tokens
+from blocktrain.protocol.messages import Role
+from blocktrain.storage.ledger import Ledger
+from blocktrain.storage.prepared import Found
+from blocktrain.storage.schema import HELD, LIVE
+
+
+class InviteState(NamedTuple):
+    invite: str
+    role: Role
+    uses_left: int
+    seconds_left: float
+    revoked: bool
+
+    @property
+    def good(self) -> bool:
+        """Whether somebody new can join with it."""
+        return not self.revoked and self.uses_left > 0 and self.seconds_left > 0
+
+
+class Operator:
+    def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
+        self.ledger, self._clock = ledger, clock
+
+    def invite(self, role: Role, uses: int, seconds: float) -> str:
+        """A new invite's secret: told here and never again, kept as a hash."""
+        secret = tokens.new_secret()
+        with self.ledger.write() as tx:
+            tx.people.add_invite(
+                id=tokens.new_identifier(),
+                secret_hash=tokens.hash_secret(secret),
+                role=role,
+                uses_left=uses,
+                expires=self._clock() + seconds,
+            )
+        return secret
+
+    def invites(self) -> list[InviteState]:
+        now = self._clock()
+        with self.ledger.read() as tx:
+            return [_invite_state(row, now) for row in tx.people.invites()]
+
+    def invite_of(self, secret: str) -> InviteState | None:
+        """The invite that has this secret, whatever became of it."""
+        with self.ledger.read() as tx:
+            row = tx.people.invite(tokens.hash_secret(secret))
+        return _invite_state(row, self._clock()) if row else None
+
+    def revoke(self, invite: str) -> None:
+        with self.ledger.write() as tx:
+            if not tx.people.revoke_invite(invite):
+                raise RefusedError("not_found", f"there is no invite {invite}")
+
+    def ban(self, named: str) -> Found:
+        """Nothing more from the worker of this name or id (its beginning will do); what it holds,
+        or sent and was not merged, is handed out to others."""
+        now = self._clock()
+        with self.ledger.write() as tx:
+            tx.lock_blocks()
+            found = _named(tx.people.workers(), named)
+            worker: str = found.id
+            tx.people.ban_worker(worker)
+            for lease in tx.leases_of(worker, HELD):
+                tx.move_lease(lease.id, "returned")
+                tx.give_back_range(lease.block, lease.first_batch, lease.steps)
+            for update in tx.updates_of(worker, LIVE):
+                covered = tx.lease(update.lease)
+                assert covered is not None
+                tx.refuse_update(update.lease, "the worker was banned")
+                if update.state == "pending":
+                    tx.give_back_range(covered.block, covered.first_batch, covered.steps)
+            tx.records.add_event(now, "banned", worker)
+        return found
+
+
+def _invite_state(row: Found, now: float) -> InviteState:
+    return InviteState(row.id, row.role, row.uses_left, row.expires - now, row.revoked)
+
+
+def _named(workers: Sequence[Found], named: str) -> Found:
+    """The one worker that is meant; an id counts before what merely looks like one."""
+    found = [worker for worker in workers if worker.id == named] or [
+        worker for worker in workers if named in (worker.name, worker.id[: len(named)]) and named
+    ]
+    if not found:
+        raise RefusedError("not_found", f"there is no worker {named}")
+    if len(found) > 1:
+        each = ", ".join(f"{worker.id} ({worker.name})" for worker in found)
+        raise RefusedError("conflict", f"{named} may be any of {each}: name one by its id")
+    return found[0]
