@@ -1,19 +1,22 @@
 """One averaging round of a block between two workers: ours beside hivemind and Flower.
 
     PYTHONPATH=src:bench python bench/peers/averaging.py --out DIR [--numbers 12500000] [--rounds 5]
+        [--only "blocktrain, none" "hivemind 1.1.12"]
 
 Every system runs on this machine, in a virtual environment of its own that is made under --venvs
 once; one that cannot be installed is left out, and said so. All are started first and keep their
-connections as they do; then they make rounds in turn, so that what else the machine does hits all
-of them alike. A round is from two blocks in the memory of two workers to their mean in the memory
-of both (Flower: on the server, which had sent both the last one). Bytes are those on the loopback
-device, of a network namespace of the system's own where this runs as root. Writes averaging.json
-into DIR, prints a table last.
+connections as they do; then they make rounds in turn, each time in another order, so that what else
+the machine does, and what each leaves of its memory to the next, hits all of them alike. A round is
+from two blocks in the memory of two workers to their mean in the memory of both (Flower: on the
+server, which had sent both the last one). Bytes are those on the loopback device, of a network
+namespace of the system's own where this runs as root. Writes averaging.json into DIR, prints a
+table last.
 """
 
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -50,6 +53,7 @@ SYSTEMS = (
     System("hivemind 1.1.12", "with_hivemind.py", (), (TORCH, "hivemind==1.1.12")),
     System("Flower 1.41.0", "with_flower.py", (), ("flwr==1.41.0", "numpy")),
 )
+NAMES = tuple(system.name for system in SYSTEMS)
 
 
 def interpreter(system: System, venvs: Path) -> str | None:
@@ -88,9 +92,9 @@ def in_turn(sides: dict[str, Peer], rounds: int) -> dict[str, list[dict[str, Any
     """What every system's rounds took; the first, which opens connections, is not counted."""
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for number in range(rounds + 1):
-        for name, side in sides.items():
-            side.tell("round")
-            told = json.loads(side.heard())
+        for name in random.Random(number).sample(list(sides), len(sides)):
+            sides[name].tell("round")
+            told = json.loads(sides[name].heard())
             print(f"{name}: {told['seconds']:.2f} s", flush=True)
             if number:
                 taken[name].append(told)
@@ -114,12 +118,13 @@ def main() -> None:
     parser.add_argument("--venvs", type=Path, default=Path(tempfile.gettempdir()) / "peers")
     parser.add_argument("--numbers", type=int, default=12_500_000, help="float32, of the block")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="SYSTEM")
     args = parser.parse_args()
     with ExitStack() as stack:
         sides = {
             system.name: start(system, python, args.numbers, stack)
             for system in SYSTEMS
-            if (python := interpreter(system, args.venvs))
+            if system.name in args.only and (python := interpreter(system, args.venvs))
         }
         load = os.getloadavg()[0]
         taken = in_turn(sides, args.rounds)

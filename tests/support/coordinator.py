@@ -267,9 +267,11 @@ def join_message(run: str, secret: str, key: WorkerKey, name: str = "tester") ->
     )
 
 
-def join(service: Service, role: Role = "train", name: str = "tester") -> Member:
+def join(
+    service: Service, role: Role = "train", name: str = "tester", invite: str | None = None
+) -> Member:
     key = WorkerKey.create()
-    secret = service.operator.invite(role, 1, INVITE_SECONDS)
+    secret = invite or service.operator.invite(role, 1, INVITE_SECONDS)
     joined = service.members.join(join_message(service.run.id, secret, key, name))
     return Member(service, Signer(service.run.id, joined.worker, key), joined)
 

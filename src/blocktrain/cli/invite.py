@@ -89,16 +89,18 @@ def show(data_dir: Path, database: str | None, as_json: bool) -> None:
 
 @command.command("revoke")
 @click.argument("invite")
+@click.option("--ban", is_flag=True, help="Ban everybody who joined with it, too.")
 @options.data_dir
 @options.database
-def revoke(invite: str, data_dir: Path, database: str | None) -> None:
-    """Nobody new joins with INVITE (its id, or all of it) any more; those who did stay."""
+def revoke(invite: str, ban: bool, data_dir: Path, database: str | None) -> None:
+    """Nobody new joins with INVITE (its id, or all of it) any more; those who did stay, unless they
+    are banned."""
     from blocktrain.coordinator.home import Home
 
     operator = Home(data_dir, database).operator()
     named = _id_of(invite, operator) if "_" in invite else invite  # no id has one
-    operator.revoke(named)
-    click.echo(f"revoked {named}")
+    banned = operator.revoke(named, ban=ban)
+    click.echo(f"revoked {named}" + (f", banned {len(banned)} workers" if ban else ""))
 
 
 def _draft(home: "Home", operator: "Operator", written: tuple[str, ...]) -> "Invite":

@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from blocktrain.coordinator.allowance import Allowance
 from blocktrain.coordinator.desk import Desk
 from blocktrain.coordinator.members import Caller
 from blocktrain.coordinator.metrics import Metrics
-from blocktrain.coordinator.pace import Pace
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.verifying import Verifying
 from blocktrain.errors import RefusedError
@@ -30,7 +30,7 @@ M = TypeVar("M", bound=Message)
 
 LARGEST_MESSAGE = 8 * 1024 * 1024  # an offer that names every chunk of a large block
 USUAL_MESSAGE = 64 * 1024
-READING, WRITING = 1.0, 10.0  # what a request costs its caller (coordinator.pace)
+READING, WRITING = 1.0, 10.0  # what a request costs its caller (coordinator.allowance)
 IN_PATH: dict[str, Any] = {"lease": Identifier, "name": Hash}
 
 By = Literal["anyone", "reader", "worker"]
@@ -44,7 +44,7 @@ class Server:
     desk: Desk
     metrics: Metrics
     verifying: Verifying
-    pace: Pace
+    allowance: Allowance
     listeners: asyncio.Semaphore  # streams of events that may still be opened
 
 
@@ -127,9 +127,9 @@ class Action:
             raise RefusedError("unauthorized", f"needs an Authorization of: {', '.join(schemes)}")
         if scheme == "bearer":
             caller = server.service.members.caller(secret)
-            server.pace.spend(caller.worker, cost)
+            server.allowance.spend(caller.worker, cost)
             return caller
-        server.pace.spend(tokens.hash_secret(secret), cost)
+        server.allowance.spend(tokens.hash_secret(secret), cost)
         await server.desk.ask(server.service.members.check_reader, secret)
         return None
 

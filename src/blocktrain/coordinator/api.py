@@ -18,12 +18,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from blocktrain.coordinator.action import Action, Asked, Server, parsed
+from blocktrain.coordinator.allowance import Allowance
 from blocktrain.coordinator.desk import Desk
 from blocktrain.coordinator.leases import HeldLease
 from blocktrain.coordinator.members import TOKEN_SECONDS
 from blocktrain.coordinator.metrics import Metrics
 from blocktrain.coordinator.openapi import BYTES, describe
-from blocktrain.coordinator.pace import Pace
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.updates import Coming
 from blocktrain.coordinator.verifying import Verifying
@@ -86,7 +86,7 @@ def create_app(service: Service) -> Starlette:
         desk=desk,
         metrics=metrics,
         verifying=Verifying(VERIFIED_AT_ONCE),
-        pace=Pace(time.monotonic),
+        allowance=Allowance(time.monotonic),
         listeners=asyncio.Semaphore(MOST_LISTENERS),
     )
 

@@ -4,7 +4,7 @@ The ledger knows who holds a lease, not who is about to ask for one. Kept in mem
 coordinators each knows those who asked it, and shares out less evenly than it might.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -26,7 +26,8 @@ class Attendance:
         self._seconds = ABSENT_LEASES * swarm.lease_seconds
         # Nobody counts for more, whatever it says: no lease is longer, and none is cut shorter.
         self._fastest = swarm.most_steps / (FILLING * swarm.lease_seconds)
-        self._there: dict[str, _Present] = {}  # in the order of their asking
+        # In the order of their asking; a plain dict is slow to find its first after many have gone.
+        self._there: OrderedDict[str, _Present] = OrderedDict()
         self._units: Counter[int | None] = Counter()  # by block; kept up, as many may be there
 
     def note(

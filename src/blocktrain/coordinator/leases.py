@@ -92,7 +92,7 @@ class Leases:
         self._attendance.note(worker.id, chosen.index if chosen else None, speed, now)
         if chosen is None:
             return _wait(blocks, worker.id, asked)
-        left = plan.seconds_left(blocks, now, speed, self._attendance.others(worker.id))
+        left = plan.seconds_left(swarm, blocks, now, speed, self._attendance.others(worker.id))
         lease = self._hand_out(tx, worker.id, chosen, asked, now, left)
         return self._described(tx, lease, worker, now)
 

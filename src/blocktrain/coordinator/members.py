@@ -113,6 +113,7 @@ class Members:
             name=asked.name,
             device=asked.device,
             role=invite.role,
+            invite=invite.id,
             joined=now,
             seen=now,
         )

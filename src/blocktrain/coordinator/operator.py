@@ -9,6 +9,7 @@ from blocktrain.protocol.messages import Role
 from blocktrain.storage.ledger import Ledger
 from blocktrain.storage.prepared import Found
 from blocktrain.storage.schema import HELD, LIVE
+from blocktrain.storage.transaction import Transaction
 
 
 class InviteState(NamedTuple):
@@ -52,31 +53,38 @@ class Operator:
             row = tx.people.invite(tokens.hash_secret(secret))
         return _invite_state(row, self._clock()) if row else None
 
-    def revoke(self, invite: str) -> None:
+    def revoke(self, invite: str, *, ban: bool = False) -> Sequence[Found]:
+        """Nobody new joins with it; with `ban`, those who did are banned, and returned."""
         with self.ledger.write() as tx:
+            tx.lock_blocks()
             if not tx.people.revoke_invite(invite):
                 raise RefusedError("not_found", f"there is no invite {invite}")
+            found = tx.people.workers_of_invite(invite) if ban else ()
+            for worker in found:
+                self._ban(tx, worker.id)
+        return found
 
     def ban(self, named: str) -> Found:
-        """Nothing more from the worker of this name or id (its beginning will do); what it holds,
-        or sent and was not merged, is handed out to others."""
-        now = self._clock()
+        """Nothing more from the worker of this name or id (its beginning will do)."""
         with self.ledger.write() as tx:
             tx.lock_blocks()
             found = _named(tx.people.workers(), named)
-            worker: str = found.id
-            tx.people.ban_worker(worker)
-            for lease in tx.leases_of(worker, HELD):
-                tx.move_lease(lease.id, "returned")
-                tx.give_back_range(lease.block, lease.first_batch, lease.steps)
-            for update in tx.updates_of(worker, LIVE):
-                covered = tx.lease(update.lease)
-                assert covered is not None
-                tx.refuse_update(update.lease, "the worker was banned")
-                if update.state == "pending":
-                    tx.give_back_range(covered.block, covered.first_batch, covered.steps)
-            tx.records.add_event(now, "banned", worker)
+            self._ban(tx, found.id)
         return found
+
+    def _ban(self, tx: Transaction, worker: str) -> None:
+        """What it holds, or sent and was not merged, is handed out to others."""
+        tx.people.ban_worker(worker)
+        for lease in tx.leases_of(worker, HELD):
+            tx.move_lease(lease.id, "returned")
+            tx.give_back_range(lease.block, lease.first_batch, lease.steps)
+        for update in tx.updates_of(worker, LIVE):
+            covered = tx.lease(update.lease)
+            assert covered is not None
+            tx.refuse_update(update.lease, "the worker was banned")
+            if update.state == "pending":
+                tx.give_back_range(covered.block, covered.first_batch, covered.steps)
+        tx.records.add_event(self._clock(), "banned", worker)
 
 
 def _invite_state(row: Found, now: float) -> InviteState:

@@ -58,31 +58,27 @@ def choose_block(
         for block in (_far_enough_behind(blocks, lead, held) if lead else blocks)
         if block.to_hand_out and (allowed is None or block.index in allowed)
     ]
-    # Better to go on from what it has just made than from the version before.
-    free = [
-        block
-        for block in open_to
-        if not own_update_comes(block, worker, trained)
-        or (
+
+    def is_free(block: Block) -> bool:
+        """Better to go on from what it has just made than from the version before."""
+        return not own_update_comes(block, worker, trained) or (
             block.index == held and may_continue(block, worker, trained, patient=patient, soon=soon)
         )
-    ]
-    if not free:
-        return None
 
     calm = _least_crowded(open_to, worker) if lead else open_to
-    best = [block for block in free if block in calm] or free
-    slowest = min(
-        best,
-        key=lambda block: (_share(block) + lead * block.index, len(block.workers), block.index),
-    )
     own = next((block for block in calm if block.index == held), None)
-    if own is not None and (lead or _share(own) <= _share(slowest) + STAY):
-        if own in free:
+    if own is not None and (lead or _share(own) <= min(map(_share, open_to)) + STAY):
+        if is_free(own):
             return own
         if patient:
             return None
-    return slowest
+    free = [block for block in open_to if is_free(block)]
+    best = [block for block in free if block in calm] if lead else free
+    return min(
+        best or free,
+        key=lambda block: (_share(block) + lead * block.index, len(block.workers), block.index),
+        default=None,
+    )
 
 
 def _far_enough_behind(blocks: Sequence[Block], lead: float, held: int | None) -> list[Block]:
@@ -165,6 +161,7 @@ def soon(swarm: SwarmConfig, now: float, transfer_seconds: float) -> float:
 
 
 def seconds_left(
+    swarm: SwarmConfig,
     blocks: Sequence[BlockView[Any]],
     now: float,
     steps_per_second: float | None,
@@ -172,14 +169,16 @@ def seconds_left(
 ) -> float:
     """Until the run's text is trained, if a worker and all `others` who are there end together:
     these by the block they train, how fast they are on it, and None for those who wait. Infinite
-    where the worker's speed is unknown."""
+    where the worker's speed is unknown, and where it is longer than leases are."""
     if steps_per_second is None:
         return math.inf
-    steps = sum(
-        block.to_hand_out + others.get(block.index, 0.0) * max(0.0, block.busy_until - now)
-        for block in blocks
-    )
-    return steps / (steps_per_second + sum(others.values()))
+    together = steps_per_second + sum(others.values())
+    steps = float(sum([block.to_hand_out for block in blocks]))
+    if steps > together * swarm.lease_seconds:
+        return math.inf
+    for block in blocks:
+        steps += others.get(block.index, 0.0) * max(0.0, block.busy_until - now)
+    return steps / together
 
 
 def training_seconds(
@@ -265,21 +264,11 @@ def due_at(block: BlockView[Waiting], swarm: SwarmConfig) -> float:
     if block.open_leases == 0:
         return -math.inf
     enough = min(swarm.quorum, len(block.workers))
-    fresh = _first_fresh(block)
-    first = min(update.committed for update in block.pending)
-    at_last = first + QUORUM_LEASES * swarm.lease_seconds
+    fresh = block.fresh_since
+    at_last = block.waiting_since + QUORUM_LEASES * swarm.lease_seconds
     if len(fresh) < enough:
         return at_last
     return min(at_last, fresh[enough - 1] + swarm.grace_seconds)
-
-
-def _first_fresh(block: BlockView[Waiting]) -> list[float]:
-    """When each worker's first update of the current version came, in order."""
-    came: dict[str, float] = {}
-    for update in block.pending:
-        if update.base_version == block.version:
-            came[update.worker] = min(update.committed, came.get(update.worker, math.inf))
-    return sorted(came.values())
 
 
 def base_of(base_version: int, continued_into: int | None) -> int:

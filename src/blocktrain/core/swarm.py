@@ -66,6 +66,10 @@ class BlockView(Protocol[Update_co]):
     def finishing(self) -> Collection[str]: ...
     @property
     def pending(self) -> Sequence[Update_co]: ...
+    @property
+    def waiting_since(self) -> float: ...
+    @property
+    def fresh_since(self) -> Sequence[float]: ...
     def unmerged(self, worker: str) -> Mapping[Hashable, int]: ...
 
 
@@ -105,6 +109,20 @@ class BlockState:
     def under_way(self) -> int:
         """Batches merged, or in somebody's hands."""
         return self.merged_batches + self.leased_batches + sum(u.steps for u in self.pending)
+
+    @property
+    def waiting_since(self) -> float:
+        """When the first of the updates that wait came; infinity where none does."""
+        return min((update.committed for update in self.pending), default=math.inf)
+
+    @property
+    def fresh_since(self) -> list[float]:
+        """When each worker's first update of the current version came, in order."""
+        came: dict[str, float] = {}
+        for update in self.pending:
+            if update.base_version == self.version:
+                came[update.worker] = min(update.committed, came.get(update.worker, math.inf))
+        return sorted(came.values())
 
     def unmerged(self, worker: str) -> dict[Hashable, int]:
         """Leases a worker has trained that no version holds yet: how many steps each had."""

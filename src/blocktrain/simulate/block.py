@@ -6,10 +6,13 @@ ledger rebuilds the same from its rows at every question, which a million questi
 
 import heapq
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
+from typing import TypeVar
 
 from blocktrain.coordinator import plan
+
+Counted = TypeVar("Counted", bound=Hashable)
 
 
 class VirtualLease:
@@ -58,14 +61,19 @@ class VirtualBlock:
         self.index, self.total_batches = index, total_batches
         self.version = self.merged_batches = self.next_batch = self.open_leases = 0
         self.to_hand_out, self.under_way = total_batches, 0
-        self.workers: Counter[str] = Counter()  # by how many leases and updates each counts
-        self.finishing: Counter[str] = Counter()
+        self.workers: defaultdict[str, int] = defaultdict(
+            int
+        )  # by how many leases and updates each counts
+        self.finishing: defaultdict[str, int] = defaultdict(int)
         self._unmerged: defaultdict[str, dict[Hashable, int]] = defaultdict(dict)
         self.pending: list[VirtualLease] = []  # in the order of their arrival
+        self.fresh_since: list[float] = []
+        self._fresh: set[str] = set()  # whose these are
         self.gaps: dict[int, int] = {}  # ranges that came back: steps by first batch
         self._order: list[int] = []  # a heap of first batches; some are no gaps any more
         self._expected: dict[str, float] = {}  # by worker, of open leases: when its update is
-        self._busy_until: float | None = -math.inf  # the last of these; None: not looked up yet
+        self._ends: defaultdict[float, int] = defaultdict(int)  # the same times: many end together
+        self._last_ends: list[float] = []  # a heap of them, negative; some are over
         self.merging = False
         self.author: VirtualLease | None = None  # whose update this version is, to the last bit
 
@@ -79,20 +87,44 @@ class VirtualBlock:
 
     @property
     def busy_until(self) -> float:
-        if self._busy_until is None:
-            self._busy_until = max(self._expected.values(), default=-math.inf)
-        return self._busy_until
+        while self._last_ends and -self._last_ends[0] not in self._ends:
+            heapq.heappop(self._last_ends)
+        return -self._last_ends[0] if self._last_ends else -math.inf
 
     def expect(self, lease: VirtualLease, at: float | None) -> None:
         self.expect_no_more(lease)
         lease.expected = at
         if at is not None:
             self._expected[lease.worker] = at
-            self._busy_until = max(self.busy_until, at)
+            if at not in self._ends:
+                heapq.heappush(self._last_ends, -at)
+            self._ends[at] += 1
 
     def expect_no_more(self, lease: VirtualLease) -> None:
-        if self._expected.pop(lease.worker, None) == self._busy_until:
-            self._busy_until = None
+        at = self._expected.pop(lease.worker, None)
+        if at is not None:
+            count_out(self._ends, at)
+
+    @property
+    def waiting_since(self) -> float:
+        return self.pending[0].committed if self.pending else math.inf
+
+    def wait(self, lease: VirtualLease) -> None:
+        """An update has arrived, after all others."""
+        self.pending.append(lease)
+        self._count_fresh(lease)
+
+    def follow(self, pending: list[VirtualLease]) -> None:
+        """Another version, for which these have waited."""
+        self.version += 1
+        self.pending, self.fresh_since, self._fresh = pending, [], set()
+        for lease in pending:
+            self._count_fresh(lease)
+
+    def _count_fresh(self, lease: VirtualLease) -> None:
+        if lease.base_version == self.version and lease.worker not in self._fresh:
+            self._fresh.add(lease.worker)
+            self.fresh_since.append(lease.committed)
 
     def trained(self, lease: VirtualLease) -> None:
         """No version holds it yet."""
@@ -143,8 +175,8 @@ class VirtualBlock:
         self.under_way += steps
 
 
-def count_out(counted: Counter[str], worker: str) -> None:
-    """One less; who counts nothing is not there."""
-    counted[worker] -= 1
-    if not counted[worker]:
-        del counted[worker]
+def count_out(counted: dict[Counted, int], what: Counted) -> None:
+    """One less; what counts nothing is not there."""
+    counted[what] -= 1
+    if not counted[what]:
+        del counted[what]

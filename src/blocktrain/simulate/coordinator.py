@@ -82,7 +82,7 @@ class VirtualCoordinator:
         if block is None:
             return None
         others = self._attendance.others(worker)
-        left = plan.seconds_left(self.blocks, now, steps_per_second, others)
+        left = plan.seconds_left(self.swarm, self.blocks, now, steps_per_second, others)
         continues = plan.may_continue(block, worker, name, patient=patient, soon=soon)
         before = trained if continues else None
         seconds = plan.training_seconds(self.swarm, block, now, transfer_seconds, left)
@@ -129,7 +129,7 @@ class VirtualCoordinator:
             return reason
         lease.committed = now
         block.trained(lease)
-        block.pending.append(lease)
+        block.wait(lease)
         block.workers[lease.worker] += 1
         if lease.base_version == block.version:
             block.finishing[lease.worker] += 1
@@ -167,9 +167,9 @@ class VirtualCoordinator:
     def publish(self, block: VirtualBlock, merged: Sequence[VirtualLease], now: float) -> None:
         """The next version. What arrived while it was made waits for the one after."""
         self.learner.merged(block, merged)
-        block.pending = block.pending[len(merged) :]
-        for lease in block.pending:
-            if lease.before in merged:
+        waiting, in_it = block.pending[len(merged) :], set(merged)
+        for lease in waiting:
+            if lease.before in in_it:
                 lease.base_version = block.version + 1
         for lease in merged:
             count_out(block.workers, lease.worker)
@@ -178,7 +178,7 @@ class VirtualCoordinator:
             self.staleness[block.version - lease.base_version] += 1
             block.merged_batches += lease.steps
         block.author = merged[0] if self._is_the_update(block, merged) else None
-        block.version += 1
+        block.follow(waiting)
         block.finishing.clear()
         block.merging = False
         self._unfinished -= block.merged_batches == block.total_batches

@@ -18,6 +18,7 @@ from blocktrain.core.pace import report_interval
 from blocktrain.simulate.agenda import Agenda
 from blocktrain.simulate.block import VirtualBlock, VirtualLease
 from blocktrain.simulate.coordinator import VirtualCoordinator
+from blocktrain.simulate.parking import Parking
 from blocktrain.simulate.population import Chance
 from blocktrain.simulate.rounds import Rounds
 from blocktrain.simulate.scenario import Scenario
@@ -41,7 +42,7 @@ class Lives:
         self._agenda, self._coordinator, self._tally = agenda, coordinator, tally
         self._chance = Chance(self.settings.seed)
         self._workers = {worker.name: worker for worker in workers}
-        self._parked: dict[str, float] = {}  # in the order of their asking: seconds to wait
+        self._parked = Parking()
         self._rounds = Rounds(
             agenda,
             coordinator,
@@ -81,7 +82,7 @@ class Lives:
         self._tally.present -= 1
         worker.restart()
         self._coordinator.learner.left(worker.name)
-        self._parked.pop(worker.name, None)
+        self._parked.leave(worker.name)
         if self._chance.happens(self.settings.goodbye_share):
             for lease in held:
                 if lease and self._coordinator.give_back(lease, self._agenda.now):
@@ -221,6 +222,7 @@ class Lives:
 
     def _expired(self, lease: VirtualLease) -> None:
         """Its worker learns of it with its next sign of life, if it still trains then."""
+        self._parked.look_again(lease.block.index)
         worker = self._workers[lease.worker]
         if worker.lease is lease:
             interval = report_interval(lease.deadline - worker.asked)
@@ -262,6 +264,7 @@ class Lives:
         elif worker.name in self._parked:
             self._begin(worker, Activity.WAITING)
         if refused:
+            self._parked.look_again(lease.block.index)
             self._text_came_back(lease.block)
         self._rounds.look(lease.block)
 
@@ -269,41 +272,45 @@ class Lives:
 
     def _park(self, worker: VirtualWorker) -> None:
         self._begin(worker, Activity.TRANSFERRING if worker.sending else Activity.WAITING)
-        self._parked[worker.name] = plan.wait_seconds(self._coordinator.blocks, worker.name)
+        seconds = plan.wait_seconds(self._coordinator.blocks, worker.name)
+        self._parked.park(worker.name, seconds)
 
     def _version_came(self, block: VirtualBlock, senders: Sequence[str]) -> None:
         """Those who waited for what their own updates become may go on from it."""
         if self._coordinator.finished:
             self._agenda.end()
+        self._parked.look_again(block.index)
         if block.to_hand_out:
             for name in senders:
-                if name in self._parked:
-                    worker, seconds = self._workers[name], self._parked.pop(name)
-                    asks = self._agenda.now + self._chance.within(seconds)
-                    self._agenda.at(asks, self._ask, worker, worker.turn)
+                seconds = self._parked.leave(name)
+                if seconds is not None:
+                    worker, asks = self._workers[name], self._chance.within(seconds)
+                    self._agenda.at(self._agenda.now + asks, self._ask, worker, worker.turn)
         if self._coordinator.lead and block.index + 1 < len(self._coordinator.blocks):
             self._text_came_back(self._coordinator.blocks[block.index + 1])
 
     def _text_came_back(self, block: VirtualBlock) -> None:
         """There is work again: the first of those who wait and may do it will find it."""
-        name = next((name for name in self._parked if self._may_take(name, block)), None)
-        if name is not None and block.to_hand_out:
-            waiting = len(self._parked)
-            worker, seconds = self._workers[name], self._parked.pop(name)
+        if not block.to_hand_out:
+            return
+        waiting = len(self._parked)
+        name = self._parked.first(self._awaits, lambda name: name not in block.finishing)
+        if name is not None:
+            worker, seconds = self._workers[name], self._parked.leave(name)
+            assert seconds is not None
             asks = self._agenda.now + seconds / (waiting + 1)
             self._agenda.at(asks, self._find_work, worker, worker.turn, block)
 
-    def _may_take(self, name: str, block: VirtualBlock) -> bool:
-        """Whether a worker waits for work, not for its own update to become a version."""
+    def _awaits(self, name: str) -> int | None:
+        """The block where a worker waits for its own update to become a version."""
         worker, blocks = self._workers[name], self._coordinator.blocks
         transfer_seconds = worker.fetch_seconds + worker.send_seconds
         patient = plan.is_patient(self._coordinator.swarm, transfer_seconds)
         waits_for = worker.held_block if patient else None
         trained = worker.ended.lease if worker.ended and self._encodes else None
-        own_is_coming = waits_for is not None and plan.own_update_comes(
-            blocks[waits_for], name, trained
-        )
-        return name not in block.finishing and not own_is_coming
+        if waits_for is None or not plan.own_update_comes(blocks[waits_for], name, trained):
+            return None
+        return waits_for
 
     def _find_work(self, worker: VirtualWorker, turn: int, block: VirtualBlock) -> None:
         """And then the next, while there is some left that it may do."""

@@ -7,7 +7,6 @@ when there is something to see.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 from blocktrain.coordinator import plan
 from blocktrain.simulate.agenda import Agenda
@@ -58,8 +57,7 @@ class Rounds:
         quorum = self._coordinator.swarm.quorum
         if block.index not in self._looks or len(block.workers) < quorum:
             return False
-        fresh = (u.worker for u in block.pending if u.base_version == block.version)
-        return block.open_leases > 0 and len(set(islice(fresh, quorum + 1))) > quorum
+        return block.open_leases > 0 and len(block.fresh_since) > quorum
 
     def _look_again(self, block: VirtualBlock, planned: float) -> None:
         if self._looks.get(block.index) == planned:

@@ -51,6 +51,11 @@ class People:
     def workers(self) -> Sequence[Found]:
         return self._session.run(select(workers).order_by(workers.c.joined)).all()
 
+    def workers_of_invite(self, invite: str) -> Sequence[Found]:
+        """Those who joined with it and are not banned."""
+        chosen = select(workers).where(workers.c.invite == invite, ~workers.c.banned)
+        return self._session.run(chosen.order_by(workers.c.joined)).all()
+
     def touch_worker(self, worker: str, now: float) -> None:
         self._session.tell(statements.TOUCH_WORKER, of_worker=worker, now=now)
 

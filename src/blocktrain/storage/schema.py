@@ -107,6 +107,7 @@ workers = Table(
     Column("banned", Boolean, nullable=False),
     Column("batches_merged", BigInteger, nullable=False),
     Column("updates_merged", BigInteger, nullable=False),
+    Column("invite", String(64)),  # it joined with; unknown of those who came before this was kept
 )
 
 invites = Table(

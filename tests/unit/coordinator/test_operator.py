@@ -48,6 +48,23 @@ def test_what_a_banned_worker_sent_is_dropped_and_its_text_handed_out_again(serv
     assert kinds(service)[-2:] == ["banned", "leased"]
 
 
+def test_all_who_joined_with_an_invite_are_banned_with_it(service: Service):
+    open_to_all, of_friends = (service.operator.invite("train", 10, 60) for _ in range(2))
+    strangers = [join(service, invite=open_to_all) for _ in range(3)]
+    friend = join(service, invite=of_friends)
+    lost = strangers[0].lease(blocks=(0,))
+    service.operator.ban(strangers[1].id)
+    named = service.operator.invite_of(open_to_all)
+    assert named
+    banned = service.operator.revoke(named.invite, ban=True)
+    assert [worker.id for worker in banned] == [strangers[0].id, strangers[2].id]
+    states = {worker.worker: worker.state for worker in service.reports.status().workers}
+    assert states == {**{worker.id: "banned" for worker in strangers}, friend.id: "waiting"}
+    assert friend.lease(blocks=(0,)).first_batch == lost.first_batch
+    with pytest.raises(RefusedError, match="revoked"):
+        join(service, invite=open_to_all)
+
+
 def test_a_ban_is_of_a_worker_there_is(service: Service):
     with pytest.raises(RefusedError) as refused:
         service.operator.ban("nobody00")

@@ -368,7 +368,7 @@ def shared(
         busy_until = max((at for _, at in given), default=-math.inf)
         last = block(total_batches=left, busy_until=busy_until, workers=frozenset("x" * number))
         others = {0: sum(speeds[:number]), None: waiting}
-        end = seconds_left([last], NOW, speed, others)
+        end = seconds_left(swarm, [last], NOW, speed, others)
         seconds = training_seconds(swarm, last, NOW, transfer, end)
         if left:
             steps = lease_steps(swarm, seconds, speed, left)
@@ -386,14 +386,14 @@ def test_the_last_steps_are_shared_out_by_speed():
 def test_text_that_others_are_about_to_train_counts_by_when_they_end():
     """Ann alone has ten seconds of text left, and bob will be free to help with it, or not."""
     blocks = [block(0, total_batches=10), block(1, next_batch=100, busy_until=NOW + 4.0)]
-    assert seconds_left(blocks, NOW, 1.0, {1: 1.0}) == 7.0
-    assert seconds_left(blocks, NOW, 1.0, {}) == 10.0
+    assert seconds_left(SWARM, blocks, NOW, 1.0, {1: 1.0}) == 7.0
+    assert seconds_left(SWARM, blocks, NOW, 1.0, {}) == 10.0
     later = replace(blocks[1], busy_until=NOW + 20.0)
-    assert seconds_left([blocks[0], later], NOW, 1.0, {1: 1.0}) > 10.0
+    assert seconds_left(SWARM, [blocks[0], later], NOW, 1.0, {1: 1.0}) > 10.0
 
 
 def test_who_has_no_speed_yet_leaves_nothing_to_others():
-    assert seconds_left([block()], NOW, None, {None: 5.0}) == math.inf
+    assert seconds_left(SWARM, [block()], NOW, None, {None: 5.0}) == math.inf
 
 
 @pytest.mark.parametrize(("transfer", "steps"), [(0.0, 3), (2.0, 3), (5.0, 5), (60.0, 30)])
@@ -407,7 +407,7 @@ def test_a_worker_that_is_alone_takes_what_it_would_take_anyway(
     swarm: SwarmConfig, speed: float, transfer: float, left: int, busy_for: float
 ):
     last = block(total_batches=left, busy_until=NOW + busy_for)
-    end = seconds_left([last], NOW, speed, {})
+    end = seconds_left(swarm, [last], NOW, speed, {})
     cut = training_seconds(swarm, last, NOW, transfer, end)
     whole = training_seconds(swarm, last, NOW, transfer)
     assert lease_steps(swarm, cut, speed, left) == lease_steps(swarm, whole, speed, left)

@@ -233,7 +233,7 @@ def test_the_real_coordinator_gives_every_answer_that_was_simulated(
         assert report.leases_missed and report.refused and report.staleness[1]  # all of it happened
         with service.run.ledger.read() as tx:
             rows = [tx.block(index) for index in range(scene.units)]
-        assert sum(row.leases_given for row in rows) == report.leases_given
+        assert sum(row.fence for row in rows) == report.leases_given
         assert sum(row.leases_met for row in rows) == report.leases_met
         assert sum(row.leases_missed for row in rows) == report.leases_missed
 

@@ -13,7 +13,7 @@ AT_ONCE = 10_000.0
 MANY_CALLERS = 10_000
 
 
-class Pace:
+class Allowance:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._paid_until: dict[str, float] = {}  # by caller: when it has used up nothing any more

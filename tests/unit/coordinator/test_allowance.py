@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.coordinator.pace import AT_ONCE, MANY_CALLERS, PER_SECOND, Pace
+from blocktrain.coordinator.allowance import AT_ONCE, MANY_CALLERS, PER_SECOND, Allowance
 from blocktrain.errors import RefusedError
 
 REQUESTS = st.lists(st.tuples(st.floats(0.0, 30.0), st.floats(1.0, 500.0)), max_size=200)
@@ -19,9 +19,9 @@ class Clock:
         return self.now
 
 
-def spent(pace: Pace, caller: str, cost: float) -> bool:
+def spent(allowance: Allowance, caller: str, cost: float) -> bool:
     try:
-        pace.spend(caller, cost)
+        allowance.spend(caller, cost)
     except RefusedError as refused:
         return refused.code != "slow_down"
     return True
@@ -29,34 +29,34 @@ def spent(pace: Pace, caller: str, cost: float) -> bool:
 
 def test_whoever_asks_in_a_loop_is_slowed_down_and_the_others_are_not():
     clock = Clock()
-    pace = Pace(clock)
-    assert all(spent(pace, "loop", 10.0) for _ in range(int(AT_ONCE / 10)))
-    assert not spent(pace, "loop", 10.0)
-    assert spent(pace, "another", 10.0)
+    allowance = Allowance(clock)
+    assert all(spent(allowance, "loop", 10.0) for _ in range(int(AT_ONCE / 10)))
+    assert not spent(allowance, "loop", 10.0)
+    assert spent(allowance, "another", 10.0)
     clock.now += 1.0
-    assert all(spent(pace, "loop", 10.0) for _ in range(int(PER_SECOND / 10)))
-    assert not spent(pace, "loop", 10.0)
+    assert all(spent(allowance, "loop", 10.0) for _ in range(int(PER_SECOND / 10)))
+    assert not spent(allowance, "loop", 10.0)
 
 
 def test_what_was_refused_costs_nothing():
     clock = Clock()
-    pace = Pace(clock)
-    pace.spend("loop", AT_ONCE)
+    allowance = Allowance(clock)
+    allowance.spend("loop", AT_ONCE)
     for _ in range(100):
         with pytest.raises(RefusedError):
-            pace.spend("loop", 10.0)
+            allowance.spend("loop", 10.0)
     clock.now += 0.011
-    assert spent(pace, "loop", 10.0)
+    assert spent(allowance, "loop", 10.0)
 
 
 @given(REQUESTS)
 def test_never_more_than_what_there_was_and_what_came_since(requests: list[tuple[float, float]]):
     clock = Clock()
-    pace = Pace(clock)
+    allowance = Allowance(clock)
     granted = []
     for pause, cost in requests:
         clock.now += pause
-        if spent(pace, "worker", cost):
+        if spent(allowance, "worker", cost):
             granted.append((clock.now, cost))
     for start in range(len(granted)):
         of_these = granted[start:]
@@ -67,9 +67,9 @@ def test_never_more_than_what_there_was_and_what_came_since(requests: list[tuple
 
 def test_callers_who_are_gone_are_forgotten():
     clock = Clock()
-    pace = Pace(clock)
+    allowance = Allowance(clock)
     for number in range(MANY_CALLERS):
-        pace.spend(str(number), 1.0)
+        allowance.spend(str(number), 1.0)
     clock.now += 10.0
-    pace.spend("last", 1.0)
-    assert len(pace._paid_until) == 1
+    allowance.spend("last", 1.0)
+    assert len(allowance._paid_until) == 1
