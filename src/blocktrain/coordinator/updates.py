@@ -35,7 +35,7 @@ from blocktrain.storage.weights_file import magnitude, weights_form
 URL_SECONDS = 3600
 BYTES_OF_A_NUMBER = 4
 MOST_COMING = 1024  # offers in memory; whoever is not among them costs a look into the ledger
-MOST_BASES = 256
+READ_SECONDS = 1.0  # between two looks at how large a block's weights are
 ROUNDING = 1e-4  # of sums of many float32
 MOMENT = 5.0  # seconds: so long a worker that was banned may go on sending what it had offered
 
@@ -52,12 +52,18 @@ class Coming(NamedTuple):
     looked_up: float
 
 
+class _Read(NamedTuple):
+    version: int
+    magnitude: float
+    at: float
+
+
 class Updates:
     def __init__(self, run: Run, members: Members, handed_out: Recent[HeldLease]) -> None:
         self.run, self.members, self._handed_out = run, members, handed_out
         self._forms: dict[int, list[TensorSpec]] = {}
         self._coming: Recent[Coming] = Recent(MOST_COMING)  # by lease: see `coming`
-        self._magnitudes: Recent[float] = Recent(MOST_BASES)  # of versions, by their weights' name
+        self._read: dict[int, _Read] = {}  # by block
 
     def offer(self, caller: Caller, offer: UpdateOffer) -> bool:
         """Take down what a worker is about to send; whether it is to be sent."""
@@ -132,12 +138,15 @@ class Updates:
         return ""
 
     def _magnitude(self, version: Version, form: list[TensorSpec]) -> float:
-        """Of a version's weights; many updates have the same base."""
-        known = self._magnitudes.get(version.weights.name)
-        if known is None:
-            known = magnitude(self.run.blobs.reader(version.weights), form)
-            self._magnitudes.remember(version.weights.name, known)
-        return known
+        """Of a version's weights. Where many versions are made in a second it is that of one a
+        moment ago, and what may have been learned since."""
+        now, read = self.run.clock(), self._read.get(version.block)
+        if not read or (read.version != version.version and now - read.at > READ_SECONDS):
+            found = magnitude(self.run.blobs.reader(version.weights), form)
+            read = self._read[version.block] = _Read(version.version, found, now)
+        config, between = self.run.config, abs(version.version - read.version)
+        most = plan.most_moved(config.train, config.swarm, config.swarm.most_steps)
+        return read.magnitude + between * most
 
     # Small ones, in one request
 

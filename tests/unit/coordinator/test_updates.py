@@ -21,6 +21,7 @@ from tests.support.coordinator import (
 )
 
 from blocktrain.coordinator.service import Service
+from blocktrain.coordinator.updates import READ_SECONDS
 from blocktrain.core import codec
 from blocktrain.core.codec_sparse import Sparse
 from blocktrain.errors import RefusedError
@@ -530,3 +531,20 @@ def test_an_encoded_update_that_does_not_decode_is_refused(frugal: Service, bad:
         made = member.signer.update_of_bytes(lease, b"x" * 30, codec="sparse")
     assert member.send(made).state == "refused"
     assert block_state(frugal).to_hand_out == 40
+
+
+def test_how_large_a_base_is_follows_its_versions(service: Service, member: Member):
+    """Each of these moves its base by 600, less than the 1,000 of a lease; together they move it by
+    far more than that, and none of it is refused."""
+    for _ in range(4):
+        lease = member.lease(blocks=(0,))
+        assert member.send(member.make(lease, by=600.0)).state == "pending"
+        service.round()
+
+
+def test_a_base_is_looked_at_again_after_a_while(service: Service, member: Member, clock: SetClock):
+    member.work(blocks=(0,))
+    service.round()
+    clock.forward(READ_SECONDS + 1.0)
+    lease = member.lease(blocks=(0,))
+    assert member.send(member.make(lease, by=1500.0)).state == "refused"
