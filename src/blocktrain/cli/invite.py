@@ -100,7 +100,7 @@ def revoke(invite: str, ban: bool, data_dir: Path, database: str | None) -> None
     operator = Home(data_dir, database).operator()
     named = _id_of(invite, operator) if "_" in invite else invite  # no id has one
     banned = operator.revoke(named, ban=ban)
-    click.echo(f"revoked {named}" + (f", banned {len(banned)} workers" if ban else ""))
+    click.echo(f"revoked {named}" + (f", banned {len(banned)} who joined" if ban else ""))
 
 
 def _draft(home: "Home", operator: "Operator", written: tuple[str, ...]) -> "Invite":
