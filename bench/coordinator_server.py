@@ -27,6 +27,7 @@ from blocktrain.config import from_dict
 from blocktrain.coordinator.api import create_app
 from blocktrain.coordinator.home import PLACES
 from blocktrain.coordinator.run import found_run, open_run
+from blocktrain.coordinator.server import server_config
 from blocktrain.coordinator.service import Service
 from blocktrain.data.corpus import Corpus
 from blocktrain.protocol.listening import bound_socket
@@ -107,10 +108,9 @@ def _serve(folder: Path, db: str) -> None:
     app.router.routes.append(Route("/bare", _bare_put(folder / "taken"), methods=["PUT"]))
     told = {"port": listener.getsockname()[1], "run": run.id, "invite": secret}
     print(json.dumps(told), flush=True)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, proxy_headers=False)
     service.start()
     try:
-        uvicorn.Server(config).run(sockets=[listener])
+        uvicorn.Server(server_config(app)).run(sockets=[listener])
     finally:
         service.stop()
 

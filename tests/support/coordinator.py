@@ -21,6 +21,7 @@ from blocktrain.config import Config, from_dict
 from blocktrain.coordinator.api import create_app
 from blocktrain.coordinator.members import Caller
 from blocktrain.coordinator.run import Run, found_run, open_run
+from blocktrain.coordinator.server import server_config
 from blocktrain.coordinator.service import Service
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import RefusedError
@@ -281,13 +282,8 @@ def served(service: Service, tls: ssl.SSLContext | None = None) -> Iterator[str]
     """The routes behind a real port of this machine; the address. The rounds are not started:
     a test makes them when it wants one."""
     listener = bound_socket("127.0.0.1", 0)
-    config = uvicorn.Config(
-        create_app(service),
-        log_level="error",
-        access_log=False,
-        timeout_graceful_shutdown=1,
-        timeout_keep_alive=30,
-    )
+    config = server_config(create_app(service))
+    config.timeout_graceful_shutdown = 1
     config.load()
     config.ssl = tls
     with listening(uvicorn.Server(config), listener) as place:

@@ -10,8 +10,10 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from starlette.applications import Starlette
 
 from blocktrain.coordinator.api import create_app
+from blocktrain.coordinator.connection import Connection
 from blocktrain.coordinator.service import Service
 
 GOODBYE_SECONDS = 2  # event streams never end by themselves
@@ -61,6 +63,18 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+def server_config(app: Starlette) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=GOODBYE_SECONDS,
+        server_header=False,
+        proxy_headers=False,  # who asks is known by token, not by address
+    )
+
+
 def serve(
     service: Service,
     listener: socket.socket,
@@ -68,14 +82,7 @@ def serve(
     on_stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer until a signal says stop; `on_stop` is told so before the last answers are given."""
-    config = uvicorn.Config(
-        create_app(service),
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=GOODBYE_SECONDS,
-        server_header=False,
-        proxy_headers=False,  # who asks is known by token, not by address
-    )
+    config = server_config(create_app(service))
     config.load()
     config.ssl = tls  # it knows none but from files
     service.start()

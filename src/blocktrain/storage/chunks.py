@@ -321,13 +321,13 @@ class _IncomingFile:
 
 
 class _IncomingInMemory:
-    """Hashed as it comes, written when it is whole, and held by a shelf from then on."""
+    """Hashed and written when it is whole, in the thread that keeps it: where it is received one
+    thread moves the bytes of all. From then on it is held by a shelf."""
 
     def __init__(self, store: LocalChunks, shelf: Shelf, place: Place) -> None:
         self.size = 0
         self._store, self._shelf = store, shelf
         self._place: Place | None = place
-        self._hash = blake3()
 
     def __enter__(self) -> Self:
         return self
@@ -342,13 +342,12 @@ class _IncomingInMemory:
         end = self.size + len(part)
         if end > CHUNK_BYTES:
             raise ProtocolError(f"a chunk has at most {CHUNK_BYTES} bytes, not {end}")
-        self._hash.update(part)
         self._place.memory[self.size : end] = part
         self.size = self._place.size = end
 
     def keep(self, name: str | None = None) -> str:
         assert self._place, "a chunk is kept once"
-        found = checked_incoming(self._hash.hexdigest(), name)
+        found = checked_incoming(name_of(self._place.memory[: self.size]), name)
         self._store._write_place(found, self._place)
         self._shelf.keep(found, self._place)
         self._place = None

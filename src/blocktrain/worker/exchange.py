@@ -32,7 +32,7 @@ CODES = {
     401: "unauthorized", 403: "forbidden", 404: "not_found", 409: "conflict", 410: "gone",
     413: "too_large", 422: "malformed",
 }  # fmt: skip
-IDLE_SECONDS = 4.0  # less than servers keep a connection that is not used
+IDLE_SECONDS = 60.0  # less than a coordinator keeps a connection, and far less than routers do
 
 
 def open_http(context: ssl.SSLContext) -> httpx.Client:
@@ -54,10 +54,15 @@ def exchange(
     *,
     headers: Mapping[str, str] | None = None,
     content: bytes | Iterable[bytes] | None = None,
+    room: memoryview | None = None,
 ) -> Iterator[httpx.Response]:
-    """Send a request; the answer's head, if it is a good one, with its body still to be read."""
+    """Send a request; the answer's head, if it is a good one, with its body still to be read.
+    `room`: where that may be received (`worker.wire`)."""
+    extensions = {"room": room} if room else None
     try:
-        with http.stream(method, url, headers=headers, content=content) as response:
+        with http.stream(
+            method, url, headers=headers, content=content, extensions=extensions
+        ) as response:
             if not response.is_success:
                 raise _failure(response, clock)
             yield response

@@ -2,8 +2,10 @@
 
 httpx's own hands a body on in records of TLS, each through a parser written in Python; receiving
 took most of a processor of a fast line. Here the standard library's client reads, and what arrived
-together is handed on together. Bodies that are sent say their length. Knows nothing of who is asked
-for what; any number of threads may use it.
+together is handed on together. A request with the extension `room`, a memoryview, has its answer
+received there: what is handed on are parts of it, one after another, as long as there is room.
+Bodies that are sent say their length. Knows nothing of who is asked for what; any number of threads
+may use it.
 """
 
 import http.client
@@ -19,6 +21,8 @@ import httpx
 
 PIECE_BYTES = 256 * 1024
 GATHER_SECONDS = 0.02  # for which bytes that came wait for more; where none come, until the timeout
+
+NO_ROOM = memoryview(b"")
 
 Origin = tuple[str, str, int]
 
@@ -43,7 +47,8 @@ class Wire(httpx.BaseTransport):
             headers = [
                 (name.encode("latin-1"), v.encode("latin-1")) for name, v in answer.getheaders()
             ]
-            body = _Body(self, origin, connection, answer)
+            room = request.extensions.pop("room", NO_ROOM)
+            body = _Body(self, origin, connection, answer, room)
             return httpx.Response(answer.status, headers=headers, stream=body)
         except BaseException:
             connection.close()
@@ -102,44 +107,63 @@ class _Body(httpx.SyncByteStream):
         origin: Origin,
         connection: http.client.HTTPConnection,
         answer: http.client.HTTPResponse,
+        room: memoryview,
     ) -> None:
         self._wire, self._origin, self._connection = wire, origin, connection
         self._answer, self._whole = answer, answer.length == 0
+        self._room = room
         self._failure: Exception | None = None
 
     def __iter__(self) -> Iterator[bytes]:
         with _translated(httpx.ReadError):
             while piece := self._gathered():
-                yield piece
+                yield piece  # type: ignore[misc]  # as good as bytes to all who read on
         if self._answer.length:
             raise httpx.RemoteProtocolError("the answer was cut short")
         self._whole = True
 
     def close(self) -> None:
+        self._room = NO_ROOM  # httpx's objects refer to each other, and so stay for a while
         self._answer.close()
         if self._whole and not self._answer.will_close:
             self._wire.keep(self._origin, self._connection)
         else:
             self._connection.close()
 
-    def _gathered(self) -> bytes:
+    def _gathered(self) -> memoryview:
         """What has come, and what comes right behind it. A failure is told after what came before
         it was handed on: a download goes on from there."""
         if self._failure:
             raise self._failure
-        parts: list[bytes] = []
+        room = self._next_room()
         size, until = 0, time.monotonic() + GATHER_SECONDS
         try:
-            while size < PIECE_BYTES and (part := self._answer.read1(PIECE_BYTES)):
-                parts.append(part)
-                size += len(part)
+            while size < len(room) and (count := self._received(room[size:])):
+                size += count
                 if time.monotonic() > until:
                     break
         except (OSError, http.client.HTTPException) as failure:
-            if not parts:
+            if not size:
                 raise
             self._failure = failure
-        return b"".join(parts)
+        self._room = self._room[size:]
+        return room[:size]
+
+    def _next_room(self) -> memoryview:
+        left = PIECE_BYTES if self._answer.length is None else self._answer.length
+        size = min(PIECE_BYTES, left)
+        return self._room[:size] or memoryview(bytearray(size))
+
+    def _received(self, room: memoryview) -> int:
+        """So many bytes came next; 0 where it ends."""
+        answer = self._answer
+        if answer.length is None:  # it tells the lengths of its parts
+            part = answer.read1(len(room))
+            room[: len(part)] = part
+            return len(part)
+        count = answer.fp.readinto1(room[: answer.length])
+        answer.length -= count
+        return count
 
 
 def _exchanged(

@@ -131,6 +131,50 @@ def test_many_bytes_arrive_in_large_pieces(http: httpx.Client, server: FaultServ
     assert len(pieces) < 20 * PIECE_BYTES / 16384
 
 
+def received(http: httpx.Client, address: str, room: memoryview) -> list[bytes]:
+    with http.stream("GET", address, extensions={"room": room}) as answer:
+        return list(answer.iter_raw())
+
+
+def test_an_answer_is_received_where_there_is_room_for_it(http: httpx.Client, server: FaultServer):
+    data = bytes(range(256)) * (PIECE_BYTES // 100)
+    blob = server.hold(data)
+    name = next(name for name in server.chunks if name != blob.name)
+    room = memoryview(bytearray(len(data)))
+    pieces = received(http, f"{server.address}/v1/chunks/{name}", room)
+    assert room == data
+    for piece in pieces:
+        memoryview(piece)[:] = bytes(len(piece))  # type: ignore[index]  # parts of the room
+    assert room == bytes(len(data))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nabcdef",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n2\r\nef\r\n0\r\n\r\n",
+    ],
+    ids=["of a length", "in parts"],
+)
+@pytest.mark.parametrize("size", [0, 1, 4, 6, 9])
+def test_an_answer_of_another_size_than_its_room_arrives_as_a_whole(
+    http: httpx.Client, raw: Raw, answer: bytes, size: int
+):
+    room = memoryview(bytearray(size))
+    address = raw(says(answer, answer))  # to one connection
+    for _ in range(2):
+        assert b"".join(received(http, address, room)) == b"abcdef"
+        assert room[:6] == b"abcdef"[:size]
+
+
+def test_a_room_is_let_go_of_when_the_answer_was_read(http: httpx.Client, raw: Raw):
+    data = bytearray(6)
+    with memoryview(data) as room:
+        received(http, raw(says(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nabcdef")), room)
+    data.extend(b"g")  # which it refuses while anybody looks at it
+    assert data == b"abcdefg"
+
+
 def test_few_bytes_do_not_wait_for_more(http: httpx.Client, server: FaultServer):
     server.faults = [Fault("GET /v1/hello", seconds_between=0.05)]
     with http.stream("GET", server.address + "/v1/hello") as answer:
