@@ -9,8 +9,8 @@ connections as they do; then they make rounds in turn, each time in another orde
 the machine does, and what each leaves of its memory to the next, hits all of them alike. A round is
 from two blocks in the memory of two workers to their mean in the memory of both (Flower: on the
 server, which had sent both the last one). Bytes are those on the loopback device, of a network
-namespace of the system's own where this runs as root. Writes averaging.json into DIR, prints a
-table last.
+namespace of the system's own where this runs as root. A system whose round fails is started anew,
+and its failures are counted. Writes averaging.json into DIR, prints a table last.
 """
 
 import argparse
@@ -22,12 +22,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from side import Peer
+from side import Peer, PeerError
 
 from quality import provenance
 
@@ -80,36 +79,65 @@ def own_namespaces() -> bool:
     return os.geteuid() == 0 and shutil.which("ip") is not None
 
 
-def start(system: System, python: str, numbers: int, stack: ExitStack) -> Peer:
-    command = [python, str(HERE / system.script), str(numbers), *system.arguments]
-    peer = Peer([*(IN_NAMESPACE if own_namespaces() else []), *command])
-    stack.callback(peer.end, END_SECONDS)
-    peer.heard()
-    return peer
+class Side:
+    """A system that runs, and runs again where it has failed."""
+
+    def __init__(self, system: System, python: str, numbers: int) -> None:
+        command = [python, str(HERE / system.script), str(numbers), *system.arguments]
+        self._command = [*(IN_NAMESPACE if own_namespaces() else []), *command]
+        self.failures = 0
+        self._start()
+
+    def round(self) -> dict[str, Any] | None:
+        """What one took; None where it failed."""
+        try:
+            told = self._peer_round()
+        except PeerError as error:
+            print(f"failed: {error}", flush=True)
+            self.failures += 1
+            self.end()
+            self._start()
+            return None
+        return told
+
+    def end(self) -> None:
+        self._peer.end(END_SECONDS)
+
+    def _start(self) -> None:
+        """The first round, which opens connections, is not counted."""
+        self._peer = Peer(self._command)
+        self._peer.heard()
+        self._peer_round()
+
+    def _peer_round(self) -> dict[str, Any]:
+        self._peer.tell("round")
+        told: dict[str, Any] = json.loads(self._peer.heard())
+        return told
 
 
-def in_turn(sides: dict[str, Peer], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """What every system's rounds took; the first, which opens connections, is not counted."""
+def in_turn(sides: dict[str, Side], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """What every system's rounds took."""
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
+    for number in range(rounds):
         for name in random.Random(number).sample(list(sides), len(sides)):
-            sides[name].tell("round")
-            told = json.loads(sides[name].heard())
-            print(f"{name}: {told['seconds']:.2f} s", flush=True)
-            if number:
+            if told := sides[name].round():
+                print(f"{name}: {told['seconds']:.2f} s", flush=True)
                 taken[name].append(told)
     return taken
 
 
-def print_table(taken: dict[str, list[dict[str, Any]]]) -> None:
-    print(
-        "| system | seconds, median | fastest | slowest | MB on the wire |\n|---|---|---|---|---|"
-    )
+def print_table(taken: dict[str, list[dict[str, Any]]], failures: dict[str, int]) -> None:
+    print("| system | seconds, median | fastest | slowest | MB on the wire | rounds | failed |")
+    print("|---|---|---|---|---|---|---|")
     for name, told in taken.items():
         seconds = [each["seconds"] for each in told]
+        if not seconds:
+            print(f"| {name} | - | - | - | - | 0 | {failures[name]} |")
+            continue
         moved = statistics.median(each["bytes"] for each in told) / 1e6
-        middle = statistics.median(seconds)
-        print(f"| {name} | {middle:.2f} | {min(seconds):.2f} | {max(seconds):.2f} | {moved:.1f} |")
+        row = f"| {name} | {statistics.median(seconds):.2f} | {min(seconds):.2f}"
+        row += f" | {max(seconds):.2f} | {moved:.1f} | {len(seconds)} | {failures[name]} |"
+        print(row)
 
 
 def main() -> None:
@@ -120,21 +148,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="SYSTEM")
     args = parser.parse_args()
-    with ExitStack() as stack:
-        sides = {
-            system.name: start(system, python, args.numbers, stack)
-            for system in SYSTEMS
-            if system.name in args.only and (python := interpreter(system, args.venvs))
-        }
+    sides: dict[str, Side] = {}
+    try:
+        for system in SYSTEMS:
+            if system.name in args.only and (python := interpreter(system, args.venvs)):
+                sides[system.name] = Side(system, python, args.numbers)
         load = os.getloadavg()[0]
         taken = in_turn(sides, args.rounds)
+    finally:
+        for side in sides.values():
+            side.end()
+    failures = {name: side.failures for name, side in sides.items()}
     args.out.mkdir(parents=True, exist_ok=True)
     report = {
         **provenance(), "cpus": os.cpu_count(), "load_before": load, "numbers": args.numbers,
-        "own_namespaces": own_namespaces(), "rounds": taken,
+        "own_namespaces": own_namespaces(), "rounds": taken, "failures": failures,
     }  # fmt: skip
     (args.out / "averaging.json").write_text(json.dumps(report, indent=1))
-    print_table(taken)
+    print_table(taken, failures)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,21 @@ own these are the system's own bytes.
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+PATIENCE_SECONDS = 180.0  # for a line; starting takes the longest
+
+
+class PeerError(Exception):
+    """A peer has ended, or says nothing any more."""
 
 
 class Peer:
@@ -30,10 +38,13 @@ class Peer:
         )
 
     def heard(self) -> str:
+        """Its next line; a peer never says two at once."""
         assert self._process.stdout
+        if not select.select([self._process.stdout], [], [], PATIENCE_SECONDS)[0]:
+            raise PeerError(f"a peer said nothing for {PATIENCE_SECONDS:.0f} s")
         line = self._process.stdout.readline()
         if not line:
-            sys.exit(f"a peer ended with {self._process.wait()}")
+            raise PeerError("a peer has ended")
         return line.strip()
 
     def tell(self, line: str) -> None:
@@ -44,7 +55,8 @@ class Peer:
     def end(self, patience: float = 2.0) -> None:
         """Its input ends; after so many seconds, so does whatever it has started."""
         assert self._process.stdin
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(patience)
         except subprocess.TimeoutExpired:

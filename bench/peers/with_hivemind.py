@@ -34,12 +34,14 @@ def peer(number: int, numbers: int, others: list[str]) -> None:
 def main(numbers: str) -> None:
     command = [sys.executable, __file__, numbers]
     peers = [Peer([*command, "0"])]
-    address = peers[0].heard()
-    peers.append(Peer([*command, "1", *address.split()]))
-    peers[1].heard()
-    answer_rounds(lambda step: all_peers(peers, step))
-    for each in peers:
-        each.end()
+    try:
+        address = peers[0].heard()
+        peers.append(Peer([*command, "1", *address.split()]))
+        peers[1].heard()
+        answer_rounds(lambda step: all_peers(peers, step))
+    finally:
+        for each in peers:
+            each.end()
 
 
 if __name__ == "__main__":
