@@ -201,9 +201,11 @@ async def whole(asked: Asked) -> Response:
     held = await _held(asked, offered.claim)
     if isinstance(held, Receipt):
         return _answer(held)
-    await run_in_threadpool(updates.keep_whole, held, offered, data)
+    if asked.service.run.config.swarm.codec == "none":  # a few numbers
+        fault = await run_in_threadpool(updates.take_whole, held, offered, data)
+    else:  # of which few bytes may make many
+        fault = await asked.verifying.in_turn(updates.take_whole, held, offered, data)
     asked.metrics.received(len(data))
-    fault = await asked.verifying.in_turn(updates.verify_whole, held, offered.claim)
     receipt = await asked.desk.ask(updates.settle_whole, asked.caller, held, offered, fault)
     return _settled(asked, receipt)
 

@@ -55,20 +55,24 @@ class Service:
         """Something arrived: look now rather than at the next round."""
         self._wake.set()
 
-    def round(self) -> None:
-        self.leases.expire()
+    def round(self, *, expire: bool = True) -> None:
+        if expire:
+            self.leases.expire()
         if self.merger.merge_due():
             self.versions_made.tell()
 
     def _make_rounds(self) -> None:
         collect_at, ended = time.monotonic() + COLLECT_SECONDS, -math.inf
+        expire_at = -math.inf
         while not self._stop.is_set():
             self._wake.wait(ROUND_SECONDS)
             # What arrives close together is looked at once; what arrives alone, at once.
             self._stop.wait(max(0.0, ended + SHORTEST_ROUND - time.monotonic()))
             self._wake.clear()
             try:
-                self.round()
+                if expire := time.monotonic() >= expire_at:
+                    expire_at = time.monotonic() + ROUND_SECONDS
+                self.round(expire=expire)
                 if (began := time.monotonic()) >= collect_at:
                     collect_at = began + COLLECT_SECONDS  # where it fails, too
                     self.collector.collect()

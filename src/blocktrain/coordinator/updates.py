@@ -166,9 +166,10 @@ class Updates:
             base = tx.version(lease.block, lease.base_version)
             return HeldLease(worker.id, worker.public_key, lease.fence, lease.steps, base)
 
-    def keep_whole(self, held: HeldLease, offer: UpdateOffer, data: memoryview) -> None:
-        """Store an update that came whole. Of whoever cannot show that it is his to send, and fits,
-        nothing is stored; of one lease, no more than it takes to settle it."""
+    def take_whole(self, held: HeldLease, offer: UpdateOffer, data: memoryview) -> str:
+        """Store an update that came whole; what is wrong with its numbers, empty where nothing is.
+        Of whoever cannot show that it is his to send, and fits, nothing is stored; of one lease, no
+        more than it takes to settle it."""
         claim = offer.claim
         traffic.check(offer.downloads, self.run.config.units)
         self._check_named(claim, held.worker)
@@ -180,9 +181,6 @@ class Updates:
             raise RefusedError("malformed", "these bytes are not those of the claim")
         self.run.chunks.put(data, claim.recipe.chunks[0])
         faults.reached("chunk-stored")
-
-    def verify_whole(self, held: HeldLease, claim: UpdateClaim) -> str:
-        """What is wrong with its numbers; empty where nothing is."""
         return self._fault(claim.recipe, held.base, held.steps)
 
     def settle_whole(

@@ -229,8 +229,9 @@ class LocalChunks:
             with file:
                 _write_all(file, data)
                 self._take(file, scratch, name, len(data))
-        finally:
+        except BaseException:
             scratch.unlink(missing_ok=True)
+            raise
 
     def _write_place(self, name: str, place: Place) -> None:
         whole = -(-place.size // SECTOR_BYTES) * SECTOR_BYTES
@@ -270,6 +271,7 @@ class LocalChunks:
                 # Windows refuses to replace a chunk that somebody reads: then it is there.
                 if not path.is_file():
                     raise
+                scratch.unlink()
             if self._sync:
                 _sync_folder(path.parent)
 

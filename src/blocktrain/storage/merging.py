@@ -30,10 +30,11 @@ from blocktrain.core.merge import (
 )
 from blocktrain.errors import DivergedError, ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Recipe
-from blocktrain.protocol.tensors import TensorSpec, canonical, check_like
+from blocktrain.protocol.tensors import TensorSpec, canonical
 from blocktrain.storage.blobs import BlobReader, Blobs, BlobWriter
 from blocktrain.storage.read_ahead import read_ahead
 from blocktrain.storage.weights_file import (
+    check_form,
     chunk_cuts,
     chunk_numbers,
     first_number,
@@ -85,7 +86,7 @@ class Merged:
 def check_update(reader: BlobReader, form: Sequence[TensorSpec]) -> float:
     """The root mean square of weights; refused, with a ProtocolError, where they have another form
     than the block's, or numbers that are not finite."""
-    check_like(weights_form(reader), form)
+    check_form(reader, form)
     found = magnitude(reader, form)
     if not math.isfinite(found):
         raise ProtocolError("the update holds numbers that are not finite, or far too large")
@@ -205,7 +206,7 @@ class _Files:
 
         def alike(blob: Recipe | Blob) -> BlobReader:
             reader = blobs.reader(blob)
-            check_like(weights_form(reader), form)
+            check_form(reader, form)
             return reader
 
         def opened(update: Update) -> _Weights | _Learned:

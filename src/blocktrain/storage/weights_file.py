@@ -15,7 +15,7 @@ from blocktrain.core.codec import FRAME_NUMBERS, framed
 from blocktrain.core.codec_numbers import Floats
 from blocktrain.errors import ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES
-from blocktrain.protocol.tensors import TensorSpec, canonical, parse_header
+from blocktrain.protocol.tensors import TensorSpec, canonical, check_like, parse_header
 from blocktrain.storage.blobs import BlobReader
 
 FLOAT = np.dtype("<f4")
@@ -31,6 +31,17 @@ def weights_form(reader: BlobReader) -> list[TensorSpec]:
         raise ProtocolError("a weights file is sorted by name and has no metadata")
     reader.forget()
     return specs
+
+
+def check_form(reader: BlobReader, form: Sequence[TensorSpec]) -> None:
+    """Refuse a file that is not a weights file of these tensors."""
+    header = canonical(form)
+    if reader.size == len(header) + FLOAT.itemsize * number_count(form):
+        found = reader.read(0, len(header))
+        reader.forget()
+        if found == header:
+            return
+    check_like(weights_form(reader), form)  # which tells what is wrong
 
 
 def magnitude(reader: BlobReader, form: Sequence[TensorSpec]) -> float:

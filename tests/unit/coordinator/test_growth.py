@@ -63,8 +63,7 @@ def send_whole(member: Member, update: Made) -> Receipt:
     updates, claim = member.service.updates, update.offer.claim
     held = updates.held(member.caller, claim.lease)
     assert held is not None
-    updates.keep_whole(held, update.offer, memoryview(b"".join(update.chunks.values())))
-    fault = updates.verify_whole(held, claim)
+    fault = updates.take_whole(held, update.offer, memoryview(b"".join(update.chunks.values())))
     return updates.settle_whole(member.caller, held, update.offer, fault)
 
 
