@@ -165,15 +165,18 @@ def main(numbers: int, codec: str) -> None:
             blocks=1, quorum=2, codec=codec, shortest_deadline=HOUR,
         )  # fmt: skip
         place = ["--data-dir", str(home), "--listen", "127.0.0.1:0"]
-        coordinator = Peer([*COORDINATOR, *place])
-        invite = json.loads(coordinator.heard())["invite"]
-        command = [sys.executable, __file__, invite]
-        workers = [Peer([*command, str(n), str(folder / f"worker-{n}")]) for n in (0, 1)]
-        for worker in workers:
-            worker.heard()
-        answer_rounds(lambda step: all_peers(workers, step))
-        for process in (*workers, coordinator):
-            process.end()
+        peers = [Peer([*COORDINATOR, *place])]
+        try:
+            invite = json.loads(peers[0].heard())["invite"]
+            command = [sys.executable, __file__, invite]
+            workers = [Peer([*command, str(n), str(folder / f"worker-{n}")]) for n in (0, 1)]
+            peers += workers
+            for worker in workers:
+                worker.heard()
+            answer_rounds(lambda step: all_peers(workers, step))
+        finally:
+            for peer in reversed(peers):
+                peer.end()
 
 
 if __name__ == "__main__":

@@ -5,13 +5,11 @@ for longer than workers keep theirs, as long as there are not many: opening one 
 away two round trips, and both sides two milliseconds of a processor.
 """
 
-from typing import Any
-
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-IDLE_SECONDS = 75.0
-MANY = 256  # connections, each of which takes 50 KB, and up to 300 where blocks went through it
-IDLE_SECONDS_OF_MANY = 5.0
+IDLE_SECONDS = 75
+MANY = 256  # connections, each of which takes 50 KB of memory or more
+IDLE_SECONDS_OF_MANY = 5
 
 
 class Connection(HttpToolsProtocol):
@@ -22,5 +20,5 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         many = len(self.connections) > MANY
-        self.timeout_keep_alive: Any = IDLE_SECONDS_OF_MANY if many else IDLE_SECONDS
+        self.timeout_keep_alive = IDLE_SECONDS_OF_MANY if many else IDLE_SECONDS
         super().on_response_complete()
