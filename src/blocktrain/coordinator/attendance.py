@@ -1,4 +1,5 @@
-"""Who is there to train, how fast and on what: by this the last text of a run is shared out.
+"""Who is there to train, how fast and on what: by this workers spread over the blocks, and the last
+text of a run is shared out.
 
 The ledger knows who holds a lease, not who is about to ask for one. Kept in memory: of several
 coordinators each knows those who asked it, and shares out less evenly than it might.
@@ -18,6 +19,7 @@ UNIT = 1e-6  # steps a second; whole ones, because sums of them stay exact howev
 class _Present(NamedTuple):
     asked: float
     block: int | None
+    last: int | None  # block that it was given
     units: int
 
 
@@ -28,22 +30,33 @@ class Attendance:
         self._fastest = swarm.most_steps / (FILLING * swarm.lease_seconds)
         # In the order of their asking; a plain dict is slow to find its first after many have gone.
         self._there: OrderedDict[str, _Present] = OrderedDict()
-        self._units: Counter[int | None] = Counter()  # by block; kept up, as many may be there
+        # Kept up, as many may be there.
+        self._units: Counter[int | None] = Counter()  # by block
+        self._heads: Counter[int | None] = Counter()  # by the last block
 
     def note(
         self, worker: str, block: int | None, steps_per_second: float | None, now: float
     ) -> None:
-        """It asks, and gets a lease of this block, or none. Not counted while nobody knows how
-        fast it is."""
-        self._drop(worker)
+        """It asks, and gets a lease of this block, or none. While nobody knows how fast it is, it
+        does nothing in a second."""
         while self._there and now - next(iter(self._there.values())).asked > self._seconds:
             self._drop(next(iter(self._there)))
-        if steps_per_second is not None:
-            units = round(min(steps_per_second, self._fastest) / UNIT)
-            self._there[worker] = _Present(now, block, units)
-            self._units[block] += units
+        before = self._drop(worker)
+        last = before.last if before and block is None else block
+        units = round(min(steps_per_second or 0.0, self._fastest) / UNIT)
+        self._there[worker] = _Present(now, block, last, units)
+        self._units[block] += units
+        self._heads[last] += 1
 
-    def others(self, worker: str) -> Mapping[int | None, float]:
+    def others(self, worker: str) -> Mapping[int | None, int]:
+        """How many but this one are there, by the block they train or trained last: who waits does
+        so for what its update becomes, and goes on with it."""
+        heads = dict(self._heads)
+        if own := self._there.get(worker):
+            heads[own.last] -= 1
+        return heads
+
+    def speeds(self, worker: str) -> Mapping[int | None, float]:
         """Steps a second of all but this one together, by the block they train; None: those who
         wait."""
         speeds = {block: units * UNIT for block, units in self._units.items()}
@@ -51,6 +64,8 @@ class Attendance:
             speeds[own.block] = (self._units[own.block] - own.units) * UNIT
         return speeds
 
-    def _drop(self, worker: str) -> None:
+    def _drop(self, worker: str) -> _Present | None:
         if present := self._there.pop(worker, None):
             self._units[present.block] -= present.units
+            self._heads[present.last] -= 1
+        return present

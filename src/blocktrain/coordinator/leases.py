@@ -86,13 +86,14 @@ class Leases:
             trained=asked.trained,
             soon=plan.soon(swarm, now, transfer),
             lead=self.run.config.lead,
+            others=self._attendance.others(worker.id),
         )
         # Who may not train all blocks is not there for what is left of them.
         speed = asked.steps_per_second if asked.blocks is None else None
         self._attendance.note(worker.id, chosen.index if chosen else None, speed, now)
         if chosen is None:
             return _wait(blocks, worker.id, asked)
-        left = plan.seconds_left(swarm, blocks, now, speed, self._attendance.others(worker.id))
+        left = plan.seconds_left(swarm, blocks, now, speed, self._attendance.speeds(worker.id))
         lease = self._hand_out(tx, worker.id, chosen, asked, now, left)
         return self._described(tx, lease, worker, now)
 

@@ -1,21 +1,22 @@
 """Who trains what next, and when updates become a version: pure decisions, no clock, no files.
 
-Blocks that lag go first; a worker stays with its block while that is useful, because its
-optimizer state is warm there. Blocks never wait for each other, but for those of a cascade whose
-`lead` keeps them behind the one they build on. Simulation runs the same code.
+Blocks that lag and that few train go first; a worker stays with its block while that is useful,
+because its optimizer state is warm there. Blocks never wait for each other, but for those of a
+cascade whose `lead` keeps them behind the one they build on. Simulation runs the same code.
 """
 
 import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from blocktrain.config import SwarmConfig, TrainConfig
 from blocktrain.core.codec import kept_in_last_words
 from blocktrain.core.swarm import BlockView, LeaseView, Waiting
 
-STAY = 0.5  # of the run: how far ahead of the slowest block a worker's own may be before it moves
+STAY = 0.25  # of a block: how much more there may be to do elsewhere before a worker moves
 PATIENCE = 0.25  # of a lease's time that a worker spends on its own transfers without moving
 FILLING = 0.1  # of a lease's time: what is left until others end is filled if it is more
 QUORUM_LEASES = 2.0  # of a lease's time that the first update waits for a quorum
@@ -24,6 +25,7 @@ IDLE_WAIT = 5.0
 
 Block = TypeVar("Block", bound=BlockView[Any])
 Update = TypeVar("Update", bound=Waiting)
+Others = Mapping[int | None, int]  # how many were last given each block; None: none yet
 
 
 class Refusal(StrEnum):
@@ -41,23 +43,29 @@ def choose_block(
     trained: Hashable = None,
     soon: float = math.inf,
     lead: float = 0.0,
+    others: Others = MappingProxyType({}),
 ) -> Block | None:
     """The block to hand out, or None where there is nothing this worker could do now.
+
+    It is the one with the most to do for each who would train it. What several train at once has to
+    be averaged, which costs quality: so workers spread, and leave no block for all of them to share
+    at the end. A worker stays with its own until there is clearly more to do elsewhere.
 
     While its own update becomes a version, a worker goes on from the end of the lease it has
     `trained`, where it may. Else a `patient` one waits: for what others who train the block have
     learned meanwhile, and because another block would have to be fetched, prepared and trained with
     an optimizer that knows nothing of it.
 
-    With a `lead` a block is open while it keeps that far behind the one before, and workers spread
-    over the open ones: few are open at first, and what many train at once has to be averaged. Who
-    shares its block with no more others than it would elsewhere stays to its end.
+    With a `lead` a block is open while it keeps that far behind the one before. Few are open at
+    first, so workers go where fewest are; who shares its block with no more others than it would
+    elsewhere stays to its end.
     """
     open_to = [
         block
         for block in (_far_enough_behind(blocks, lead, held) if lead else blocks)
         if block.to_hand_out and (allowed is None or block.index in allowed)
     ]
+    crowds = {block.index: _crowd(block, worker, others) for block in open_to}
 
     def is_free(block: Block) -> bool:
         """Better to go on from what it has just made than from the version before."""
@@ -65,20 +73,28 @@ def choose_block(
             block.index == held and may_continue(block, worker, trained, patient=patient, soon=soon)
         )
 
-    calm = _least_crowded(open_to, worker) if lead else open_to
-    own = next((block for block in calm if block.index == held), None)
-    if own is not None and (lead or _share(own) <= min(map(_share, open_to)) + STAY):
+    def to_do_each(block: Block) -> float:
+        return _left(block) / (crowds[block.index] + 1)
+
+    def rank(block: Block) -> tuple[float, float, int]:
+        crowd = crowds[block.index]
+        if lead:
+            return crowd, _share(block) + lead * block.index, block.index
+        return -to_do_each(block), crowd, block.index
+
+    def keeps(own: Block) -> bool:
+        if lead:
+            return crowds[own.index] == min(crowds.values())
+        as_much = max(map(to_do_each, open_to)) * (crowds[own.index] + 1)
+        return as_much <= _left(own) + STAY
+
+    own = next((block for block in open_to if block.index == held), None)
+    if own is not None and keeps(own):
         if is_free(own):
             return own
         if patient:
             return None
-    free = [block for block in open_to if is_free(block)]
-    best = [block for block in free if block in calm] if lead else free
-    return min(
-        best or free,
-        key=lambda block: (_share(block) + lead * block.index, len(block.workers), block.index),
-        default=None,
-    )
+    return min(filter(is_free, open_to), key=rank, default=None)
 
 
 def _far_enough_behind(blocks: Sequence[Block], lead: float, held: int | None) -> list[Block]:
@@ -100,10 +116,11 @@ def _far_enough_behind(blocks: Sequence[Block], lead: float, held: int | None) -
     return [block for block in blocks if is_open(block)]
 
 
-def _least_crowded(blocks: Sequence[Block], worker: str) -> list[Block]:
-    crowds = {block.index: len(set(block.workers) - {worker}) for block in blocks}
-    least = min(crowds.values(), default=0)
-    return [block for block in blocks if crowds[block.index] == least]
+def _crowd(block: BlockView[Any], worker: str, others: Others) -> int:
+    """How many others train a block: who holds something of it, or was given it last. Between a
+    version and their next leases, those who made it hold nothing."""
+    holding = len(block.workers) - (worker in block.workers)
+    return max(holding, others.get(block.index, 0))
 
 
 def own_update_comes(block: BlockView[Any], worker: str, trained: Hashable) -> bool:
@@ -148,6 +165,10 @@ def is_patient(swarm: SwarmConfig, transfer_seconds: float) -> bool:
 
 def _share(block: BlockView[Any]) -> float:
     return block.under_way / block.total_batches
+
+
+def _left(block: BlockView[Any]) -> float:
+    return block.to_hand_out / block.total_batches
 
 
 def wait_seconds(blocks: Sequence[BlockView[Any]], worker: str) -> float:

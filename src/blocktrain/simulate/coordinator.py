@@ -77,12 +77,13 @@ class VirtualCoordinator:
             trained=name,
             soon=soon,
             lead=self.lead,
+            others=self._attendance.others(worker),
         )
         self._attendance.note(worker, block.index if block else None, steps_per_second, now)
         if block is None:
             return None
-        others = self._attendance.others(worker)
-        left = plan.seconds_left(self.swarm, self.blocks, now, steps_per_second, others)
+        speeds = self._attendance.speeds(worker)
+        left = plan.seconds_left(self.swarm, self.blocks, now, steps_per_second, speeds)
         continues = plan.may_continue(block, worker, name, patient=patient, soon=soon)
         before = trained if continues else None
         seconds = plan.training_seconds(self.swarm, block, now, transfer_seconds, left)

@@ -17,15 +17,27 @@ def test_others_are_counted_by_the_block_they_train():
     attendance.note("ann", 0, 1.0, 0.0)
     attendance.note("bob", 0, 2.0, 1.0)
     attendance.note("eve", None, 4.0, 2.0)
-    assert attendance.others("zoe") == {0: 3.0, None: 4.0}
-    assert attendance.others("bob") == {0: 1.0, None: 4.0}
+    assert attendance.speeds("zoe") == {0: 3.0, None: 4.0}
+    assert attendance.speeds("bob") == {0: 1.0, None: 4.0}
+    assert attendance.others("zoe") == {0: 2, None: 1}
+    assert attendance.others("bob") == {0: 1, None: 1}
+
+
+def test_who_waits_is_with_the_block_it_was_given_last_but_trains_nothing():
+    attendance = Attendance(SWARM)
+    attendance.note("ann", 2, 1.0, 0.0)
+    attendance.note("ann", None, 1.0, 30.0)
+    attendance.note("ann", None, 1.0, 30.3)
+    assert attendance.others("bob")[2] == 1
+    assert attendance.speeds("bob") == {2: 0.0, None: 1.0}
 
 
 def test_who_asks_again_counts_once_where_it_is_now():
     attendance = Attendance(SWARM)
     attendance.note("ann", 0, 1.0, 0.0)
     attendance.note("ann", 1, 2.0, 30.0)
-    assert attendance.others("bob") == {0: 0.0, 1: 2.0}
+    assert attendance.speeds("bob") == {0: 0.0, 1: 2.0}
+    assert attendance.others("bob") == {0: 0, 1: 1}
 
 
 def test_who_has_not_asked_for_long_is_not_there():
@@ -33,23 +45,25 @@ def test_who_has_not_asked_for_long_is_not_there():
     attendance.note("ann", 0, 1.0, 0.0)
     attendance.note("bob", 0, 2.0, 1.0)
     attendance.note("eve", 1, 4.0, SECONDS)
-    assert attendance.others("eve") == {0: 3.0, 1: 0.0}
+    assert attendance.speeds("eve") == {0: 3.0, 1: 0.0}
     attendance.note("eve", 1, 4.0, SECONDS + 0.5)
-    assert attendance.others("eve") == {0: 2.0, 1: 0.0}
+    assert attendance.speeds("eve") == {0: 2.0, 1: 0.0}
+    assert attendance.others("eve") == {0: 1, 1: 0}
 
 
 def test_who_says_it_is_endlessly_fast_neither_counts_endlessly_nor_spoils_the_sum():
     attendance = Attendance(SWARM)
     attendance.note("ann", 0, 1.0, 0.0)
     attendance.note("bob", 0, 1e308, 0.0)
-    assert attendance.others("eve")[0] == pytest.approx(1.0 + FASTEST)
-    assert attendance.others("bob") == {0: 1.0}
+    assert attendance.speeds("eve")[0] == pytest.approx(1.0 + FASTEST)
+    assert attendance.speeds("bob") == {0: 1.0}
 
 
-def test_nobody_counts_whose_speed_is_unknown():
+def test_whose_speed_is_unknown_is_there_without_one():
     attendance = Attendance(SWARM)
     attendance.note("ann", 0, None, 0.0)
-    assert not attendance.others("bob")
+    assert attendance.speeds("bob") == {0: 0.0}
+    assert attendance.others("bob") == {0: 1}
 
 
 asked = st.tuples(
@@ -65,16 +79,16 @@ asked = st.tuples(
 def test_sums_are_those_of_what_each_said_last(
     said: list[tuple[str, int | None, float | None, float]], worker: str
 ):
-    attendance, now, last = Attendance(SWARM), 0.0, {}
+    attendance, now, last, given = Attendance(SWARM), 0.0, {}, {}
     for name, block, speed, passed in said:
         now += passed
         attendance.note(name, block, speed, now)
+        was_there = name in last and now - last[name][2] <= SECONDS
+        given[name] = given[name] if block is None and was_there else block
         last[name] = (block, speed, now)
-    others = attendance.others(worker)
+    there = {name for name, (_, _, at) in last.items() if now - at <= SECONDS} - {worker}
+    speeds, others = attendance.speeds(worker), attendance.others(worker)
     for index in (None, 0, 1, 2, 3):
-        there = [
-            speed
-            for name, (block, speed, at) in last.items()
-            if name != worker and block == index and speed and now - at <= SECONDS
-        ]
-        assert others.get(index, 0.0) == pytest.approx(sum(there), abs=1e-5)
+        told = [last[name][1] or 0.0 for name in there if last[name][0] == index]
+        assert speeds.get(index, 0.0) == pytest.approx(sum(told), abs=1e-5)
+        assert others.get(index, 0) == sum(given[name] == index for name in there)

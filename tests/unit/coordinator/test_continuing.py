@@ -79,11 +79,11 @@ def test_nobody_gets_further_than_one_update_ahead(service: Service):
     member = join(service)
     first = member.lease(blocks=(0,), **STEPS)
     second = go_on(member, first)
-    answer = member.ask(held_block=0, trained=second.lease, **STEPS).answer
+    answer = member.ask(held_block=0, blocks=(0,), trained=second.lease, **STEPS).answer
     assert isinstance(answer, Wait)
     learned(member, first, 1.0)
     service.merger.merge_due()
-    third = go_on(member, second)
+    third = go_on(member, second, blocks=(0,))
     assert (third.continues, third.base_version) == (second.lease, 1)
     assert third.schedule_start == second.schedule_start + second.steps
 

@@ -103,8 +103,8 @@ def test_a_worker_stays_with_the_block_it_holds(service: Service):
         held = lease.block
         blocks.append(held)
         service.round()
-    # Three steps of 40 at a time: it leaves once it is more than half a run ahead.
-    assert blocks == [0] * 7 + [1] * 2
+    # Three steps of 40 at a time: it leaves once it is more than a quarter of a run ahead.
+    assert blocks == [0] * 4 + [1] * 5
 
 
 def test_the_schedule_of_one_worker_is_that_of_the_run(service: Service):

@@ -189,6 +189,29 @@ def test_smaller_updates_take_less_of_the_line_up_and_the_same_down():
     assert packed.virtual_seconds < whole.virtual_seconds
 
 
+def shared_steps(scene: Scenario) -> float:
+    """The share of all steps that were trained while somebody else had a lease of the block."""
+    books = Bookkeeper(scene)
+    assert simulate(scene, books).finished
+    spans = [(lease.block.index, lease.created, lease.committed) for lease in books.leases]
+    shared = sum(
+        lease.steps
+        for lease, (index, begins, ends) in zip(books.leases, spans, strict=True)
+        if sum(i == index and b < ends and e > begins for i, b, e in spans) > 1
+    )
+    return shared / sum(lease.steps for lease in books.leases)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize(("workers", "most"), [(2, 0.0), (3, 0.07), (4, 0.02)])
+def test_no_more_workers_than_blocks_hardly_ever_share_one(codec: str, workers: int, most: float):
+    """Only towards the end, when fewer blocks than workers are left. Without a codec nobody trains
+    while an update travels."""
+    four = {"model__layers": 4, "model__blocks": 4, "train__steps": 1500, "swarm__codec": codec}
+    scene = scenario(**four, simulate__workers=workers, simulate__latency_seconds=0.05)
+    assert shared_steps(scene) <= most
+
+
 def test_equal_workers_are_used_fully():
     report = simulate(scenario(simulate__workers=8, train__steps=20_000))
     assert report.finished
