@@ -10,17 +10,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.plan import FILLING
+from blocktrain.coordinator.plan import FILLING, MILLIONTH
 
 ABSENT_LEASES = 2.0  # of a lease's time after which a worker that has not asked is not there
-UNIT = 1e-6  # steps a second; whole ones, because sums of them stay exact however often they change
 
 
 class _Present(NamedTuple):
     asked: float
     block: int | None
     last: int | None  # block that it was given
-    units: int
+    speed: int  # in millionths
 
 
 class Attendance:
@@ -31,7 +30,7 @@ class Attendance:
         # In the order of their asking; a plain dict is slow to find its first after many have gone.
         self._there: OrderedDict[str, _Present] = OrderedDict()
         # Kept up, as many may be there.
-        self._units: Counter[int | None] = Counter()  # by block
+        self._speeds: Counter[int | None] = Counter()  # by block
         self._heads: Counter[int | None] = Counter()  # by the last block
 
     def note(
@@ -43,9 +42,9 @@ class Attendance:
             self._drop(next(iter(self._there)))
         before = self._drop(worker)
         last = before.last if before and block is None else block
-        units = round(min(steps_per_second or 0.0, self._fastest) / UNIT)
-        self._there[worker] = _Present(now, block, last, units)
-        self._units[block] += units
+        speed = round(min(steps_per_second or 0.0, self._fastest) / MILLIONTH)
+        self._there[worker] = _Present(now, block, last, speed)
+        self._speeds[block] += speed
         self._heads[last] += 1
 
     def others(self, worker: str) -> Mapping[int | None, int]:
@@ -56,16 +55,16 @@ class Attendance:
             heads[own.last] -= 1
         return heads
 
-    def speeds(self, worker: str) -> Mapping[int | None, float]:
-        """Steps a second of all but this one together, by the block they train; None: those who
-        wait."""
-        speeds = {block: units * UNIT for block, units in self._units.items()}
+    def speeds(self, worker: str) -> Mapping[int | None, int]:
+        """Millionths of a step a second of all but this one together, by the block they train;
+        None: those who wait."""
+        speeds = dict(self._speeds)
         if own := self._there.get(worker):
-            speeds[own.block] = (self._units[own.block] - own.units) * UNIT
+            speeds[own.block] -= own.speed
         return speeds
 
     def _drop(self, worker: str) -> _Present | None:
         if present := self._there.pop(worker, None):
-            self._units[present.block] -= present.units
+            self._speeds[present.block] -= present.speed
             self._heads[present.last] -= 1
         return present

@@ -20,6 +20,7 @@ STAY = 0.25  # of a block: how much more there may be to do elsewhere before a w
 PATIENCE = 0.25  # of a lease's time that a worker spends on its own transfers without moving
 FILLING = 0.1  # of a lease's time: what is left until others end is filled if it is more
 QUORUM_LEASES = 2.0  # of a lease's time that the first update waits for a quorum
+MILLIONTH = 1e-6  # of a step a second; whole ones, because sums of them stay exact
 MERGE_WAIT = 0.3  # seconds; the worker's own update is about to become a version
 IDLE_WAIT = 5.0
 
@@ -65,7 +66,6 @@ def choose_block(
         for block in (_far_enough_behind(blocks, lead, held) if lead else blocks)
         if block.to_hand_out and (allowed is None or block.index in allowed)
     ]
-    crowds = {block.index: _crowd(block, worker, others) for block in open_to}
 
     def is_free(block: Block) -> bool:
         """Better to go on from what it has just made than from the version before."""
@@ -73,27 +73,34 @@ def choose_block(
             block.index == held and may_continue(block, worker, trained, patient=patient, soon=soon)
         )
 
-    def to_do_each(block: Block) -> float:
-        return _left(block) / (crowds[block.index] + 1)
+    own = next((block for block in open_to if block.index == held), None)
+    own_is_free = own is not None and is_free(own)
+    if own is not None and patient and not own_is_free:
+        return None
+    # Who trains a block holds something of it, or was given it last: between a version and their
+    # next leases, those who made it hold nothing.
+    crowds = {block.index: max(len(block.workers), others.get(block.index, 0)) for block in open_to}
+    if own is not None:
+        holding = len(own.workers) - (worker in own.workers)
+        crowds[own.index] = max(holding, others.get(own.index, 0))
 
     def rank(block: Block) -> tuple[float, float, int]:
         crowd = crowds[block.index]
         if lead:
             return crowd, _share(block) + lead * block.index, block.index
-        return -to_do_each(block), crowd, block.index
+        return -block.to_hand_out / block.total_batches / (crowd + 1), crowd, block.index
 
     def keeps(own: Block) -> bool:
+        crowd = crowds[own.index]
         if lead:
-            return crowds[own.index] == min(crowds.values())
-        as_much = max(map(to_do_each, open_to)) * (crowds[own.index] + 1)
-        return as_much <= _left(own) + STAY
+            return crowd == min(crowds.values())
+        to_do_each = [
+            block.to_hand_out / block.total_batches / (crowds[block.index] + 1) for block in open_to
+        ]
+        return max(to_do_each) * (crowd + 1) <= own.to_hand_out / own.total_batches + STAY
 
-    own = next((block for block in open_to if block.index == held), None)
-    if own is not None and keeps(own):
-        if is_free(own):
-            return own
-        if patient:
-            return None
+    if own is not None and own_is_free and keeps(own):
+        return own
     return min(filter(is_free, open_to), key=rank, default=None)
 
 
@@ -114,13 +121,6 @@ def _far_enough_behind(blocks: Sequence[Block], lead: float, held: int | None) -
         return behind >= lead
 
     return [block for block in blocks if is_open(block)]
-
-
-def _crowd(block: BlockView[Any], worker: str, others: Others) -> int:
-    """How many others train a block: who holds something of it, or was given it last. Between a
-    version and their next leases, those who made it hold nothing."""
-    holding = len(block.workers) - (worker in block.workers)
-    return max(holding, others.get(block.index, 0))
 
 
 def own_update_comes(block: BlockView[Any], worker: str, trained: Hashable) -> bool:
@@ -167,10 +167,6 @@ def _share(block: BlockView[Any]) -> float:
     return block.under_way / block.total_batches
 
 
-def _left(block: BlockView[Any]) -> float:
-    return block.to_hand_out / block.total_batches
-
-
 def wait_seconds(blocks: Sequence[BlockView[Any]], worker: str) -> float:
     """When a worker for whom there is nothing now should ask again."""
     return MERGE_WAIT if any(worker in block.workers for block in blocks) else IDLE_WAIT
@@ -186,19 +182,20 @@ def seconds_left(
     blocks: Sequence[BlockView[Any]],
     now: float,
     steps_per_second: float | None,
-    others: Mapping[int | None, float],
+    others: Mapping[int | None, int],
 ) -> float:
     """Until the run's text is trained, if a worker and all `others` who are there end together:
-    these by the block they train, how fast they are on it, and None for those who wait. Infinite
-    where the worker's speed is unknown, and where it is longer than leases are."""
+    these by the block they train, in millionths of a step a second, and None for those who wait.
+    Infinite where the worker's speed is unknown, and where it is longer than leases are."""
     if steps_per_second is None:
         return math.inf
-    together = steps_per_second + sum(others.values())
+    together = steps_per_second + MILLIONTH * sum(others.values())
     steps = float(sum([block.to_hand_out for block in blocks]))
     if steps > together * swarm.lease_seconds:
         return math.inf
     for block in blocks:
-        steps += others.get(block.index, 0.0) * max(0.0, block.busy_until - now)
+        seconds = max(0.0, block.busy_until - now)
+        steps += MILLIONTH * others.get(block.index, 0) * seconds
     return steps / together
 
 

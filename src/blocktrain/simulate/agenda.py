@@ -45,11 +45,16 @@ class Agenda:
         """Let things happen until the clock stands at `until`, or somebody ends it."""
         with _without_garbage_collection():
             while not self._ended and self._has_plans() and self._open[0][0] <= until:
-                self.now, _, action, arguments = heapq.heappop(self._open)
-                self.happened += 1
-                action(*arguments)
+                self._turn_page(until)
         if not self._ended:
             self.now = until
+
+    def _turn_page(self, until: float) -> None:
+        plans = self._open
+        while plans and plans[0][0] <= until and not self._ended:
+            self.now, _, action, arguments = heapq.heappop(plans)
+            self.happened += 1
+            action(*arguments)
 
     def _has_plans(self) -> bool:
         if not self._open and self._next_pages:

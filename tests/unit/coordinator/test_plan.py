@@ -13,6 +13,7 @@ from blocktrain.coordinator.plan import (
     FILLING,
     IDLE_WAIT,
     MERGE_WAIT,
+    MILLIONTH,
     QUORUM_LEASES,
     STAY,
     Refusal,
@@ -211,9 +212,9 @@ def test_a_worker_waits_for_its_own_update_rather_than_build_on_the_version_befo
     assert choose_block([finishing], "bob", None, None) == finishing
 
 
-def test_a_worker_moves_where_its_own_block_is_far_ahead_or_its_update_takes_long():
+def test_a_worker_waits_for_its_own_update_unless_that_takes_long():
     ahead = replace(merged(0, 60), finishing=frozenset({"ann"}))
-    assert chosen([ahead, merged(1, 0)], held=0) == 1
+    assert chosen([ahead, merged(1, 0)], held=0) is None
     blocks = [replace(merged(0, 20), finishing=frozenset({"ann"})), merged(1, 20)]
     assert choose_block(blocks, "ann", 0, None, patient=False) == blocks[1]
     swarm = SwarmConfig(lease_seconds=20.0)
@@ -279,13 +280,10 @@ def test_a_lead_never_leaves_a_run_without_work(blocks: tuple[BlockState, ...], 
         assert choose_block(blocks, "ann", None, None, patient=False, lead=lead) is not None
 
 
-def crowd(state: BlockState) -> int:
-    """Who would train a block, this worker too."""
-    return len(state.workers | {"ann"})
-
-
-def to_do_each(state: BlockState) -> float:
-    return state.to_hand_out / state.total_batches / crowd(state)
+def to_do_each(state: BlockState, held: int | None) -> float:
+    """For each who would train a block: one more than do, but on its own this worker is counted."""
+    crowd = len(state.workers - {"ann"} if state.index == held else state.workers) + 1
+    return state.to_hand_out / state.total_batches / crowd
 
 
 @settings(deadline=None)
@@ -304,11 +302,8 @@ def test_whatever_is_chosen_can_be_trained_by_this_worker_now(
     assert (found is None) == (not choices)
     if found is not None:
         assert found in choices
-        most = max(map(to_do_each, choices))
-        if to_do_each(found) < most:
-            assert found.index == held
-            spared = (most - to_do_each(found)) * crowd(found)
-            assert spared <= STAY + 1e-9
+        short = max(to_do_each(state, held) for state in choices) - to_do_each(found, held)
+        assert short * len(found.workers | {"ann"}) <= (STAY + 1e-9 if found.index == held else 0)
     if choose_block(blocks, "ann", held, allowed) != found:
         assert any(state.index == held and "ann" in state.finishing for state in blocks)
 
@@ -403,6 +398,10 @@ def test_updates_of_those_who_share_a_block_come_in_within_a_step_of_each_other(
 # How much of what is left of the run
 
 
+def millionths(steps_per_second: float) -> int:
+    return round(steps_per_second / MILLIONTH)
+
+
 def shared(
     left: int, speeds: list[float], transfer: float = 0.0, swarm: SwarmConfig = SWARM
 ) -> list[tuple[int, float]]:
@@ -414,7 +413,7 @@ def shared(
         waiting -= speed
         busy_until = max((at for _, at in given), default=-math.inf)
         last = block(total_batches=left, busy_until=busy_until, workers=frozenset("x" * number))
-        others = {0: sum(speeds[:number]), None: waiting}
+        others = {0: millionths(sum(speeds[:number])), None: millionths(waiting)}
         end = seconds_left(swarm, [last], NOW, speed, others)
         seconds = training_seconds(swarm, last, NOW, transfer, end)
         if left:
@@ -433,14 +432,14 @@ def test_the_last_steps_are_shared_out_by_speed():
 def test_text_that_others_are_about_to_train_counts_by_when_they_end():
     """Ann alone has ten seconds of text left, and bob will be free to help with it, or not."""
     blocks = [block(0, total_batches=10), block(1, next_batch=100, busy_until=NOW + 4.0)]
-    assert seconds_left(SWARM, blocks, NOW, 1.0, {1: 1.0}) == 7.0
+    assert seconds_left(SWARM, blocks, NOW, 1.0, {1: millionths(1.0)}) == 7.0
     assert seconds_left(SWARM, blocks, NOW, 1.0, {}) == 10.0
     later = replace(blocks[1], busy_until=NOW + 20.0)
-    assert seconds_left(SWARM, [blocks[0], later], NOW, 1.0, {1: 1.0}) > 10.0
+    assert seconds_left(SWARM, [blocks[0], later], NOW, 1.0, {1: millionths(1.0)}) > 10.0
 
 
 def test_who_has_no_speed_yet_leaves_nothing_to_others():
-    assert seconds_left(SWARM, [block()], NOW, None, {None: 5.0}) == math.inf
+    assert seconds_left(SWARM, [block()], NOW, None, {None: millionths(5.0)}) == math.inf
 
 
 @pytest.mark.parametrize(("transfer", "steps"), [(0.0, 3), (2.0, 3), (5.0, 5), (60.0, 30)])
