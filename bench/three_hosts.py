@@ -7,12 +7,13 @@ Needs Linux and root: every host is a network namespace (tests/support/wan.py). 
 needs neither: every worker reaches the coordinator through a proxy with the same delay and rate
 (tests/support/tcp_link.py), without loss, and bytes are those inside of TCP. For every codec and
 round trip a real coordinator and three real workers train the run over HTTPS; one host is killed
-at a third of it and comes back at half. Bytes are those of all packets on the workers' lines,
-both directions, headers and repetitions and all. Waiting is the share of a worker's time, from
-joining to its last word, in which it took no step. CE is on test, of the model fetched at the end.
-The run at home is `blocktrain train`: every block trained alone on the same bytes. Writes
-three-hosts.json and the workers' logs into DIR after every run, prints a table last; called again
-with the same settings, it adds to it and does not train at home again.
+at a third of it and comes back at half. Every host has only what came over its line, the text
+too. Bytes are those of all packets on the workers' lines, both directions, headers and repetitions
+and all. Waiting is the share of a worker's time, from joining to its last word, in which it took
+no step. CE is on test, of the model fetched at the end. The run at home is `blocktrain train`:
+every block trained alone on the same bytes. Writes three-hosts.json and the workers' logs into DIR
+after every run, prints a table last; called again with the same settings, it adds to it and does
+not train at home again. `--round-trips` without any trains at home alone.
 """
 
 import argparse
@@ -25,8 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -81,7 +82,7 @@ class Swarm:
 
     def __init__(self, wan: Wan | Links, folder: Path, config: Path, args: Any) -> None:
         self._wan, self._folder, self._config = wan, folder, config
-        self._device, self._threads, self._data = args.device, args.threads, args.data
+        self._device, self._threads = args.device, args.threads
         self._running: dict[str, subprocess.Popen[Any]] = {}
         self._lives: defaultdict[str, list[Path]] = defaultdict(list)  # the log of each start
 
@@ -100,7 +101,6 @@ class Swarm:
         log = f"{host}-{len(self._lives[host])}"
         self._lives[host].append(self._log(log))
         command += ["--folder", str(self._folder / host)]
-        command += ["--data", self._data] if self._data else []
         self._running[host] = self._start(host, command, log)
 
     def kill_worker(self, host: str) -> None:
@@ -111,6 +111,12 @@ class Swarm:
         """The model as it is now; fetched where the coordinator is, so that no line carries it."""
         self._start(COORDINATOR, ["fetch", self.invite, "--out", out], log="fetch").wait()
 
+    def moved(self) -> Counter[str]:
+        """Bytes of updates and versions, and what they would have been whole, in fp32 (raw)."""
+        self._start(COORDINATOR, ["status", self.invite, "--json"], log="status").wait()
+        status = json.loads(self._log("status").read_text())
+        return sum((Counter(block["moved"]) for block in status["blocks"]), Counter())
+
     def lives(self, host: str) -> list[list[Event]]:
         """What a worker told, one list for each time it was started and joined."""
         return [life for log in self._lives[host] if (life := told(log.read_text()))]
@@ -118,15 +124,20 @@ class Swarm:
     def finished(self) -> bool:
         for host, process in self._running.items():
             if process.poll() not in (None, 0, -signal.SIGKILL):
-                log = self._lives[host][-1].read_text()
-                raise RuntimeError(f"worker {host} failed: {log[-2000:]}")
+                errors = self._lives[host][-1].with_suffix(".err").read_text()
+                raise RuntimeError(f"worker {host} failed: {errors[-2000:]}")
         return all(process.poll() is not None for process in self._running.values())
 
     def _start(self, host: str, arguments: list[Any], log: str = "") -> "subprocess.Popen[Any]":
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
-        with self._log(log or host).open("ab") as file:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(self._threads),
+            "BLOCKTRAIN_CACHE": str(self._folder / f"{host}-cache"),
+        }
+        told = self._log(log or host)
+        with told.open("ab") as out, told.with_suffix(".err").open("ab") as errors:
             return self._wan.popen(
-                host, [*COMMAND, *map(str, arguments)], stdout=file, stderr=file, env=environment
+                host, [*COMMAND, *map(str, arguments)], stdout=out, stderr=errors, env=environment
             )
 
     def _log(self, name: str) -> Path:
@@ -135,7 +146,8 @@ class Swarm:
     def _first_line(self, process: "subprocess.Popen[Any]") -> str:
         while not (lines := self._log(COORDINATOR).read_text().splitlines()):
             if process.poll() is not None:
-                raise RuntimeError("the coordinator did not start")
+                errors = self._log(COORDINATOR).with_suffix(".err").read_text()
+                raise RuntimeError(f"the coordinator did not start: {errors[-2000:]}")
             time.sleep(POLL_SECONDS)
         return lines[0]
 
@@ -176,11 +188,13 @@ def train_across(swarm: Swarm, whole: int) -> None:
     for host in WORKERS:
         swarm.start_worker(host)
     to_do = [(RETURNS_AT, swarm.start_worker), (LEAVES_AT, swarm.kill_worker)]
-    while to_do or not swarm.finished():
+    while not swarm.finished():
         time.sleep(POLL_SECONDS)
         done = sum(contributed(swarm.lives(host)) for host in WORKERS) / whole
         if to_do and done >= to_do[-1][0]:
             to_do.pop()[1](LEAVER)
+    if to_do:
+        raise RuntimeError(f"the run was over before host {LEAVER} had left and come back")
 
 
 def score(run: Path, windows: int | None, device: str, source: str) -> float:
@@ -208,6 +222,7 @@ def measured(folder: Path, config: Config, args: argparse.Namespace, trip: float
         train_across(swarm, whole)
         seconds = time.monotonic() - began
         swarm.fetch(folder / "model")
+        moved = swarm.moved()
         lines = {host: wan.traffic(host) for host in WORKERS}
     lives = {host: swarm.lives(host) for host in WORKERS}
     return {
@@ -218,6 +233,7 @@ def measured(folder: Path, config: Config, args: argparse.Namespace, trip: float
         "seconds": seconds,
         "bytes_up": sum(line.up.bytes for line in lines.values()),
         "bytes_down": sum(line.down.bytes for line in lines.values()),
+        "moved": moved,
         "waiting": {host: waiting_share(lives[host]) for host in WORKERS},
         "waits": {host: [waits(life) for life in lives[host]] for host in WORKERS},
         "leases": {h: sum(e["kind"] == "leased" for life in lives[h] for e in life) for h in lives},
@@ -230,6 +246,7 @@ def at_home(folder: Path, config: Config, windows: int | None, device: str) -> f
     (folder / "config.toml").write_text(config.to_toml())
     command = [*COMMAND, "train", "--config", str(folder / "config.toml")]
     command += ["--out", str(folder / "model"), "--set", f"train.device={device}"]
+    command += ["--parallel", str(min(config.units, os.cpu_count() or 1))]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return score(folder / "model", windows, device, config.data.source)
 
@@ -237,17 +254,31 @@ def at_home(folder: Path, config: Config, windows: int | None, device: str) -> f
 def print_table(report: dict[str, Any]) -> None:
     home = report["home"]
     print(
-        "| run | CE untrained | CE | against home | MB up | MB down | waiting (a, b, c) | minutes |"
+        "| run | CE untrained | CE | against home | MB up | MB down | than fp32, up / down"
+        " | waiting (a, b, c) | s of it a lease | minutes |"
     )
-    print("|---|---|---|---|---|---|---|---|")
-    print(f"| at home, blocks one after another | | {home:.4f} | | | | | |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| at home, every block alone | | {home:.4f} | | | | | | | |")
     for run in report["runs"]:
         shares = ", ".join(f"{100 * share:.1f}%" for share in run["waiting"].values())
         print(
             f"| {run['codec']}, {run['round_trip_ms']:.0f} ms | {run['untrained']:.4f}"
             f" | {run['ce']:.4f} | {run['ce'] - home:+.4f} | {run['bytes_up'] / 1e6:.1f}"
-            f" | {run['bytes_down'] / 1e6:.1f} | {shares} | {run['seconds'] / 60:.1f} |"
+            f" | {run['bytes_down'] / 1e6:.1f} | {times_smaller(run['moved'])}"
+            f" | {shares} | {waited_per_lease(run):.2f} | {run['seconds'] / 60:.1f} |"
         )
+
+
+def times_smaller(moved: Mapping[str, int]) -> str:
+    """Updates up and versions down, by what the coordinator counted."""
+    down = moved["down_whole"] + moved["down_differences"]
+    return f"{moved['up_raw'] / moved['up']:.1f} / {moved['down_raw'] / down:.1f}"
+
+
+def waited_per_lease(run: dict[str, Any]) -> float:
+    """Seconds, of all workers and their lives: what a faster machine would lose as well."""
+    waited = sum(sum(life.values()) for lives in run["waits"].values() for life in lives)
+    return float(waited / sum(run["leases"].values()))
 
 
 def opened(path: Path, config: Config, args: argparse.Namespace) -> dict[str, Any]:
@@ -258,31 +289,35 @@ def opened(path: Path, config: Config, args: argparse.Namespace) -> dict[str, An
         "device": args.device, "threads": args.threads, "home_device": args.score_device,
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        before: dict[str, Any] = json.loads(path.read_text())
-        if settings.items() <= before.items():
-            return before
-    return {**settings, "runs": []}
+    if not path.exists():
+        return {**settings, "runs": []}
+    before: dict[str, Any] = json.loads(path.read_text())
+    if changed := sorted(key for key in settings if settings[key] != before.get(key)):
+        sys.exit(f"{path} holds runs with another {', '.join(changed)}: take another --out")
+    return before
 
 
-def main() -> None:
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--data", help="where text comes from; default: as the config says")
+    parser.add_argument("--data", help="where the coordinator has text; default: as in the config")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--codecs", nargs="+", default=["none"])
-    parser.add_argument("--round-trips", nargs="+", type=float, default=[20.0, 50.0, 100.0])
+    parser.add_argument("--round-trips", nargs="*", type=float, default=[20.0, 50.0, 100.0])
     parser.add_argument("--mbit", type=float, default=100.0)
     parser.add_argument("--loss", type=float, default=0.001)
     parser.add_argument("--windows", type=int, help="score at most so many of test")
     parser.add_argument("--congestion", choices=["bbr", "cubic", "reno"])
-    parser.add_argument("--home", type=float, help="CE at home, where that was measured before")
     parser.add_argument("--links", action="store_true", help="proxies, where there are no hosts")
     parser.add_argument("--device", default="cpu", help="of the workers")
     parser.add_argument("--threads", type=int, default=1, help="of every worker")
     parser.add_argument("--score-device", default="cpu", help="of scores and the run at home")
-    args = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args = parsed()
     if not args.links and (reason := why_not()):
         sys.exit(f"no WAN can be made here: {reason}")
     config = load_config(args.config, args.set)
@@ -291,15 +326,13 @@ def main() -> None:
     kept = args.out / "three-hosts.json"
     report = opened(kept, config, args)
     with tempfile.TemporaryDirectory() as scratch:
-        if args.home is not None:
-            report["home"] = args.home
         if "home" not in report:
             report["home"] = at_home(
                 Path(scratch) / "home", config, args.windows, args.score_device
             )
             kept.write_text(json.dumps(report, indent=1))
         for codec, trip in itertools.product(args.codecs, args.round_trips):
-            folder = Path(scratch) / f"{codec}-{trip:.0f}"
+            folder = Path(scratch) / f"{len(report['runs'])}-{codec}-{trip:.0f}"
             run = measured(folder, config.with_settings(swarm__codec=codec), args, trip)
             for log in folder.glob("?-*.log"):
                 shutil.copy(log, args.out / f"{folder.name}-{log.name}")

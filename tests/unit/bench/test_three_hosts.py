@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "bench"))
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +51,26 @@ def test_waiting_is_all_time_without_a_step_by_what_came_before_it(bench):
     assert waits == pytest.approx({"joined": 1.0, "leased": 3.0, "training": 1.0})
     assert sum(waits.values()) == pytest.approx(16.0 - 11.0)
     assert bench.waiting_share([FIRST, SECOND]) == pytest.approx(1 - 14.0 / 20.0)
+
+
+def test_a_table_tells_what_is_lost_in_every_lease_and_saved_on_every_line(bench):
+    run = {
+        "waits": {"a": [{"joined": 1.0, "leased": 3.0}, {"joined": 2.0}], "b": [{"leased": 2.0}]},
+        "leases": {"a": 3, "b": 1},
+    }
+    assert bench.waited_per_lease(run) == 2.0
+    moved = {"up": 10, "up_raw": 40, "down_whole": 40, "down_differences": 10, "down_raw": 75}
+    assert bench.times_smaller(moved) == "4.0 / 1.5"
+
+
+def test_runs_with_other_settings_are_not_written_over(bench, tmp_path):
+    config = bench.load_config(ROOT / "configs" / "tiny.toml", [])
+    asked = ["--out", str(tmp_path), "--config", "tiny"]
+    args = bench.parsed(asked)
+    kept = tmp_path / "three-hosts.json"
+    report = bench.opened(kept, config, args)
+    assert report["runs"] == []
+    kept.write_text(json.dumps({**report, "home": 1.0}))
+    assert bench.opened(kept, config, args)["home"] == 1.0
+    with pytest.raises(SystemExit, match="another mbit"):
+        bench.opened(kept, config, bench.parsed([*asked, "--mbit", "10"]))
