@@ -4,17 +4,20 @@
         [--only "blocktrain, none" "hivemind 1.1.12"]
 
 Every system runs on this machine, in a virtual environment of its own that is made under --venvs
-once; one that cannot be installed is left out, and said so. All are started first and keep their
-connections as they do; then they make rounds in turn, each time in another order, so that what else
-the machine does, and what each leaves of its memory to the next, hits all of them alike. A round is
-from two blocks in the memory of two workers to their mean in the memory of both (Flower: on the
-server, which had sent both the last one). Bytes are those on the loopback device, of a network
-namespace of the system's own where this runs as root. A system whose round fails is started anew,
-and its failures are counted. Writes averaging.json into DIR, prints a table last.
+once; one that cannot be installed or does not start is left out, and said so. All are started first
+and keep their connections as they do; then they make rounds in turn, each time in another order, so
+that what else the machine does, and what each leaves of its memory to the next, hits all of them
+alike. A round is from two blocks in the memory of two workers to their mean in the memory of both
+(Flower: on the server, which had sent both the last one). Bytes are those on the loopback device,
+of a network namespace of the system's own where that can be made. A system whose round fails is
+started anew, and its failures are counted. Writes averaging.json into DIR, also where it is
+stopped, and prints tables last: of every system, and of the first against each other one, round by
+round.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -22,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,8 @@ from side import Peer, PeerError
 from quality import provenance
 
 HERE = Path(__file__).resolve().parent
-TORCH = "torch==2.13.0"  # the pinned one comes without gigabytes of CUDA packages
+TORCH = "torch==2.13.0+cpu"  # PyPI's own build brings gigabytes of CUDA packages
+CPU_BUILDS = "--extra-index-url=https://download.pytorch.org/whl/cpu"
 END_SECONDS = 60.0
 IN_NAMESPACE = ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh"]
 
@@ -49,46 +54,57 @@ SYSTEMS = (
     System("blocktrain, bf16", "ours.py", ("bf16",)),
     System("blocktrain, int8", "ours.py", ("int8",)),
     System("blocktrain, sparse", "ours.py", ("sparse",)),
-    System("hivemind 1.1.12", "with_hivemind.py", (), (TORCH, "hivemind==1.1.12")),
+    System("hivemind 1.1.12", "with_hivemind.py", (), (TORCH, "numpy", "hivemind==1.1.12")),
     System("Flower 1.41.0", "with_flower.py", (), ("flwr==1.41.0", "numpy")),
 )
+Round = dict[str, Any]
+Taken = dict[str, list[Round | None]]  # by system; None: that round failed
 NAMES = tuple(system.name for system in SYSTEMS)
 
 
-def interpreter(system: System, venvs: Path) -> str | None:
-    """The Python that has a system; None where it cannot be installed."""
+def interpreter(system: System, venvs: Path) -> str:
+    """The Python that has a system; a PeerError where it cannot be installed."""
     if not system.packages:
         return sys.executable
     folder = venvs / Path(system.script).stem
-    python = folder / "bin" / "python"
-    if (folder / "installed").exists():
-        return str(python)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-    for package in system.packages:
-        command = [str(python), "-m", "pip", "install", "--quiet", package]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-            print(f"left out: {system.name} cannot be installed: {last}", flush=True)
-            return None
-    (folder / "installed").touch()
-    return str(python)
+    python = str(folder / "bin" / "python")
+    if not (folder / "installed").exists():
+        _run([sys.executable, "-m", "venv", "--clear", str(folder)])
+        for package in system.packages:
+            _install([python, "-m", "pip", "install", "--quiet", package])
+        (folder / "installed").touch()
+    return python
+
+
+def _install(command: list[str]) -> None:
+    try:
+        _run(command)
+    except PeerError:
+        _run([*command, CPU_BUILDS])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "nothing was said").splitlines()
+        raise PeerError(f"cannot be installed: {said[-1]}")
 
 
 def own_namespaces() -> bool:
-    return os.geteuid() == 0 and shutil.which("ip") is not None
+    probe = [*IN_NAMESPACE, "true"]
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
+        return False
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
 class Side:
     """A system that runs, and runs again where it has failed."""
 
-    def __init__(self, system: System, python: str, numbers: int) -> None:
-        command = [python, str(HERE / system.script), str(numbers), *system.arguments]
-        self._command = [*(IN_NAMESPACE if own_namespaces() else []), *command]
-        self.failures = 0
+    def __init__(self, command: list[str]) -> None:
+        self._command, self.failures = command, 0
         self._start()
 
-    def round(self) -> dict[str, Any] | None:
+    def round(self) -> Round | None:
         """What one took; None where it failed."""
         try:
             told = self._peer_round()
@@ -106,30 +122,51 @@ class Side:
     def _start(self) -> None:
         """The first round, which opens connections, is not counted."""
         self._peer = Peer(self._command)
-        self._peer.heard()
-        self._peer_round()
+        try:
+            self._peer.heard()
+            self._peer_round()
+        except PeerError:
+            self.end()
+            raise
 
-    def _peer_round(self) -> dict[str, Any]:
+    def _peer_round(self) -> Round:
         self._peer.tell("round")
-        told: dict[str, Any] = json.loads(self._peer.heard())
+        told: Round = json.loads(self._peer.heard())
         return told
 
 
-def in_turn(sides: dict[str, Side], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """What every system's rounds took."""
-    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+def start(systems: Sequence[System], venvs: Path, numbers: int, sides: dict[str, Side]) -> None:
+    around = IN_NAMESPACE if own_namespaces() else []
+    for system in systems:
+        try:
+            python = interpreter(system, venvs)
+            command = [python, str(HERE / system.script), str(numbers), *system.arguments]
+            sides[system.name] = Side([*around, *command])
+        except PeerError as error:
+            print(f"left out: {system.name}: {error}", flush=True)
+
+
+def in_turn(sides: dict[str, Side], rounds: int, taken: Taken) -> None:
+    """What every system's rounds took; one that does not start again makes no more of them."""
+    left = dict(sides)
     for number in range(rounds):
-        for name in random.Random(number).sample(list(sides), len(sides)):
-            if told := sides[name].round():
+        for name in random.Random(number).sample(list(left), len(left)):
+            try:
+                told = left[name].round()
+            except PeerError as error:
+                print(f"{name} does not start again: {error}", flush=True)
+                del left[name]
+                continue
+            if told:
                 print(f"{name}: {told['seconds']:.2f} s", flush=True)
-                taken[name].append(told)
-    return taken
+            taken[name].append(told)
 
 
-def print_table(taken: dict[str, list[dict[str, Any]]], failures: dict[str, int]) -> None:
+def print_table(taken: Taken, failures: dict[str, int]) -> None:
     print("| system | seconds, median | fastest | slowest | MB on the wire | rounds | failed |")
     print("|---|---|---|---|---|---|---|")
-    for name, told in taken.items():
+    for name, rounds in taken.items():
+        told = [each for each in rounds if each]
         seconds = [each["seconds"] for each in told]
         if not seconds:
             print(f"| {name} | - | - | - | - | 0 | {failures[name]} |")
@@ -140,6 +177,20 @@ def print_table(taken: dict[str, list[dict[str, Any]]], failures: dict[str, int]
         print(row)
 
 
+def print_pairs(taken: Taken) -> None:
+    """The first system against each other one: rounds that both made, in turn."""
+    first, *others = taken
+    print(f"\n| {first}, against | rounds faster | s less than it, mean and 95% interval |")
+    print("|---|---|---|")
+    for other in others:
+        both = [(a, b) for a, b in zip(taken[first], taken[other], strict=False) if a and b]
+        saved = [theirs["seconds"] - ours["seconds"] for ours, theirs in both]
+        if len(saved) > 1:
+            half = 1.96 * statistics.stdev(saved) / math.sqrt(len(saved))
+            faster = f"{sum(each > 0 for each in saved)} of {len(saved)}"
+            print(f"| {other} | {faster} | {statistics.fmean(saved):+.3f} ± {half:.3f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -148,24 +199,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="SYSTEM")
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    chosen = [system for system in SYSTEMS if system.name in args.only]
     sides: dict[str, Side] = {}
+    taken: Taken = {}
+    load = os.getloadavg()[0]
     try:
-        for system in SYSTEMS:
-            if system.name in args.only and (python := interpreter(system, args.venvs)):
-                sides[system.name] = Side(system, python, args.numbers)
-        load = os.getloadavg()[0]
-        taken = in_turn(sides, args.rounds)
+        start(chosen, args.venvs, args.numbers, sides)
+        taken |= {name: [] for name in sides}
+        in_turn(sides, args.rounds, taken)
     finally:
         for side in sides.values():
             side.end()
-    failures = {name: side.failures for name, side in sides.items()}
-    args.out.mkdir(parents=True, exist_ok=True)
-    report = {
-        **provenance(), "cpus": os.cpu_count(), "load_before": load, "numbers": args.numbers,
-        "own_namespaces": own_namespaces(), "rounds": taken, "failures": failures,
-    }  # fmt: skip
-    (args.out / "averaging.json").write_text(json.dumps(report, indent=1))
+        failures = {name: side.failures for name, side in sides.items()}
+        report = {
+            **provenance(), "cpus": os.cpu_count(), "load_before": load, "numbers": args.numbers,
+            "own_namespaces": own_namespaces(), "rounds": taken, "failures": failures,
+        }  # fmt: skip
+        (args.out / "averaging.json").write_text(json.dumps(report, indent=1))
     print_table(taken, failures)
+    print_pairs(taken)
 
 
 if __name__ == "__main__":

@@ -49,8 +49,11 @@ class Peer:
 
     def tell(self, line: str) -> None:
         assert self._process.stdin
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise PeerError("a peer has ended") from None
 
     def end(self, patience: float = 2.0) -> None:
         """Its input ends; after so many seconds, so does whatever it has started."""
@@ -82,6 +85,13 @@ def answer_rounds(do: Callable[[str], object]) -> None:
         told = {"seconds": time.perf_counter() - began, "bytes": loopback_bytes() - before}
         do("check")
         say(told)
+
+
+def follow(**steps: Callable[[], None]) -> None:
+    """A peer's own side of it: does what it is told by name, until there is nothing more."""
+    for line in sys.stdin:
+        steps[line.strip()]()
+        say("done")
 
 
 def say(message: Any) -> None:

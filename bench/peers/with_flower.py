@@ -1,7 +1,8 @@
 """Flower's side: a SuperLink and two SuperNodes as its documentation has them, without TLS.
 
 A round is what its strategy makes of one: the block goes to both nodes, both answer with their
-own, and the server averages them.
+own, and the server averages them. A node is a new process for every message, so what it has learned
+waits for it in a file, which is made before the round.
 """
 
 import os
@@ -11,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+from learned import WORKERS, learned
 from side import answer_rounds
 
 BIN = Path(sys.executable).parent
@@ -22,26 +25,27 @@ START_SECONDS = 120.0
 
 
 class Federation:
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._round = folder, 1
+    def __init__(self, folder: Path, numbers: int) -> None:
+        self._folder, self._numbers, self._round = folder, numbers, 1
         self._log = (folder / "flower.log").open("w")
         self._environment = {
             **os.environ,
             "PATH": f"{BIN}:{os.environ['PATH']}",
+            "PYTHONPATH": str(APP.parent),
             "FLWR_HOME": str(folder),
             "FLWR_TELEMETRY_ENABLED": "0",
         }
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, numbers: str) -> None:
+    def start(self) -> None:
         (self._folder / "config.toml").write_text(LINK + "insecure = true\n")
         port = ["--port", str(PORT)]
         self._run("flower-superlink", "--disable-runtime-dependency-installation", *port)
         time.sleep(5)  # it has no other sign of being there
-        for node in (0, 1):
+        for node in WORKERS:
             own = ["--port", str(FIRST_NODE_PORT + node), "--node-config", f"number={node}"]
             self._run("flower-supernode", "--superlink", f"127.0.0.1:{PORT}", *own)
-        settings = f'numbers={numbers} folder="{self._folder}"'
+        settings = f'numbers={self._numbers} folder="{self._folder}"'
         command = [str(BIN / "flwr"), "run", str(APP), "here", "--run-config", settings]
         subprocess.run(
             command, check=True, env=self._environment, stdout=self._log, stderr=self._log
@@ -49,7 +53,11 @@ class Federation:
         self._wait_for("waiting")
 
     def do(self, step: str) -> None:
-        if step == "average":
+        if step == "train":
+            for node in WORKERS:
+                noise = learned(node, self._round, self._numbers)
+                np.save(self._folder / f"learned-{node}.npy", noise)
+        elif step == "average":
             (self._folder / f"go-{self._round}").touch()
             self._wait_for("done")
             self._round += 1
@@ -81,9 +89,9 @@ class Federation:
 
 def main(numbers: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        federation = Federation(Path(scratch))
+        federation = Federation(Path(scratch), int(numbers))
         try:
-            federation.start(numbers)
+            federation.start()
             answer_rounds(federation.do)
         finally:
             federation.end()
