@@ -2,12 +2,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+EXTRAS ?= dev
+INSTALLED := $(VENV)/installed-$(EXTRAS)
+TORCH ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 export BLOCKTRAIN_CACHE ?= $(CURDIR)/.cache
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test browser fuzz check format clean bench-quality bench-speed bench-memory
+.PHONY: install demo test browser fuzz check format clean bench-quality bench-speed bench-memory
 
-demo: $(VENV)/installed
+install: $(INSTALLED)
+
+demo: $(INSTALLED)
 	$(BIN)/blocktrain demo --out runs/demo
 
 test: check browser
@@ -20,40 +25,41 @@ browser:
 		echo "no browser: the chat page is not tested"
 
 # Thousands of generated requests, most of them malformed, instead of the few hundred of `test`.
-fuzz: $(VENV)/installed
+fuzz: $(INSTALLED)
 	BLOCKTRAIN_FUZZ_CASES=100 $(BIN)/pytest -n 2 -rP --timeout 900 -k no_request_breaks \
 		tests/integration/test_coordinator_api.py
 	BLOCKTRAIN_FUZZ_CASES=2000 $(BIN)/pytest --timeout 900 -k no_body_breaks \
 		tests/integration/test_serve_api.py
 
-check: $(VENV)/installed
+check: $(INSTALLED)
 	$(BIN)/ruff format --check src tests bench
 	$(BIN)/ruff check src tests bench
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-format: $(VENV)/installed
+format: $(INSTALLED)
 	$(BIN)/ruff format src tests bench
 	$(BIN)/ruff check --fix src tests bench
 
-bench-quality: $(VENV)/installed
+bench-quality: $(INSTALLED)
 	$(BIN)/python bench/quality.py --config configs/demo.toml --out runs/bench-quality
 
-bench-speed: $(VENV)/installed
+bench-speed: $(INSTALLED)
 	$(BIN)/python bench/speed.py --config configs/demo.toml --out runs/bench-speed
 
-bench-memory: $(VENV)/installed
+bench-memory: $(INSTALLED)
 	$(BIN)/python bench/memory.py --config configs/demo.toml --out runs/bench-memory
 
-# torch first and pinned: an unpinned torch brings gigabytes of CUDA packages. Its build for CPUs is not
-# on PyPI, but may be in an index of this machine's own.
-$(VENV)/installed: pyproject.toml constraints.txt
+# torch first and pinned to its build for CPUs, which is not on PyPI, but may be in an index that pip is set
+# up for: PyPI's own brings gigabytes of CUDA packages, and is right only where there is an NVIDIA GPU.
+$(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("blocktrain needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch 2>/dev/null || \
-		$(BIN)/pip install --quiet --constraint constraints.txt torch \
+	grep -v '$(if $(filter cuda,$(TORCH)),^torch==,^$$)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt torch 2>/dev/null || \
+		$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt torch \
 			--extra-index-url https://download.pytorch.org/whl/cpu
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
 clean:

@@ -11,7 +11,6 @@
 Not run by itself.
 """
 
-import re
 import shutil
 import statistics
 import tempfile
@@ -35,7 +34,7 @@ from blocktrain.train.session import open_session
 from contenders import refuse_eager_fallback
 
 if TYPE_CHECKING:
-    from blocktrain.cli.local_swarm import LocalSwarm
+    from blocktrain.protocol.messages import Status
 
 KINDS = ("end-to-end", "shallow", "denoise", "workers", "cascade", "fitting", "swarm")
 DEFAULT_KINDS = KINDS[:3]
@@ -207,25 +206,22 @@ def _train_by_workers(config: Config, folder: Path, workers: int, facts: dict[st
             "participation": [block.participation for block in status.blocks],
             "updates": sum(worker.updates for worker in status.workers),
             "run_seconds": status.seconds,
-            **_bytes_moved(swarm),
+            **_bytes_moved(status),
         }
         print(facts, flush=True)
         return fetch_model(swarm.client, folder / "model").run
 
 
-def _bytes_moved(swarm: "LocalSwarm") -> dict[str, int]:
-    """Counted by the coordinator: updates up; the text and versions down."""
-    client = swarm.client
-    page = client.authorized(
-        lambda http, address, headers: http.get(f"{address}/metrics", headers=headers).text,
-        client.patience(),
-    )
-    counted = dict(
-        re.findall(r'^blocktrain_chunk_bytes_total{direction="(\w+)"} (\S+)', page, re.M)
-    )
+def _bytes_moved(status: "Status") -> dict[str, int | float]:
+    """Updates up and versions down, whole and as differences; not the text, which all have."""
+    moved = [block.moved for block in status.blocks]
+    up = sum(each.up for each in moved)
+    down = sum(each.down_whole + each.down_differences for each in moved)
     return {
-        "bytes_up": int(float(counted["received"])),
-        "bytes_down": int(float(counted["sent"])),
+        "bytes_up": up,
+        "bytes_down": down,
+        "up_smaller": sum(each.up_raw for each in moved) / up,
+        "down_smaller": sum(each.down_raw for each in moved) / down,
     }
 
 

@@ -7,11 +7,15 @@
 #
 # CONFIG and SETTINGS name the run. DATA, where it is set, is a glob of text files on the host: for a
 # coordinator and a score instead of a download, for a worker instead of the coordinator's copy.
-# DEVICE is a worker's, its own choice by default.
+# DEVICE is a worker's, its own choice by default; FOLDER the coordinator's. The first command on a host
+# installs into .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ -x .venv/bin/blocktrain ] || make .venv/installed
 blocktrain=.venv/bin/blocktrain
+
+installed() {
+  [ -x $blocktrain ] || make install EXTRAS=hub
+}
 
 case ${1:-} in
   coordinator)
@@ -20,19 +24,23 @@ case ${1:-} in
     [ "$port" != "$name" ] || port=7070
     settings=()
     for setting in $SETTINGS ${DATA:+data.source=text:$DATA}; do settings+=(--set "$setting"); done
+    installed
     exec $blocktrain coordinator --config "$CONFIG" "${settings[@]}" \
-      --data-dir "runs/$(basename "$0" .sh)" --listen "0.0.0.0:$port" --advertise "$name"
+      --data-dir "${FOLDER:-runs/$(basename "$0" .sh)}" --listen "0.0.0.0:$port" --advertise "$name"
     ;;
   worker)
-    exec $blocktrain worker "${2:?the invite}" --device "${DEVICE:-auto}" \
-      ${DATA:+--data "text:$DATA"}
+    invite=${2:?the invite}
+    installed
+    exec $blocktrain worker "$invite" --device "${DEVICE:-auto}" ${DATA:+--data "text:$DATA"}
     ;;
   score)
-    $blocktrain fetch "${2:?the invite}" --out "${3:?a new folder}"
-    exec $blocktrain eval "$3" --split test --device "${DEVICE:-auto}" ${DATA:+--data "text:$DATA"}
+    invite=${2:?the invite} out=${3:?a new folder}
+    installed
+    $blocktrain fetch "$invite" --out "$out"
+    exec $blocktrain eval "$out" --split test --device "${DEVICE:-auto}" ${DATA:+--data "text:$DATA"}
     ;;
   *)
-    sed -n '2,10s/^# \{0,1\}//p' scripts/across-hosts.sh >&2
+    sed -n '2,11s/^# \{0,1\}//p' scripts/across-hosts.sh | sed "s|\.\.\.|$0|" >&2
     exit 2
     ;;
 esac

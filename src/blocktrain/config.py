@@ -149,7 +149,9 @@ class TrainConfig:
         "compute type; auto: bf16 on CUDA and on CPUs that have it",
         choices=("auto", "fp32", "bf16"),
     )
-    compile: bool = setting(False, "torch.compile the training step")
+    compile: bool = setting(
+        False, "torch.compile the training step, on a GPU with Triton and a C compiler"
+    )
     cuda_graph: bool = setting(
         True, "replay the step as a CUDA graph (not together with checkpoint_layers)"
     )

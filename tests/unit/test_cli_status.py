@@ -13,6 +13,7 @@ def status(blocks: int = 4, workers: int = 3, **changes: object) -> Status:
     weights = Blob(name="0" * 64, size=1)
     return Status(
         run="zatvonzfqsshmi57", state="running", ce=None, ce_note="not scored yet", seconds=33.0,
+        codec="int8",
         blocks=tuple(
             BlockStatus(index=index, version=12, weights=weights, ce=2.5, bytes_trained=10**9,
                         progress=0.5, replicas=1, participation=1.0, pending_updates=0,
@@ -66,6 +67,20 @@ def test_a_screen_holds_whole_tables_or_says_how_much_more_there_is(blocks: int,
 def test_a_run_that_is_over_took_its_time():
     assert "running for 0:00:33" in shown(status(), 80)[0]
     assert "finished after 0:00:33" in shown(status(state="finished"), 80)[0]
+
+
+def test_what_was_moved_stands_beside_how_many_times_as_much_it_would_have_been_in_fp32():
+    moved = Moved(
+        up=10**6, up_raw=4 * 10**6, down_whole=3 * 10**6, down_differences=2 * 10**6,
+        down_raw=11 * 10**6,
+    )  # fmt: skip
+    now = status(1, workers=0)
+    blocks = tuple(block.model_copy(update={"moved": moved}) for block in now.blocks)
+    lines = shown(now.model_copy(update={"blocks": blocks}), 80)
+    assert any("codec int8" in line for line in lines)
+    (row,) = [line for line in lines if "block 0" in line]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["block 0", "1.0 MB", "3.0 MB", "2.0 MB", "2.5"]
 
 
 def test_nothing_that_a_coordinator_says_commands_the_terminal():

@@ -178,7 +178,8 @@ def _moved(status: "Status") -> _Columns:
         smaller = (moved.up_raw + moved.down_raw) / max(sum(ways), 1)
         rows.append((name, *map(size, ways), f"{smaller:.1f}" if sum(ways) else "-"))
     columns = ("name", "up", "down whole", "as differences", "smaller by")
-    return _Columns("moved", columns, rows, left=("name",), spared=("smaller by",))
+    title = f"moved, codec {status.codec}"
+    return _Columns(title, columns, rows, left=("name",), spared=("smaller by",))
 
 
 def _cell(text: str) -> "Text":

@@ -299,6 +299,7 @@ class Status(Message):
     state: Literal["running", "finished"]
     ce: float | None  # of the assembled model
     ce_note: Reason = ""
+    codec: Codec
     blocks: tuple[BlockStatus, ...]
     workers: tuple[WorkerStatus, ...]
     seconds: float

@@ -1,8 +1,12 @@
-"""Which device and number type a run computes with here."""
+"""Which device and number type a run computes with here, and whether it is compiled for it."""
 
+import importlib.util
+import os
+import shutil
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from blocktrain.errors import DeviceError
 
@@ -18,6 +22,14 @@ class Compute:
         if self.device.type == "cuda":
             return f"{torch.cuda.get_device_name(self.device)}, {kind}"
         return f"{self.device.type}, {torch.get_num_threads()} threads, {kind}"
+
+    def compiled(self, module: nn.Module) -> nn.Module:
+        """The module as torch.compile has it, where that is faster and this machine can do it: a
+        CPU gains nothing, and a GPU needs Triton, which needs a C compiler."""
+        if self.device.type != "cuda" or not _has_triton():
+            return module
+        compiled: nn.Module = torch.compile(module)  # type: ignore[assignment]
+        return compiled
 
     def seed(self, seed: int) -> None:
         """Seed the device's own generator. torch.manual_seed seeds every device there could be,
@@ -52,6 +64,11 @@ def _device(name: str) -> torch.device:
             f"device {name!r} is not available here: {str(error).splitlines()[0]}"
         ) from None
     return device
+
+
+def _has_triton() -> bool:
+    compilers = (os.environ.get("CC", ""), "cc", "gcc", "clang")
+    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, compilers))
 
 
 def _fast_bf16(device: torch.device) -> bool:

@@ -35,7 +35,7 @@ class Prefix(nn.Module):
         super().__init__()
         self.trunks = nn.ModuleList(_frozen_trunk(config, unit, compute) for unit in range(count))
         self.versions: list[int | None] = [None] * count
-        self._compiles = config.train.compile
+        self._compute, self._compiles = compute, config.train.compile
 
     def refresh(self, published: Published) -> None:
         """Take over what is published, where it is another version than what is held."""
@@ -53,7 +53,7 @@ class Prefix(nn.Module):
 
     @torch.no_grad()
     def features(self, context_BT: Tensor) -> Tensor:
-        forward = torch.compile(self) if self._compiles else self
+        forward = self._compute.compiled(self) if self._compiles else self
         features: Tensor = forward(context_BT)
         return features
 

@@ -77,7 +77,7 @@ class BlockTrainer:
         self.module.compute_dtype = compute.dtype
         self.module.recompute = settings.checkpoint_layers
         self.module.to(compute.device)
-        self.forward: nn.Module = torch.compile(self.module) if settings.compile else self.module  # type: ignore[assignment]
+        self.forward = compute.compiled(self.module) if settings.compile else self.module
         self.objective = new_objective(config, block, compute.device)
         self.windows = TrainingWindows(
             corpus.split("train", config.model.window, windows=2),

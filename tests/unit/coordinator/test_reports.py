@@ -35,6 +35,7 @@ def test_a_new_run(service: Service, clock: SetClock):
         state="running",
         ce=None,
         ce_note=NO_SCORE,
+        codec="none",
         blocks=tuple(
             BlockStatus(
                 index=index,

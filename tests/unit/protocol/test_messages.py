@@ -79,8 +79,8 @@ EXAMPLES: list[m.Message] = [
     BLOCK,
     WORKING,
     m.Status(
-        run=RUN, state="running", ce=1.5, ce_note="n", blocks=(BLOCK,), workers=(WORKING,),
-        seconds=0.5,
+        run=RUN, state="running", ce=1.5, ce_note="n", codec="int8", blocks=(BLOCK,),
+        workers=(WORKING,), seconds=0.5,
     ),
     m.Event(number=1, time=0.5, kind="merged", worker=WORKER, block=0, detail="d"),
     m.Refusal(error="gone", reason="r"),

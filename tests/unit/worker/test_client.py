@@ -27,7 +27,7 @@ from blocktrain.worker.client import Client
 from blocktrain.worker.clock import Clock
 
 NewClient = Callable[..., Client]
-STATUS = Status(run=RUN, state="running", ce=None, blocks=(), workers=(), seconds=1.0)
+STATUS = Status(run=RUN, state="running", ce=None, codec="none", blocks=(), workers=(), seconds=1.0)
 WAIT = LeaseAnswer(answer=Wait(seconds=1.0, reason="nothing"))
 
 

@@ -36,7 +36,7 @@ class Blocks:
     def _status(self) -> Status:
         now = [told.pop(0) if len(told) > 1 else told[0] for told in self.told]
         return Status(
-            run=RUN, state="running", ce=None, workers=(), seconds=1.0,
+            run=RUN, state="running", ce=None, codec="none", workers=(), seconds=1.0,
             blocks=tuple(
                 BlockStatus(
                     index=index, version=version, weights=weights, ce=None, bytes_trained=1,
