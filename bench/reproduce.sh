@@ -2,15 +2,16 @@
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive \
-#     optimizers cascade stale uneven lead workers codecs three-hosts best \
+#     optimizers cascade stale uneven lead best \
+#     workers codecs three-hosts pairs transfer recovery averaging simulate participation \
 #     serving serving-gpu
 #
 # SEEDS, CODECS and WORKERS choose among the runs of workers and codecs.
-# DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. Needs only
-# torch, numpy, safetensors and filelock, but for `serving`, which needs all of blocktrain, Linux and
-# root, and in MODELS the runs denoise, cascade and end-to-end; and `serving-gpu`, which needs all of
-# blocktrain, the run denoise and a GPU of 139 GiB. A part of quality that was stopped goes on when
-# called again.
+# DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. The parts of the
+# first two lines need only torch, numpy, safetensors and filelock, the others all of blocktrain;
+# `three-hosts` also Linux and root (or LINKS=--links); `serving` these and in MODELS the runs denoise,
+# cascade and end-to-end; `serving-gpu` the run denoise and a GPU of 139 GiB. DB names an empty
+# PostgreSQL database for `pairs`. A part of quality that was stopped goes on when called again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 data=$(realpath "$1") out=$2
@@ -88,10 +89,18 @@ for part in "$@"; do
       for measure in wan concurrency failover; do serving denoise $measure; done ;;
     serving-gpu) python3 bench/serving_gpu.py --out "$out" --text "$data/wikitext-2/test.txt" \
       --run "${MODELS:-$out/models}/denoise" | tee "$out/serving-gpu.log" ;;
+    pairs) python3 bench/coordinator.py --out "$out/pairs" ${DB:+--db "$DB"} |
+      tee "$out/pairs.log" ;;
+    transfer | simulate) python3 "bench/$part.py" --out "$out/$part" | tee "$out/$part.log" ;;
+    recovery) python3 bench/recovery.py --out "$out/recovery" --kills 5 | tee "$out/recovery.log" ;;
+    participation) python3 bench/participation.py --out "$out/participation" --seeds ${SEEDS:-0 1} |
+      tee "$out/participation.log" ;;
+    averaging) PYTHONPATH=$PYTHONPATH:bench python3 bench/peers/averaging.py --rounds 15 \
+      --out "$out/averaging" | tee "$out/averaging.log" ;;
     three-hosts)  # LINKS=--links where there are no namespaces, THREADS of each worker
       PYTHONPATH=$PYTHONPATH:. python3 bench/three_hosts.py --out "$out/three-hosts" \
         --config configs/wikitext2-small.toml --data "text:$data/wikitext-2/*.txt" \
-        --set swarm.grace_seconds=2 --round-trips ${TRIPS:-50} --codecs ${CODECS:-int8} \
+        --set swarm.grace_seconds=2 --round-trips ${TRIPS:-20 50 100} --codecs ${CODECS:-int8} \
         --threads ${THREADS:-1} --score-device ${SCORE_DEVICE:-cpu} ${LINKS:-} |
         tee "$out/three-hosts.log" ;;
     *) echo "no part named $part" >&2 && exit 2 ;;
