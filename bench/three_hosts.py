@@ -200,7 +200,7 @@ def train_across(swarm: Swarm, whole: int) -> None:
 def score(run: Path, windows: int | None, device: str, source: str) -> float:
     command = [*COMMAND, "eval", str(run), "--split", "test", "--json", "--device", device]
     command += ["--windows", str(windows)] if windows else []
-    command += ["--draws", "1", "--data", source]
+    command += ["--data", source]
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return float(told["ce"])
 
