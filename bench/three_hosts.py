@@ -11,9 +11,10 @@ at a third of it and comes back at half. Every host has only what came over its 
 too. Bytes are those of all packets on the workers' lines, both directions, headers and repetitions
 and all. Waiting is the share of a worker's time, from joining to its last word, in which it took
 no step. CE is on test, of the model fetched at the end. The run at home is `blocktrain train`:
-every block trained alone on the same bytes. Writes three-hosts.json and the workers' logs into DIR
-after every run, prints a table last; called again with the same settings, it adds to it and does
-not train at home again. `--round-trips` without any trains at home alone.
+every block trained alone on the same bytes. Writes three-hosts.json, the models and the workers'
+logs into DIR after every run, prints a table last; called again with the same settings, it adds to
+it and does not train at home again. `--round-trips` without any trains at home alone; `--home` is
+its score where it was trained before, with the same settings on the same windows.
 """
 
 import argparse
@@ -309,6 +310,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--loss", type=float, default=0.001)
     parser.add_argument("--windows", type=int, help="score at most so many of test")
     parser.add_argument("--congestion", choices=["bbr", "cubic", "reno"])
+    parser.add_argument("--home", type=float, help="CE at home, where that was measured before")
     parser.add_argument("--links", action="store_true", help="proxies, where there are no hosts")
     parser.add_argument("--device", default="cpu", help="of the workers")
     parser.add_argument("--threads", type=int, default=1, help="of every worker")
@@ -327,7 +329,7 @@ def main() -> None:
     report = opened(kept, config, args)
     with tempfile.TemporaryDirectory() as scratch:
         if "home" not in report:
-            report["home"] = at_home(
+            report["home"] = args.home or at_home(
                 Path(scratch) / "home", config, args.windows, args.score_device
             )
             kept.write_text(json.dumps(report, indent=1))
@@ -336,6 +338,7 @@ def main() -> None:
             run = measured(folder, config.with_settings(swarm__codec=codec), args, trip)
             for log in folder.glob("?-*.log"):
                 shutil.copy(log, args.out / f"{folder.name}-{log.name}")
+            shutil.copytree(folder / "model", args.out / f"{folder.name}-model")
             report["runs"].append({**provenance(), **run})
             kept.write_text(json.dumps(report, indent=1))
     print_table(report)
