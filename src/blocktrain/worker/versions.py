@@ -41,20 +41,20 @@ class Versions:
 
     def fetch(self, block: int, version: int, weights: Blob, patience: Patience) -> None:
         """Have a version in the chunk cache."""
-        if not self._followed(block, version, weights, patience, None):
-            with self._counted(block, "whole"):
-                self._transfer.fetch(weights, patience)
-        self._note(block, Held(version, weights))
+        with self._had(block, version, weights):
+            if not self._followed(block, version, weights, patience, None):
+                with self._counted(block, "whole"):
+                    self._transfer.fetch(weights, patience)
 
     def read(
         self, block: int, version: int, weights: Blob, patience: Patience, into: memoryview
     ) -> None:
         """A version in memory, of which there must be as much as it has bytes, and in the chunk
         cache."""
-        if not self._followed(block, version, weights, patience, into):
-            with self._counted(block, "whole"):
-                self._transfer.read_into(into, weights, patience)
-        self._note(block, Held(version, weights))
+        with self._had(block, version, weights):
+            if not self._followed(block, version, weights, patience, into):
+                with self._counted(block, "whole"):
+                    self._transfer.read_into(into, weights, patience)
 
     def held(self, blocks: set[int]) -> list[Blob]:
         """What newer versions of these blocks may be reached from."""
@@ -88,7 +88,6 @@ class Versions:
         a longer one."""
         if self._transfer.has(weights):
             return False
-        self._moved[block]["raw"] += weights.size
         held = self._held.get(block)
         if held is None or held.version >= version or not self._transfer.has(held.weights):
             return False
@@ -103,6 +102,16 @@ class Versions:
             return follow_blobs(cache, held.weights, steps, into) == weights
         except (CorruptFileError, DivergedError, ProtocolError, RefusedError):
             return False  # the whole version helps against all of these
+
+    @contextmanager
+    def _had(self, block: int, version: int, weights: Blob) -> Iterator[None]:
+        """A version is here afterwards. What it would have been whole counts only then: one that is
+        cut short is begun again."""
+        was_here = self._transfer.has(weights)
+        yield
+        if not was_here:
+            self._moved[block]["raw"] += weights.size
+        self._note(block, Held(version, weights))
 
     @contextmanager
     def _counted(self, block: int, kind: str) -> Iterator[None]:

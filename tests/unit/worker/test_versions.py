@@ -9,6 +9,7 @@ from tests.support.frugal import frugal, make_version
 from tests.support.worker_side import KEY, Eager, impatient
 
 from blocktrain.coordinator.service import Service
+from blocktrain.errors import UnreachableError
 from blocktrain.protocol import tensors
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import MOST_DOWNLOADS, Blob, Differences, Downloaded
@@ -92,6 +93,22 @@ def test_what_is_here_already_costs_nothing(
     had(service, versions, transfer)
     versions.fetch(0, *newest(service), transfer.client.patience())
     assert versions.take_downloads() == ()
+
+
+def test_a_version_that_was_fetched_in_two_tries_is_one(
+    service: Service, versions: Versions, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+):
+    def cut(*arguments: object) -> None:
+        raise UnreachableError("the line is gone")
+
+    with monkeypatch.context() as cut_short:
+        cut_short.setattr(transfer, "read_into", cut)
+        with pytest.raises(UnreachableError):
+            had(service, versions, transfer)
+    size = newest(service)[1].size
+    assert had(service, versions, transfer) == Downloaded(
+        block=0, whole=size, differences=0, raw=size
+    )
 
 
 def test_what_is_too_much_for_one_message_is_told_with_the_next(versions: Versions):
