@@ -164,7 +164,12 @@ class Agent:
         corpus = corpora.open(joined.description, self._config.data, patience)
         self._tell("corpus", f"text: {corpus.source}, {len(corpus.splits['train']):,} bytes")
         self._block = HeldBlock(
-            self._config, corpus, compute, self._transfer, settings.folder / self._run
+            self._config,
+            corpus,
+            compute,
+            self._transfer,
+            settings.folder / self._run,
+            lambda text: self._tell("astray", text),
         )
 
     def _fitting_blocks(self) -> tuple[int, ...] | None:

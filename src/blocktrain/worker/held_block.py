@@ -49,12 +49,18 @@ class Learned:
 
 class HeldBlock:
     def __init__(
-        self, config: Config, corpus: Corpus, compute: Compute, transfer: Transfer, scratch: Path
+        self,
+        config: Config,
+        corpus: Corpus,
+        compute: Compute,
+        transfer: Transfer,
+        scratch: Path,
+        on_astray: Callable[[str], None],
     ) -> None:
         self._config, self._corpus, self._compute = config, corpus, compute
         self._transfer, self._scratch = transfer, scratch
         settle_what_was_left(scratch)
-        self.versions = Versions(transfer, scratch, config.swarm.codec)
+        self.versions = Versions(transfer, scratch, config.swarm.codec, on_astray)
         self._trainer: LeaseTrainer | None = None
         self.stands_at: Blob | None = None
         self._room = Room()  # for the versions that leases start from

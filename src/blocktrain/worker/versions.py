@@ -7,7 +7,7 @@ Knows nothing of what a version is for.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,13 @@ _FILE = TypeAdapter(dict[int, Held])
 
 
 class Versions:
-    def __init__(self, transfer: Transfer, folder: Path, codec: str) -> None:
-        """`folder`: where to note what is held. `codec`: the run's."""
+    def __init__(
+        self, transfer: Transfer, folder: Path, codec: str, on_astray: Callable[[str], None]
+    ) -> None:
+        """`folder`: where to note what is held. `codec`: the run's. `on_astray`: told where
+        differences led elsewhere than to their version, as on a machine that adds otherwise."""
         self._transfer, self._path = transfer, folder / "versions.json"
+        self._on_astray = on_astray
         self._differ = codec != "none"
         self._held = self._noted() if self._differ else {}
         self._moved: dict[int, Counter[str]] = defaultdict(Counter)
@@ -99,9 +103,15 @@ class Versions:
             with self._counted(block, "differences"):
                 for step in steps:
                     self._transfer.fetch(step, patience)
-            return follow_blobs(cache, held.weights, steps, into) == weights
+            arrived = follow_blobs(cache, held.weights, steps, into) == weights
         except (CorruptFileError, DivergedError, ProtocolError, RefusedError):
             return False  # the whole version helps against all of these
+        if not arrived:
+            self._on_astray(
+                f"block {block}: the differences from version {held.version} to {version} led"
+                " elsewhere; it is fetched whole"
+            )
+        return arrived
 
     @contextmanager
     def _had(self, block: int, version: int, weights: Blob) -> Iterator[None]:
