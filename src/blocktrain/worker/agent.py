@@ -42,6 +42,7 @@ from blocktrain.worker.events import Kind, WorkerEvent
 from blocktrain.worker.held_block import HeldBlock, Learned, Update
 from blocktrain.worker.idleness import Idleness, of_this_machine
 from blocktrain.worker.keeper import Keeper
+from blocktrain.worker.kept_residual import settle_what_was_left
 from blocktrain.worker.lease_trainer import LeaseReport, Trained
 from blocktrain.worker.own_folder import alone_in
 from blocktrain.worker.retry import Patience
@@ -84,7 +85,11 @@ class Agent:
         throttle = Throttle(settings.max_bandwidth, self._clock)
         self._transfer = Transfer(client, cache, throttle, self._traffic)
         self._uploader = Uploader(
-            self._transfer, LATEST_SEND_SECONDS, self._on_receipt, self._on_send_failure
+            self._transfer,
+            LATEST_SEND_SECONDS,
+            self._on_receipt,
+            self._on_send_failure,
+            self._on_unsent,
         )
         self._trained: tuple[Learned, Keeper] | None = None  # whose update is to be made yet
         self._contribution = 0
@@ -163,12 +168,14 @@ class Agent:
         )
         corpus = corpora.open(joined.description, self._config.data, patience)
         self._tell("corpus", f"text: {corpus.source}, {len(corpus.splits['train']):,} bytes")
+        scratch = settings.folder / self._run
+        settle_what_was_left(scratch, lambda lease: self.client.was_accepted(lease, patience))
         self._block = HeldBlock(
             self._config,
             corpus,
             compute,
             self._transfer,
-            settings.folder / self._run,
+            scratch,
             lambda text: self._tell("astray", text),
         )
 
@@ -334,11 +341,13 @@ class Agent:
             late = f" ({receipt.reason})" if receipt.reason else ""
             self._tell("accepted", f"block {lease.block}: {lease.steps} steps sent{late}", lease)
 
-    def _on_send_failure(self, lease: Lease, error: BlocktrainError) -> None:
-        # Who cannot be reached may have the update, and only its answer was lost.
-        self._block.settled(lease, accepted=None if isinstance(error, UnreachableError) else False)
+    def _on_send_failure(self, lease: Lease, error: BlocktrainError, may_count: bool) -> None:
+        self._block.settled(lease, accepted=None if may_count else False)
         self._failures, self._last_failure = self._failures + 1, error
         self._tell("refused", f"update not sent: {error}", lease)
+
+    def _on_unsent(self, lease: Lease) -> None:
+        self._block.settled(lease, accepted=False)
 
     def _give_back(self, keeper: Keeper, reason: str) -> None:
         keeper.give_back(reason, self._block.versions.take_downloads())

@@ -19,7 +19,7 @@ from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Blob, Lease, Predecessor, Recipe
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.device import Compute
-from blocktrain.worker.kept_residual import KeptResidual, settle_what_was_left
+from blocktrain.worker.kept_residual import KeptResidual
 from blocktrain.worker.lease_trainer import LeaseReport, LeaseTrainer, Trained
 from blocktrain.worker.retry import Patience
 from blocktrain.worker.room import Room
@@ -59,7 +59,6 @@ class HeldBlock:
     ) -> None:
         self._config, self._corpus, self._compute = config, corpus, compute
         self._transfer, self._scratch = transfer, scratch
-        settle_what_was_left(scratch)
         self.versions = Versions(transfer, scratch, config.swarm.codec, on_astray)
         self._trainer: LeaseTrainer | None = None
         self.stands_at: Blob | None = None

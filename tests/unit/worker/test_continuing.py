@@ -1,23 +1,24 @@
 """A worker that trains on while its update is made and travels."""
 
-import shutil
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.support.fault_server import Fault, FaultServer
+from tests.support.worker_side import RUN
 from tests.unit.worker.test_agent import CPU, SOON, Script, Watched
 
 from blocktrain.config import Config
 from blocktrain.core.codec import Decoder
 from blocktrain.data.corpus import Corpus
 from blocktrain.protocol import tensors
-from blocktrain.protocol.messages import Blob, Finished, Lease, LeaseAnswer
+from blocktrain.protocol.messages import Blob, Finished, Lease, LeaseAnswer, Receipt
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.assemble import load_block
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client
+from blocktrain.worker.events import WorkerEvent
 
 
 class LastWords(Script):
@@ -198,49 +199,100 @@ def test_last_words_hold_more(server: FaultServer, script: LastWords, watched: W
     assert kept[1] > 8 * kept[0] > 0
 
 
-@pytest.mark.parametrize("on_its_way", [False, True])
-def test_a_worker_started_again_tells_nothing_twice(
-    script: LastWords, watched: Watched, tmp_path: Path, on_its_way: bool
+@pytest.mark.parametrize("became", ["pending", "refused", "unknown"])
+def test_a_worker_started_again_asks_what_became_of_the_update_that_was_on_its_way(
+    script: LastWords, watched: Watched, server: FaultServer, tmp_path: Path, became: str
 ):
-    """What it owes it still knows, unless it was killed while an update was on its way."""
+    """Only where that cannot be known it forgets what it owes."""
     script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
     base = script.first_weights()
     script.answers = [lambda: script.lease(base, 0, 3), script.after(1, Finished)]
     assert watched.run()
     (owed,) = tmp_path.rglob("residual-0.safetensors")
-    if on_its_way:
-        shutil.copy(owed, f"{owed}.lease002")
+    before, after = owed.read_bytes(), b"what is owed if it was accepted"
+    waiting = owed.with_name(f"{owed.name}.lease002")
+    waiting.write_bytes(after)
+    if became == "unknown":
+        server.faults = [Fault("POST /v1/updates/lease002/commit", status=400)]
+    else:
+        script.receipt = Receipt(state=became)  # type: ignore[arg-type]  # one of its states
     script.answers = [Finished]
     assert watched.run()
-    assert owed.exists() != on_its_way
+    assert not waiting.exists()
+    known = {"pending": after, "refused": before}
+    assert (owed.read_bytes() if owed.exists() else None) == known.get(became)
 
 
-@pytest.mark.parametrize("answer_comes", [False, True])
-def test_what_is_owed_is_forgotten_where_nobody_knows_whether_an_update_arrived(
+def test_a_worker_that_leaves_before_its_update_arrived_still_owes_what_it_owed(
     script: LastWords,
     watched: Watched,
     server: FaultServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    answer_comes: bool,
+):
+    """It never came to the commit: so it is certain that the update does not count."""
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    monkeypatch.setattr("blocktrain.worker.agent.SEND_SECONDS", 0.2)
+    monkeypatch.setattr("blocktrain.worker.agent.FINISH_SECONDS", 0.2)
+    base, before = script.first_weights(), []
+
+    def next_chunks_are_not_taken() -> Lease:
+        server.faults = [Fault("PUT /v1/chunks", status=503, times=1000)]
+        return script.lease(base, 3, 3)
+
+    def on_event(event: WorkerEvent) -> None:
+        if event.kind == "trained" and server.faults:
+            before.extend(path.read_bytes() for path in tmp_path.rglob("residual-0.safetensors"))
+            agent.stop()
+
+    script.answers = [
+        lambda: script.lease(base, 0, 3),
+        script.after(1, next_chunks_are_not_taken),
+        script.after(2, Finished),
+    ]
+    agent, watched.on_event = watched.make(), on_event
+    assert not agent.run()
+    assert script.returned == ["the worker was stopped"]
+    (owed,) = tmp_path.rglob("residual-0.safetensors*")
+    assert [owed.read_bytes()] == before
+
+
+@pytest.mark.parametrize("lost", ["nothing", "offer", "receipt"])
+def test_what_is_owed_is_forgotten_only_where_nobody_knows_whether_an_update_arrived(
+    script: LastWords,
+    watched: Watched,
+    server: FaultServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lost: str,
 ):
     """Told again, it would count twice."""
     script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
     monkeypatch.setattr("blocktrain.worker.agent.LATEST_SEND_SECONDS", 0.5)
+    routes = {"offer": "POST /v1/updates", "receipt": "POST /v1/updates/lease002/commit"}
     base = script.first_weights()
+    owed = watched.settings.folder / RUN / "residual-0.safetensors"
+    before: list[bytes] = []
 
     def next_answers_are_cut() -> Lease:
-        if not answer_comes:
-            server.faults = [Fault("POST /v1/updates/lease002/commit", cut_after=0, times=1000)]
+        if lost in routes:
+            server.faults = [Fault(routes[lost], cut_after=0, times=1000)]
         return script.lease(base, 3, 3)
+
+    def on_event(event: WorkerEvent) -> None:
+        if event.kind == "training" and owed.exists():
+            before.append(owed.read_bytes())
 
     script.answers = [
         lambda: script.lease(base, 0, 3),
         script.after(1, next_answers_are_cut),
-        script.after(2, Finished),
+        Finished,
     ]
+    watched.on_event = on_event
     assert watched.run()
     told = [event.text for event in watched.events if event.kind == "refused"]
-    assert ["update not sent" in text for text in told] == ([] if answer_comes else [True])
-    assert any(tmp_path.rglob("residual-0.safetensors")) == answer_comes
-    assert not list(tmp_path.rglob("residual-0.safetensors.*"))
+    assert ["update not sent" in text for text in told] == ([True] if lost in routes else [])
+    assert owed.exists() == (lost != "receipt")
+    if owed.exists():
+        assert (owed.read_bytes() == before[-1]) == (lost == "offer")
+    assert not list(owed.parent.glob("residual-0.safetensors.*"))
