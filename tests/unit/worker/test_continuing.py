@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from blocktrain.train.assemble import load_block
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client
 from blocktrain.worker.events import WorkerEvent
+from blocktrain.worker.kept_residual import KeptResidual
+from blocktrain.worker.lease_trainer import LeaseTrainer, Trained
 
 
 class LastWords(Script):
@@ -197,6 +200,48 @@ def test_last_words_hold_more(server: FaultServer, script: LastWords, watched: W
     first, _ = straight(script, 0)
     kept = [np.count_nonzero(learned(script, number, first)) for number in range(2)]
     assert kept[1] > 8 * kept[0] > 0
+
+
+def test_a_worker_started_again_trains_from_what_it_owes_and_tells_it_once(
+    script: LastWords, watched: Watched, monkeypatch: pytest.MonkeyPatch
+):
+    """Begun from the version alone, it would learn a second time what it still owes."""
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    first, _ = straight(script, 0)
+    starts, ends = [], []
+    run = LeaseTrainer.run
+
+    def watched_run(self: LeaseTrainer, lease: Lease, base: Tensors, *others: Any) -> Trained:
+        starts.append(row(base))
+        trained = run(self, lease, base, *others)
+        assert trained
+        ends.append(row(trained.weights))
+        return trained
+
+    def owed() -> np.ndarray:
+        numbers = np.zeros_like(row(first))
+        KeptResidual(watched.settings.folder / RUN, 0).add_to([numbers])
+        return numbers
+
+    monkeypatch.setattr(LeaseTrainer, "run", watched_run)
+    script.answers = [
+        lambda: script.lease(script.first_weights(), 0, 3),
+        script.after(1, Finished),
+    ]
+    assert watched.run()
+    owed_at_first = owed()
+    version = row(first) + learned(script, 0, first)
+    np.testing.assert_allclose(version + owed_at_first, ends[0], atol=1e-6)
+
+    merged = script.server.hold(b"".join(tensors.encode(shaped(version, first))))
+    script.answers = [
+        lambda: script.lease(merged, 3, 3, base_version=1),
+        script.after(2, Finished),
+    ]
+    assert watched.run()
+    assert np.abs(owed_at_first).max() > 1e-4  # or it would say little
+    np.testing.assert_array_equal(starts[1], version + owed_at_first)
+    np.testing.assert_allclose(learned(script, 1, first) + owed(), ends[1] - version, atol=1e-6)
 
 
 @pytest.mark.parametrize("became", ["pending", "refused", "unknown"])
