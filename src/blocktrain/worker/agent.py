@@ -138,7 +138,7 @@ class Agent:
         while not finished and self._ready():
             told = self._ask()
             answer = told.answer if told else None
-            self._send_learned(last_words=told is not None and told.last_words)
+            self._send_learned(last_words=told is not None and self._is_last(told))
             finished = isinstance(answer, Finished)
             if isinstance(answer, Wait):
                 self._wait(answer)
@@ -299,6 +299,13 @@ class Agent:
         else:
             update, downloads = self._block.write(trained), self._block.versions.take_downloads()
             self._uploader.start(lambda: self._offer(lease, update, downloads), keeper)
+
+    def _is_last(self, told: LeaseAnswer) -> bool:
+        """Whether what is to be sent may be this worker's last update of its block: nothing of that
+        is left, or it goes on with another and may never come back."""
+        learned, answer = self._trained[0] if self._trained else None, told.answer
+        moves = learned and isinstance(answer, Lease) and answer.block != learned.lease.block
+        return told.last_words or bool(moves)
 
     def _send_learned(self, *, last_words: bool) -> None:
         if self._trained is None:

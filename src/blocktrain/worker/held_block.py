@@ -126,7 +126,8 @@ class HeldBlock:
         return self._learned
 
     def encode(self, learned: Learned, *, last_words: bool) -> Update:
-        """News in few bytes, in the cache. With its last words a worker leaves out little."""
+        """News in few bytes, in the cache. With its last words on a block a worker leaves out
+        little."""
         swarm, cache = self._config.swarm, self._transfer.cache
         numbers = kept_in_last_words(swarm.kept) if last_words else swarm.kept
         codec = codec_named(swarm.codec, numbers)

@@ -187,6 +187,25 @@ def test_a_disk_that_is_full_while_an_update_is_made_ends_the_worker(
     assert "No space left" in script.returned[0]
 
 
+def test_who_goes_on_with_another_block_says_its_last_words_on_the_one_before(
+    script: LastWords, watched: Watched
+):
+    """It may never come back, and nobody else can tell what it owes."""
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    bases = [script.first_weights(block) for block in (0, 1)]
+    script.answers = [
+        lambda: script.lease(bases[0], 0, 3),
+        lambda: script.lease(bases[0], 3, 3, continues="lease001"),
+        lambda: script.lease(bases[1], 0, 3, block=1),
+        script.after(3, Finished),
+    ]
+    assert watched.run()
+    assert [claim.block for claim in script.claims] == [0, 0, 1]
+    first, _ = straight(script, 0)
+    kept = [np.count_nonzero(learned(script, number, first)) for number in range(2)]
+    assert kept[1] > 8 * kept[0] > 0
+
+
 def test_last_words_hold_more(server: FaultServer, script: LastWords, watched: Watched):
     script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
     base: Blob = script.first_weights()
