@@ -114,7 +114,7 @@ class Agent:
             finally:
                 self._uploader.abandon("the worker ended")
                 if self._trained:
-                    self._trained[1].give_back("the worker ended")
+                    self._give_back(self._trained[1], "the worker ended")
         if finished:
             self._tell("finished", "the run is finished")
         else:
@@ -297,8 +297,8 @@ class Agent:
         if self._block.encodes:
             self._trained = (self._block.take_learned(lease, trained), keeper)
         else:
-            update, downloads = self._block.write(trained), self._block.versions.take_downloads()
-            self._uploader.start(lambda: self._offer(lease, update, downloads), keeper)
+            update, keeper.downloads = self._block.write(trained), self._take_downloads()
+            self._uploader.start(lambda: self._offer(keeper, update), keeper)
 
     def _is_last(self, told: LeaseAnswer) -> bool:
         """Whether what is to be sent may be this worker's last update of its block: nothing of that
@@ -311,15 +311,15 @@ class Agent:
         if self._trained is None:
             return
         (learned, keeper), self._trained = self._trained, None
-        downloads = self._block.versions.take_downloads()
+        keeper.downloads = self._take_downloads()
 
         def prepare() -> UpdateOffer:
-            update = self._block.encode(learned, last_words=last_words)
-            return self._offer(learned.lease, update, downloads)
+            return self._offer(keeper, self._block.encode(learned, last_words=last_words))
 
         self._uploader.start(prepare, keeper)
 
-    def _offer(self, lease: Lease, update: Update, downloads: Downloads) -> UpdateOffer:
+    def _offer(self, keeper: Keeper, update: Update) -> UpdateOffer:
+        lease = keeper.lease
         claim = UpdateClaim(
             run=self._run,
             worker=self._worker,
@@ -335,7 +335,7 @@ class Agent:
         return UpdateOffer(
             claim=claim,
             signature=self.client.key.sign_update(claim),
-            downloads=downloads,
+            downloads=keeper.downloads,
         )
 
     def _on_receipt(self, lease: Lease, receipt: Receipt) -> None:
@@ -348,17 +348,27 @@ class Agent:
             late = f" ({receipt.reason})" if receipt.reason else ""
             self._tell("accepted", f"block {lease.block}: {lease.steps} steps sent{late}", lease)
 
-    def _on_send_failure(self, lease: Lease, error: BlocktrainError, may_count: bool) -> None:
-        self._block.settled(lease, accepted=None if may_count else False)
+    def _on_send_failure(self, keeper: Keeper, error: BlocktrainError, may_count: bool) -> None:
+        self._block.settled(keeper.lease, accepted=None if may_count else False)
         self._failures, self._last_failure = self._failures + 1, error
-        self._tell("refused", f"update not sent: {error}", lease)
+        self._tell("refused", f"update not sent: {error}", keeper.lease)
+        self._return(keeper, str(error))
 
     def _on_unsent(self, lease: Lease) -> None:
         self._block.settled(lease, accepted=False)
 
     def _give_back(self, keeper: Keeper, reason: str) -> None:
-        keeper.give_back(reason, self._block.versions.take_downloads())
+        keeper.downloads = self._take_downloads()
+        self._return(keeper, reason)
         self._tell("returned", f"lease given back: {reason}", keeper.lease)
+
+    def _return(self, keeper: Keeper, reason: str) -> None:
+        """What was downloaded is told with it; where nobody hears that, with what comes next."""
+        if not keeper.give_back(reason):
+            self._block.versions.put_back(keeper.downloads)
+
+    def _take_downloads(self) -> Downloads:
+        return self._block.versions.take_downloads()
 
     def _count_failure(self, error: BlocktrainError) -> None:
         """Raise what no other lease would change; else pause before the next one."""

@@ -13,7 +13,7 @@ POLL_SECONDS = 0.2
 END_SECONDS = 2.0  # for what was abandoned to come to its end
 
 OnReceipt = Callable[[Lease, Receipt], None]
-OnFailure = Callable[[Lease, BlocktrainError, bool], None]
+OnFailure = Callable[[Keeper, BlocktrainError, bool], None]
 OnUnsent = Callable[[Lease], None]
 
 
@@ -27,8 +27,9 @@ class Uploader:
         on_unsent: OnUnsent,
     ) -> None:
         """`seconds`: for how long an update is worth trying to send. `on_failure`: told why it was
-        not, and whether it may count all the same, because only the answer was lost. `on_unsent`:
-        told of what was abandoned, where it is certain that it does not count."""
+        not, and whether it may count all the same, because only the answer was lost; the lease is
+        its to give back. `on_unsent`: told of what was abandoned, where it is certain that it does
+        not count."""
         self._transfer, self._seconds = transfer, seconds
         self._on_receipt, self._on_failure = on_receipt, on_failure
         self._on_unsent = on_unsent
@@ -103,8 +104,7 @@ class Uploader:
         except (UnreachableError, RefusedError, ProtocolError) as error:
             may_count = isinstance(error, UnreachableError) and committing.is_set()
             if not self._abandoned:
-                self._on_failure(keeper.lease, error, may_count)
-                keeper.give_back(str(error))
+                self._on_failure(keeper, error, may_count)
             elif not may_count:
                 self._on_unsent(keeper.lease)
         except Exception as error:

@@ -6,8 +6,9 @@ that is no smaller, the newer one is fetched whole. Counts the bytes until someb
 Knows nothing of what a version is for.
 """
 
+import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ class Versions:
         self._differ = codec != "none"
         self._held = self._noted() if self._differ else {}
         self._moved: dict[int, Counter[str]] = defaultdict(Counter)
+        self._moved_lock = threading.Lock()  # what was not reported comes back from other threads
 
     def fetch(self, block: int, version: int, weights: Blob, patience: Patience) -> None:
         """Have a version in the chunk cache."""
@@ -67,9 +69,10 @@ class Versions:
     def take_downloads(self) -> tuple[Downloaded, ...]:
         """What was downloaded since this was last asked; what is too much for one message is left
         for the next."""
-        moved, self._moved = self._moved, defaultdict(Counter)
-        for block in sorted(moved)[MOST_DOWNLOADS:]:
-            self._moved[block] = moved.pop(block)
+        with self._moved_lock:
+            moved, self._moved = self._moved, defaultdict(Counter)
+            for block in sorted(moved)[MOST_DOWNLOADS:]:
+                self._moved[block] = moved.pop(block)
         return tuple(
             Downloaded(
                 block=block,
@@ -79,6 +82,15 @@ class Versions:
             )
             for block, counts in sorted(moved.items())
         )
+
+    def put_back(self, downloads: Iterable[Downloaded]) -> None:
+        """What was taken to be reported, and was not."""
+        for told in downloads:
+            self._count(told.block, whole=told.whole, differences=told.differences, raw=told.raw)
+
+    def _count(self, block: int, **moved: int) -> None:
+        with self._moved_lock:
+            self._moved[block].update(moved)
 
     def _followed(
         self,
@@ -120,7 +132,7 @@ class Versions:
         was_here = self._transfer.has(weights)
         yield
         if not was_here:
-            self._moved[block]["raw"] += weights.size
+            self._count(block, raw=weights.size)
         self._note(block, Held(version, weights))
 
     @contextmanager
@@ -131,7 +143,7 @@ class Versions:
             yield
         finally:
             if moved := self._transfer.traffic.down - before:
-                self._moved[block][kind] += moved
+                self._count(block, **{kind: moved})
 
     def _note(self, block: int, held: Held) -> None:
         if self._differ and self._held.get(block) != held:

@@ -13,8 +13,16 @@ from tests.unit.worker.test_agent import CPU, SOON, Script, Watched
 from blocktrain.config import Config
 from blocktrain.core.codec import Decoder
 from blocktrain.data.corpus import Corpus
+from blocktrain.errors import RefusedError
 from blocktrain.protocol import tensors
-from blocktrain.protocol.messages import Blob, Finished, Lease, LeaseAnswer, Receipt
+from blocktrain.protocol.messages import (
+    Blob,
+    Downloaded,
+    Finished,
+    Lease,
+    LeaseAnswer,
+    Receipt,
+)
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.assemble import load_block
 from blocktrain.train.trainer import BlockTrainer
@@ -170,6 +178,26 @@ def test_a_worker_that_leaves_sends_what_it_has_trained(script: LastWords, watch
     watched.on_event = lambda e: agent.stop() if e.kind == "training" and e.step == 3 else None
     assert not agent.run()
     assert len(script.claims) == 1
+
+
+def test_who_ends_before_its_update_is_made_tells_what_it_downloaded(
+    script: LastWords, watched: Watched, server: FaultServer
+):
+    base = script.first_weights()
+    script.answers = [lambda: script.lease(base, 0, 3)]
+    refusal = b'{"error": "forbidden", "reason": "this worker was banned"}'
+    banned = Fault("POST /v1/lease", status=403, body=refusal, times=0)
+    server.faults = [banned]
+
+    def on_event(event: WorkerEvent) -> None:
+        if event.kind == "training" and event.step == 3:
+            banned.times = 1
+
+    watched.on_event = on_event
+    with pytest.raises(RefusedError, match="banned"):
+        watched.run()
+    (told,) = script.returns
+    assert told.downloads == (Downloaded(block=0, whole=base.size, differences=0, raw=base.size),)
 
 
 def test_a_disk_that_is_full_while_an_update_is_made_ends_the_worker(

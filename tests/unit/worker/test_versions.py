@@ -122,6 +122,17 @@ def test_a_version_that_was_fetched_in_two_tries_is_one(
     )
 
 
+def test_what_was_not_reported_is_told_with_what_comes_next(
+    service: Service, member: Member, versions: Versions, transfer: Transfer
+):
+    whole = had(service, versions, transfer)
+    versions.put_back([whole])
+    make_version(service, member)
+    both = had(service, versions, transfer)
+    assert (both.whole, both.raw) == (whole.whole, 2 * whole.raw)
+    assert both.differences > 0
+
+
 def test_what_is_too_much_for_one_message_is_told_with_the_next(versions: Versions):
     for block in reversed(range(MOST_DOWNLOADS + 3)):
         versions._moved[block]["whole"] += block
