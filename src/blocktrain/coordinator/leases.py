@@ -117,8 +117,10 @@ class Leases:
             tx.lock_blocks()
             self.members.seen(tx, caller, now)
             held = own_lease(tx, caller, lease, told.fence)
-            if tx.move_lease(lease, "returned"):
+            in_time = tx.move_lease(lease, "returned")
+            if in_time or _is_heard_late(tx, lease):
                 traffic.count(tx, caller.worker, {}, told.downloads)
+            if in_time:
                 tx.give_back_range(held.block, held.first_batch, held.steps)
                 tx.records.add_event(now, "returned", caller.worker, held.block, told.reason)
         return LeaseState(open=False, seconds_left=0.0, reason="given back")
@@ -216,6 +218,13 @@ def own_lease(tx: Transaction, caller: Caller, lease: str, fence: int) -> Found:
     if held.fence != fence:
         raise RefusedError("conflict", "the fencing token is not this lease's")
     return held
+
+
+def _is_heard_late(tx: Transaction, lease: str) -> bool:
+    """Whether a lease that ran out is now given back, for the first time, and no update of it has
+    told what was downloaded."""
+    sent = tx.update(lease)
+    return tx.return_expired(lease) and (sent is None or sent.state == "offered")
 
 
 def _begins_anew(asked: LeaseRequest) -> bool:

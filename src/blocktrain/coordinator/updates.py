@@ -247,7 +247,9 @@ class Updates:
     ) -> Receipt:
         """Of an update that was sent and verified: its bytes, its lease, whether it counts."""
         moved = {lease.block: Moved(up=size, up_raw=started_from.weights.size)}
-        traffic.count(tx, lease.worker, moved, traffic.from_json(offered.downloads))
+        # Who has given the lease back has told then what it downloaded.
+        downloads = () if lease.state == "returned" else traffic.from_json(offered.downloads)
+        traffic.count(tx, lease.worker, moved, downloads)
         in_time = lease.state in HELD
         tx.move_lease_if_held(lease.id, "submitted")
         version, base = tx.block_version(lease.block), _base_of(tx, lease)

@@ -121,7 +121,7 @@ invites = Table(
     Column("revoked", Boolean, nullable=False),
 )
 
-# open -> sending -> submitted; until then also -> returned | expired
+# open -> sending -> submitted; until then also -> returned | expired;  expired -> returned
 leases = Table(
     "leases",
     metadata,

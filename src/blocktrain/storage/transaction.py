@@ -189,6 +189,11 @@ class Transaction:
         self._session.tell(statements.MOVE_LEASE, of_lease=lease, to=state)
         self._standing.lease_changed(lease, state=state)
 
+    def return_expired(self, lease: str) -> bool:
+        """A lease that ran out is given back after all; False where it did not, or was before."""
+        chosen = update(leases).where(leases.c.id == lease, in_state(leases, "expired"))
+        return self._session.changed(chosen.values(state="returned"))
+
     def overdue(self, now: float) -> Sequence[Found]:
         return self._session.rows(statements.OVERDUE, now=now)
 

@@ -42,6 +42,7 @@ from blocktrain.worker.events import Kind, WorkerEvent
 from blocktrain.worker.held_block import HeldBlock, Learned, Update
 from blocktrain.worker.idleness import Idleness, of_this_machine
 from blocktrain.worker.keeper import Keeper
+from blocktrain.worker.kept_residual import settle_what_was_left
 from blocktrain.worker.lease_trainer import LeaseReport, Trained
 from blocktrain.worker.own_folder import alone_in
 from blocktrain.worker.retry import Patience
@@ -84,7 +85,11 @@ class Agent:
         throttle = Throttle(settings.max_bandwidth, self._clock)
         self._transfer = Transfer(client, cache, throttle, self._traffic)
         self._uploader = Uploader(
-            self._transfer, LATEST_SEND_SECONDS, self._on_receipt, self._on_send_failure
+            self._transfer,
+            LATEST_SEND_SECONDS,
+            self._on_receipt,
+            self._on_send_failure,
+            self._on_unsent,
         )
         self._trained: tuple[Learned, Keeper] | None = None  # whose update is to be made yet
         self._contribution = 0
@@ -109,7 +114,7 @@ class Agent:
             finally:
                 self._uploader.abandon("the worker ended")
                 if self._trained:
-                    self._trained[1].give_back("the worker ended")
+                    self._give_back(self._trained[1], "the worker ended")
         if finished:
             self._tell("finished", "the run is finished")
         else:
@@ -133,7 +138,7 @@ class Agent:
         while not finished and self._ready():
             told = self._ask()
             answer = told.answer if told else None
-            self._send_learned(last_words=told is not None and told.last_words)
+            self._send_learned(last_words=told is not None and self._is_last(told))
             finished = isinstance(answer, Finished)
             if isinstance(answer, Wait):
                 self._wait(answer)
@@ -163,8 +168,15 @@ class Agent:
         )
         corpus = corpora.open(joined.description, self._config.data, patience)
         self._tell("corpus", f"text: {corpus.source}, {len(corpus.splits['train']):,} bytes")
+        scratch = settings.folder / self._run
+        settle_what_was_left(scratch, lambda lease: self.client.was_accepted(lease, patience))
         self._block = HeldBlock(
-            self._config, corpus, compute, self._transfer, settings.folder / self._run
+            self._config,
+            corpus,
+            compute,
+            self._transfer,
+            scratch,
+            lambda text: self._tell("astray", text),
         )
 
     def _fitting_blocks(self) -> tuple[int, ...] | None:
@@ -285,22 +297,29 @@ class Agent:
         if self._block.encodes:
             self._trained = (self._block.take_learned(lease, trained), keeper)
         else:
-            update, downloads = self._block.write(trained), self._block.versions.take_downloads()
-            self._uploader.start(lambda: self._offer(lease, update, downloads), keeper)
+            update, keeper.downloads = self._block.write(trained), self._take_downloads()
+            self._uploader.start(lambda: self._offer(keeper, update), keeper)
+
+    def _is_last(self, told: LeaseAnswer) -> bool:
+        """Whether what is to be sent may be this worker's last update of its block: nothing of that
+        is left, or it goes on with another and may never come back."""
+        learned, answer = self._trained[0] if self._trained else None, told.answer
+        moves = learned and isinstance(answer, Lease) and answer.block != learned.lease.block
+        return told.last_words or bool(moves)
 
     def _send_learned(self, *, last_words: bool) -> None:
         if self._trained is None:
             return
         (learned, keeper), self._trained = self._trained, None
-        downloads = self._block.versions.take_downloads()
+        keeper.downloads = self._take_downloads()
 
         def prepare() -> UpdateOffer:
-            update = self._block.encode(learned, last_words=last_words)
-            return self._offer(learned.lease, update, downloads)
+            return self._offer(keeper, self._block.encode(learned, last_words=last_words))
 
         self._uploader.start(prepare, keeper)
 
-    def _offer(self, lease: Lease, update: Update, downloads: Downloads) -> UpdateOffer:
+    def _offer(self, keeper: Keeper, update: Update) -> UpdateOffer:
+        lease = keeper.lease
         claim = UpdateClaim(
             run=self._run,
             worker=self._worker,
@@ -316,7 +335,7 @@ class Agent:
         return UpdateOffer(
             claim=claim,
             signature=self.client.key.sign_update(claim),
-            downloads=downloads,
+            downloads=keeper.downloads,
         )
 
     def _on_receipt(self, lease: Lease, receipt: Receipt) -> None:
@@ -329,15 +348,27 @@ class Agent:
             late = f" ({receipt.reason})" if receipt.reason else ""
             self._tell("accepted", f"block {lease.block}: {lease.steps} steps sent{late}", lease)
 
-    def _on_send_failure(self, lease: Lease, error: BlocktrainError) -> None:
-        # Who cannot be reached may have the update, and only its answer was lost.
-        self._block.settled(lease, accepted=None if isinstance(error, UnreachableError) else False)
+    def _on_send_failure(self, keeper: Keeper, error: BlocktrainError, may_count: bool) -> None:
+        self._block.settled(keeper.lease, accepted=None if may_count else False)
         self._failures, self._last_failure = self._failures + 1, error
-        self._tell("refused", f"update not sent: {error}", lease)
+        self._tell("refused", f"update not sent: {error}", keeper.lease)
+        self._return(keeper, str(error))
+
+    def _on_unsent(self, lease: Lease) -> None:
+        self._block.settled(lease, accepted=False)
 
     def _give_back(self, keeper: Keeper, reason: str) -> None:
-        keeper.give_back(reason, self._block.versions.take_downloads())
+        keeper.downloads = self._take_downloads()
+        self._return(keeper, reason)
         self._tell("returned", f"lease given back: {reason}", keeper.lease)
+
+    def _return(self, keeper: Keeper, reason: str) -> None:
+        """What was downloaded is told with it; where nobody hears that, with what comes next."""
+        if not keeper.give_back(reason):
+            self._block.versions.put_back(keeper.downloads)
+
+    def _take_downloads(self) -> Downloads:
+        return self._block.versions.take_downloads()
 
     def _count_failure(self, error: BlocktrainError) -> None:
         """Raise what no other lease would change; else pause before the next one."""

@@ -122,6 +122,17 @@ class Client:
     def commit(self, lease: str, patience: Patience | None = None) -> Receipt:
         return self._post(Receipt, f"/v1/updates/{lease}/commit", None, patience)
 
+    def was_accepted(self, lease: str, patience: Patience | None = None) -> bool | None:
+        """What became of an update whose receipt was never seen: asked by committing it once more,
+        which changes nothing, or counts what has all arrived. None: that cannot be known."""
+        try:
+            return self.commit(lease, patience).state != "refused"
+        except RefusedError as refused:
+            never_arrived = refused.code in ("not_found", "conflict")  # it, or some of its chunks
+            return False if never_arrived else None
+        except ProtocolError:
+            return None
+
     def takes_whole(self, offer: UpdateOffer) -> bool:
         """Whether an update may go with its offer."""
         recipe = offer.claim.recipe

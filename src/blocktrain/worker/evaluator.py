@@ -83,7 +83,9 @@ class Evaluator:
         config = from_toml(joined.description.config)
         compute = resolve(self.settings.device, config.train.precision)
         folder = self.settings.folder / joined.description.run
-        self._versions = Versions(self._transfer, folder, config.swarm.codec)
+        self._versions = Versions(
+            self._transfer, folder, config.swarm.codec, lambda text: self._tell("astray", text)
+        )
         corpora = CorpusCache(
             self._transfer, self.settings.data, lambda text: self._tell("other_text", text)
         )

@@ -7,6 +7,7 @@ Kind = Literal[
     "joined",  # the run has a place for this worker
     "other_text",  # the owner's copy is not the run's text, which is fetched
     "corpus",  # the run's text is here
+    "astray",  # differences led elsewhere than to their version, which is fetched whole
     "leased",  # a range of batches to train
     "training",  # now and then while it trains
     "trained",  # the lease is done, its update goes up

@@ -19,7 +19,7 @@ from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Blob, Lease, Predecessor, Recipe
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.device import Compute
-from blocktrain.worker.kept_residual import KeptResidual, settle_what_was_left
+from blocktrain.worker.kept_residual import KeptResidual
 from blocktrain.worker.lease_trainer import LeaseReport, LeaseTrainer, Trained
 from blocktrain.worker.retry import Patience
 from blocktrain.worker.room import Room
@@ -49,12 +49,17 @@ class Learned:
 
 class HeldBlock:
     def __init__(
-        self, config: Config, corpus: Corpus, compute: Compute, transfer: Transfer, scratch: Path
+        self,
+        config: Config,
+        corpus: Corpus,
+        compute: Compute,
+        transfer: Transfer,
+        scratch: Path,
+        on_astray: Callable[[str], None],
     ) -> None:
         self._config, self._corpus, self._compute = config, corpus, compute
         self._transfer, self._scratch = transfer, scratch
-        settle_what_was_left(scratch)
-        self.versions = Versions(transfer, scratch, config.swarm.codec)
+        self.versions = Versions(transfer, scratch, config.swarm.codec, on_astray)
         self._trainer: LeaseTrainer | None = None
         self.stands_at: Blob | None = None
         self._room = Room()  # for the versions that leases start from
@@ -121,7 +126,8 @@ class HeldBlock:
         return self._learned
 
     def encode(self, learned: Learned, *, last_words: bool) -> Update:
-        """News in few bytes, in the cache. With its last words a worker leaves out little."""
+        """News in few bytes, in the cache. With its last words on a block a worker leaves out
+        little."""
         swarm, cache = self._config.swarm, self._transfer.cache
         numbers = kept_in_last_words(swarm.kept) if last_words else swarm.kept
         codec = codec_named(swarm.codec, numbers)

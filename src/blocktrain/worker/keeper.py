@@ -19,6 +19,7 @@ class Keeper:
     def __init__(self, client: Client, lease: Lease) -> None:
         self.lease = lease
         self.lost: str | None = None  # why the lease is no longer ours
+        self.downloads: Downloads = ()  # to be told with its update, or else with its return
         self._client = client
         self._progress = LeaseProgress(fence=lease.fence, steps_done=0)
         self._interval = report_interval(lease.seconds_left)
@@ -33,16 +34,18 @@ class Keeper:
         """There is nothing left to keep."""
         self._released.set()
 
-    def give_back(self, reason: str, downloads: Downloads = ()) -> None:
-        """Hand the lease back, so that somebody else can have it at once."""
+    def give_back(self, reason: str) -> bool:
+        """Hand the lease back, so that somebody else can have it at once. False: nobody has said
+        that they heard it, nor what was downloaded."""
         self.release()
         message = LeaseReturn(
-            fence=self.lease.fence, reason=reason[:LONGEST_REASON], downloads=downloads
+            fence=self.lease.fence, reason=reason[:LONGEST_REASON], downloads=self.downloads
         )
         try:
             self._client.give_back(self.lease.lease, message, self._client.patience(RETURN_SECONDS))
         except (RefusedError, UnreachableError):
-            return  # it is lost anyway, or will run out by itself
+            return False  # it is lost anyway, or will run out by itself
+        return True
 
     def _keep(self) -> None:
         while not self._released.wait(self._interval):

@@ -1,8 +1,9 @@
 """What the encoded updates of a block still owe, on disk between leases.
 
 A lease's new residual counts once its update was accepted; until then it waits under the lease's
-name. Where nobody knows whether it was, neither the old one nor the new one counts: what is told
-twice does harm, what is never told is learned again. A cache like the moments: what cannot be read
+name, if need be for the next process, which asks what became of it. Where nobody knows whether it
+was, neither the old one nor the new one counts: what is told twice does harm, what is never told is
+learned again. A cache like the moments: what cannot be read
 is as good as nothing owed, and the disk is not waited for. Both ways it passes through memory
 frame by frame.
 """
@@ -52,23 +53,26 @@ class KeptResidual:
 
     def settle(self, lease: str, *, accepted: bool | None) -> None:
         """None: whether the update was accepted is not known."""
-        waiting = self._waiting(lease)
-        if accepted and waiting.exists():
-            waiting.replace(self._path)
-        elif accepted is None and waiting.exists():
-            self._path.unlink(missing_ok=True)
-        waiting.unlink(missing_ok=True)
+        _settle(self._waiting(lease), accepted)
 
     def _waiting(self, lease: str) -> Path:
         return self._path.with_name(f"{self._path.name}.{lease}")
 
 
-def settle_what_was_left(folder: Path) -> None:
-    """Updates that were on their way when an earlier process ended: nobody knows what became of
-    them."""
-    for waiting in folder.glob(f"{NAME}-*{ENDING}.*"):
-        waiting.with_suffix("").unlink(missing_ok=True)
-        waiting.unlink(missing_ok=True)
+def settle_what_was_left(folder: Path, was_accepted: Callable[[str], bool | None]) -> None:
+    """Updates that were on their way when an earlier process ended. `was_accepted`: what became of
+    a lease's; what it raises leaves the others, and this one, for the next time."""
+    for waiting in sorted(folder.glob(f"{NAME}-*{ENDING}.*")):
+        _settle(waiting, was_accepted(waiting.suffix.removeprefix(".")))
+
+
+def _settle(waiting: Path, accepted: bool | None) -> None:
+    owed = waiting.with_suffix("")
+    if accepted and waiting.exists():
+        waiting.replace(owed)
+    elif accepted is None and waiting.exists():
+        owed.unlink(missing_ok=True)
+    waiting.unlink(missing_ok=True)
 
 
 def _is_of(file: FileIO, count: int) -> bool:

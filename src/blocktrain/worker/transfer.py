@@ -125,12 +125,18 @@ class Transfer:
             raise RunError(f"cannot write {path}: {error.strerror}") from None
 
     def send(
-        self, offer: UpdateOffer, patience: Patience, on_offered: Callable[[], None] = lambda: None
+        self,
+        offer: UpdateOffer,
+        patience: Patience,
+        on_offered: Callable[[], None] = lambda: None,
+        on_commit: Callable[[], None] = lambda: None,
     ) -> Receipt:
         """Upload an update whose chunks are in the cache; what the coordinator says to it.
-        `on_offered`: called once the coordinator knows of it."""
+        `on_offered`: called once the coordinator knows of it. `on_commit`: called before anything
+        that may make it count."""
         recipe = offer.claim.recipe
         if self.client.takes_whole(offer):
+            on_commit()
             receipt = self._send_whole(offer, patience)
             on_offered()
             return receipt
@@ -144,6 +150,7 @@ class Transfer:
                 state.urls, lambda: self.client.offer(offer, patience).urls, self.client.clock
             )
             self._put_chunks(missing, offer.claim.lease, links, patience)
+            on_commit()
             try:
                 return self.client.commit(offer.claim.lease, patience)
             except RefusedError as refused:

@@ -10,18 +10,29 @@ from blocktrain.worker.keeper import Keeper
 from blocktrain.worker.transfer import Transfer
 
 POLL_SECONDS = 0.2
+END_SECONDS = 2.0  # for what was abandoned to come to its end
 
 OnReceipt = Callable[[Lease, Receipt], None]
-OnFailure = Callable[[Lease, BlocktrainError], None]
+OnFailure = Callable[[Keeper, BlocktrainError, bool], None]
+OnUnsent = Callable[[Lease], None]
 
 
 class Uploader:
     def __init__(
-        self, transfer: Transfer, seconds: float, on_receipt: OnReceipt, on_failure: OnFailure
+        self,
+        transfer: Transfer,
+        seconds: float,
+        on_receipt: OnReceipt,
+        on_failure: OnFailure,
+        on_unsent: OnUnsent,
     ) -> None:
-        """`seconds`: for how long an update is worth trying to send."""
+        """`seconds`: for how long an update is worth trying to send. `on_failure`: told why it was
+        not, and whether it may count all the same, because only the answer was lost; the lease is
+        its to give back. `on_unsent`: told of what was abandoned, where it is certain that it does
+        not count."""
         self._transfer, self._seconds = transfer, seconds
         self._on_receipt, self._on_failure = on_receipt, on_failure
+        self._on_unsent = on_unsent
         self._thread: threading.Thread | None = None
         self._keeper: Keeper | None = None
         self._broken: Exception | None = None
@@ -73,25 +84,29 @@ class Uploader:
     def abandon(self, reason: str) -> None:
         """Give up what is still being sent, and its lease with it."""
         self._abandoned = True
-        if self.busy and self._keeper:
+        if self._thread and self._thread.is_alive() and self._keeper:
             self._keeper.give_back(reason)
+            self._thread.join(END_SECONDS)
 
     def _send(self, prepare: Callable[[], UpdateOffer], keeper: Keeper) -> None:
         client = self._transfer.client
         patience = client.patience(self._seconds, lambda: not self._abandoned)
         began = client.clock.monotonic()
+        committing = threading.Event()
         try:
             offer = prepare()
             if self._abandoned:
-                return
-            receipt = self._transfer.send(offer, patience, self._offered.set)
+                raise UnreachableError("it was given up before it was sent")
+            receipt = self._transfer.send(offer, patience, self._offered.set, committing.set)
             self.send_seconds = client.clock.monotonic() - began
             faults.reached("sent")
             self._on_receipt(keeper.lease, receipt)
         except (UnreachableError, RefusedError, ProtocolError) as error:
+            may_count = isinstance(error, UnreachableError) and committing.is_set()
             if not self._abandoned:
-                self._on_failure(keeper.lease, error)
-                keeper.give_back(str(error))
+                self._on_failure(keeper, error, may_count)
+            elif not may_count:
+                self._on_unsent(keeper.lease)
         except Exception as error:
             self._broken = error
             keeper.give_back(str(error))

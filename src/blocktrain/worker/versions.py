@@ -6,8 +6,9 @@ that is no smaller, the newer one is fetched whole. Counts the bytes until someb
 Knows nothing of what a version is for.
 """
 
+import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,29 +33,34 @@ _FILE = TypeAdapter(dict[int, Held])
 
 
 class Versions:
-    def __init__(self, transfer: Transfer, folder: Path, codec: str) -> None:
-        """`folder`: where to note what is held. `codec`: the run's."""
+    def __init__(
+        self, transfer: Transfer, folder: Path, codec: str, on_astray: Callable[[str], None]
+    ) -> None:
+        """`folder`: where to note what is held. `codec`: the run's. `on_astray`: told where
+        differences led elsewhere than to their version, as on a machine that adds otherwise."""
         self._transfer, self._path = transfer, folder / "versions.json"
+        self._on_astray = on_astray
         self._differ = codec != "none"
         self._held = self._noted() if self._differ else {}
         self._moved: dict[int, Counter[str]] = defaultdict(Counter)
+        self._moved_lock = threading.Lock()  # what was not reported comes back from other threads
 
     def fetch(self, block: int, version: int, weights: Blob, patience: Patience) -> None:
         """Have a version in the chunk cache."""
-        if not self._followed(block, version, weights, patience, None):
-            with self._counted(block, "whole"):
-                self._transfer.fetch(weights, patience)
-        self._note(block, Held(version, weights))
+        with self._had(block, version, weights):
+            if not self._followed(block, version, weights, patience, None):
+                with self._counted(block, "whole"):
+                    self._transfer.fetch(weights, patience)
 
     def read(
         self, block: int, version: int, weights: Blob, patience: Patience, into: memoryview
     ) -> None:
         """A version in memory, of which there must be as much as it has bytes, and in the chunk
         cache."""
-        if not self._followed(block, version, weights, patience, into):
-            with self._counted(block, "whole"):
-                self._transfer.read_into(into, weights, patience)
-        self._note(block, Held(version, weights))
+        with self._had(block, version, weights):
+            if not self._followed(block, version, weights, patience, into):
+                with self._counted(block, "whole"):
+                    self._transfer.read_into(into, weights, patience)
 
     def held(self, blocks: set[int]) -> list[Blob]:
         """What newer versions of these blocks may be reached from."""
@@ -63,9 +69,10 @@ class Versions:
     def take_downloads(self) -> tuple[Downloaded, ...]:
         """What was downloaded since this was last asked; what is too much for one message is left
         for the next."""
-        moved, self._moved = self._moved, defaultdict(Counter)
-        for block in sorted(moved)[MOST_DOWNLOADS:]:
-            self._moved[block] = moved.pop(block)
+        with self._moved_lock:
+            moved, self._moved = self._moved, defaultdict(Counter)
+            for block in sorted(moved)[MOST_DOWNLOADS:]:
+                self._moved[block] = moved.pop(block)
         return tuple(
             Downloaded(
                 block=block,
@@ -75,6 +82,15 @@ class Versions:
             )
             for block, counts in sorted(moved.items())
         )
+
+    def put_back(self, downloads: Iterable[Downloaded]) -> None:
+        """What was taken to be reported, and was not."""
+        for told in downloads:
+            self._count(told.block, whole=told.whole, differences=told.differences, raw=told.raw)
+
+    def _count(self, block: int, **moved: int) -> None:
+        with self._moved_lock:
+            self._moved[block].update(moved)
 
     def _followed(
         self,
@@ -88,7 +104,6 @@ class Versions:
         a longer one."""
         if self._transfer.has(weights):
             return False
-        self._moved[block]["raw"] += weights.size
         held = self._held.get(block)
         if held is None or held.version >= version or not self._transfer.has(held.weights):
             return False
@@ -100,9 +115,25 @@ class Versions:
             with self._counted(block, "differences"):
                 for step in steps:
                     self._transfer.fetch(step, patience)
-            return follow_blobs(cache, held.weights, steps, into) == weights
+            arrived = follow_blobs(cache, held.weights, steps, into) == weights
         except (CorruptFileError, DivergedError, ProtocolError, RefusedError):
             return False  # the whole version helps against all of these
+        if not arrived:
+            self._on_astray(
+                f"block {block}: the differences from version {held.version} to {version} led"
+                " elsewhere; it is fetched whole"
+            )
+        return arrived
+
+    @contextmanager
+    def _had(self, block: int, version: int, weights: Blob) -> Iterator[None]:
+        """A version is here afterwards. What it would have been whole counts only then: one that is
+        cut short is begun again."""
+        was_here = self._transfer.has(weights)
+        yield
+        if not was_here:
+            self._count(block, raw=weights.size)
+        self._note(block, Held(version, weights))
 
     @contextmanager
     def _counted(self, block: int, kind: str) -> Iterator[None]:
@@ -112,7 +143,7 @@ class Versions:
             yield
         finally:
             if moved := self._transfer.traffic.down - before:
-                self._moved[block][kind] += moved
+                self._count(block, **{kind: moved})
 
     def _note(self, block: int, held: Held) -> None:
         if self._differ and self._held.get(block) != held:

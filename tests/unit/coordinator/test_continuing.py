@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.coordinator import Member, SetClock, first_weights, join, running, weights_now
+from tests.support.frugal import KEPT, block_weights, frugal
 
 from blocktrain.coordinator.plan import (
     base_of,
@@ -18,7 +19,7 @@ from blocktrain.coordinator.plan import (
     place_in_schedule,
 )
 from blocktrain.coordinator.service import Service
-from blocktrain.core.codec import codec_named, encode
+from blocktrain.core.codec import codec_named, encode, kept_in_last_words
 from blocktrain.core.swarm import BlockState, PendingUpdate
 from blocktrain.protocol.messages import Finished, Lease, LeaseProgress, Wait
 
@@ -189,6 +190,19 @@ def test_the_last_words_of_a_block_are_asked_for(service: Service):
     answer = member.ask(held_block=0, trained=lease.lease, blocks=(0,))
     assert answer.last_words
     assert isinstance(answer.answer, Wait)
+
+
+def test_last_words_are_taken_while_others_go_on_with_the_block(tmp_path: Path, clock: SetClock):
+    """As of a worker that goes on with another block."""
+    with frugal(tmp_path, clock) as service:
+        member = join(service)
+        lease = member.lease(blocks=(0,), **STEPS)
+        coder = codec_named("sparse", kept_in_last_words(KEPT))
+        assert coder is not None
+        data = b"".join(encode(block_weights(1)["w"], coder))
+        made = member.signer.update_of_bytes(lease, data, codec="sparse")
+        assert member.send(made).state == "pending"
+        assert service.merger.merge_due() == 1
 
 
 def test_a_last_version_owes_nothing(tmp_path: Path, clock: SetClock):

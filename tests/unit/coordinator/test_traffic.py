@@ -5,20 +5,39 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from tests.support.coordinator import SetClock, commit, join, open_stores
+from tests.support.coordinator import Member, SetClock, commit, join, open_stores
 from tests.support.frugal import frugal, send_learned
 
 from blocktrain.coordinator.action import USUAL_MESSAGE
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
-from blocktrain.protocol.messages import MOST_DOWNLOADS, Downloaded, LeaseReturn, Moved, Score
+from blocktrain.protocol.messages import (
+    MOST_DOWNLOADS,
+    Downloaded,
+    Lease,
+    LeaseReturn,
+    Moved,
+    Score,
+)
+
+TOLD = (Downloaded(block=0, whole=7, differences=0, raw=7),)
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    with frugal(tmp_path, SetClock()) as service:
+def clock() -> SetClock:
+    return SetClock()
+
+
+@pytest.fixture
+def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
+    with frugal(tmp_path, clock) as service:
         yield service
+
+
+def give_back(member: Member, lease: Lease) -> None:
+    told = LeaseReturn(fence=lease.fence, reason="stopped", downloads=TOLD)
+    member.service.leases.give_back(member.caller, lease.lease, told)
 
 
 def by_block(service: Service) -> list[Moved]:
@@ -108,17 +127,38 @@ def test_downloads_of_a_block_that_is_none_are_refused(service: Service):
         service.reports.score(judge.caller, bad)
 
 
-def test_what_was_downloaded_for_a_lease_that_is_given_back_counts_once(service: Service):
+@pytest.mark.parametrize("in_time", [False, True])
+def test_what_was_downloaded_for_a_lease_that_is_given_back_counts_once(
+    service: Service, clock: SetClock, in_time: bool
+):
     member = join(service)
     lease = member.lease(blocks=(0,))
-    told = LeaseReturn(
-        fence=lease.fence,
-        reason="stopped",
-        downloads=(Downloaded(block=0, whole=7, differences=0, raw=7),),
-    )
+    if not in_time:
+        clock.forward(1000)
+        service.leases.expire()
     for _ in range(2):
-        service.leases.give_back(member.caller, lease.lease, told)
+        give_back(member, lease)
     assert by_block(service)[0] == Moved(down_whole=7, down_raw=7)
+    assert [event.kind for event in service.reports.events(0, 100)].count("returned") == in_time
+
+
+@pytest.mark.parametrize("first", ["return", "update"])
+@pytest.mark.parametrize("in_time", [False, True])
+def test_what_an_update_and_a_return_both_tell_counts_once(
+    service: Service, clock: SetClock, in_time: bool, first: str
+):
+    """As where a worker gives up a lease whose update arrives all the same."""
+    member = join(service)
+    lease = member.lease(blocks=(0,))
+    if not in_time:
+        clock.forward(1000)
+        service.leases.expire()
+    if first == "return":
+        give_back(member, lease)
+    assert send_learned(member, lease, TOLD)[1] == "pending"
+    give_back(member, lease)
+    moved = by_block(service)[0]
+    assert (moved.down_whole, moved.down_raw) == (7, 7)
 
 
 def test_what_an_evaluator_downloads_comes_with_its_score(service: Service):

@@ -26,6 +26,7 @@ from blocktrain.protocol import tensors
 from blocktrain.protocol.identity import verify_update
 from blocktrain.protocol.messages import (
     Blob,
+    Downloaded,
     Finished,
     Lease,
     LeaseAnswer,
@@ -64,7 +65,7 @@ class Script:
         self.answers: list[Next] = []
         self.asked: list[LeaseRequest] = []
         self.offers: list[UpdateOffer] = []
-        self.returned: list[str] = []
+        self.returns: list[LeaseReturn] = []
         self.open = LeaseState(open=True, seconds_left=60.0)
         self.receipt = Receipt(state="pending", weight=1.0)
         self._committed: set[str] = set()
@@ -75,6 +76,11 @@ class Script:
         server.on("POST /v1/lease/[^/]+/return", self._take_back)
         server.on("POST /v1/updates", self._offer)
         server.on("POST /v1/updates/[^/]+/commit", self._commit)
+
+    @property
+    def returned(self) -> list[str]:
+        """Why leases were given back."""
+        return [told.reason for told in self.returns]
 
     @property
     def claims(self) -> list[UpdateClaim]:
@@ -126,7 +132,7 @@ class Script:
         return LeaseAnswer(answer=answer)
 
     def _take_back(self, body: bytes) -> LeaseState:
-        self.returned.append(LeaseReturn.model_validate_json(body).reason)
+        self.returns.append(LeaseReturn.model_validate_json(body))
         return LeaseState(open=False, seconds_left=0.0)
 
     def _offer(self, body: bytes) -> UploadState:
@@ -416,6 +422,42 @@ def test_a_refused_update_is_told_and_work_goes_on(script: Script, watched: Watc
     told = [event.text for event in watched.events if event.kind == "refused"]
     assert told == ["update refused: it is 9 versions behind, more than 4"] * 2
     assert watched.events[-1].contribution == 0
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_what_was_downloaded_is_told_once_where_an_update_cannot_be_sent(
+    script: Script, watched: Watched, server: FaultServer, heard: bool
+):
+    """With the lease's return, or where nobody hears that, with the next update."""
+    first = script.first_weights()
+    refusal = b'{"error": "forbidden", "reason": "not now"}'
+    server.faults = [Fault("POST /v1/updates", status=403, body=refusal)]
+    if not heard:
+        server.faults += [Fault("POST /v1/lease/lease001/return", status=403, body=refusal)]
+    script.answers = [
+        lambda: script.lease(first, 0, 2),
+        lambda: script.lease(first, 0, 2) if "refused" in watched.kinds() else SOON,
+        script.after(1, Finished),
+    ]
+    assert watched.run()
+    base = Downloaded(block=0, whole=first.size, differences=0, raw=first.size)
+    assert [told.downloads for told in script.returns] == ([(base,)] if heard else [])
+    assert [offer.downloads for offer in script.offers] == [() if heard else (base,)]
+
+
+def test_who_leaves_before_its_update_is_sent_tells_what_it_downloaded(
+    script: Script, watched: Watched, server: FaultServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("blocktrain.worker.agent.SEND_SECONDS", 0.1)
+    monkeypatch.setattr("blocktrain.worker.agent.FINISH_SECONDS", 0.1)
+    server.faults = [Fault("PUT /v1/chunks", status=503, times=1000)]
+    first = script.first_weights()
+    script.answers = [lambda: script.lease(first, 0, 2), script.after(1, Finished)]
+    agent = watched.make()
+    watched.on_event = lambda event: agent.stop() if event.kind == "trained" else None
+    assert not agent.run()
+    (told,) = script.returns
+    assert told.downloads == (Downloaded(block=0, whole=first.size, differences=0, raw=first.size),)
 
 
 def test_a_coordinator_that_restarts_is_waited_for(

@@ -1,23 +1,35 @@
 """A worker that trains on while its update is made and travels."""
 
-import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.fault_server import Fault, FaultServer
+from tests.support.worker_side import RUN
 from tests.unit.worker.test_agent import CPU, SOON, Script, Watched
 
 from blocktrain.config import Config
 from blocktrain.core.codec import Decoder
 from blocktrain.data.corpus import Corpus
+from blocktrain.errors import RefusedError
 from blocktrain.protocol import tensors
-from blocktrain.protocol.messages import Blob, Finished, Lease, LeaseAnswer
+from blocktrain.protocol.messages import (
+    Blob,
+    Downloaded,
+    Finished,
+    Lease,
+    LeaseAnswer,
+    Receipt,
+)
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.assemble import load_block
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client
+from blocktrain.worker.events import WorkerEvent
+from blocktrain.worker.kept_residual import KeptResidual
+from blocktrain.worker.lease_trainer import LeaseTrainer, Trained
 
 
 class LastWords(Script):
@@ -168,6 +180,26 @@ def test_a_worker_that_leaves_sends_what_it_has_trained(script: LastWords, watch
     assert len(script.claims) == 1
 
 
+def test_who_ends_before_its_update_is_made_tells_what_it_downloaded(
+    script: LastWords, watched: Watched, server: FaultServer
+):
+    base = script.first_weights()
+    script.answers = [lambda: script.lease(base, 0, 3)]
+    refusal = b'{"error": "forbidden", "reason": "this worker was banned"}'
+    banned = Fault("POST /v1/lease", status=403, body=refusal, times=0)
+    server.faults = [banned]
+
+    def on_event(event: WorkerEvent) -> None:
+        if event.kind == "training" and event.step == 3:
+            banned.times = 1
+
+    watched.on_event = on_event
+    with pytest.raises(RefusedError, match="banned"):
+        watched.run()
+    (told,) = script.returns
+    assert told.downloads == (Downloaded(block=0, whole=base.size, differences=0, raw=base.size),)
+
+
 def test_a_disk_that_is_full_while_an_update_is_made_ends_the_worker(
     script: LastWords, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ):
@@ -181,6 +213,25 @@ def test_a_disk_that_is_full_while_an_update_is_made_ends_the_worker(
     with pytest.raises(OSError, match="No space left"):
         watched.run()
     assert "No space left" in script.returned[0]
+
+
+def test_who_goes_on_with_another_block_says_its_last_words_on_the_one_before(
+    script: LastWords, watched: Watched
+):
+    """It may never come back, and nobody else can tell what it owes."""
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    bases = [script.first_weights(block) for block in (0, 1)]
+    script.answers = [
+        lambda: script.lease(bases[0], 0, 3),
+        lambda: script.lease(bases[0], 3, 3, continues="lease001"),
+        lambda: script.lease(bases[1], 0, 3, block=1),
+        script.after(3, Finished),
+    ]
+    assert watched.run()
+    assert [claim.block for claim in script.claims] == [0, 0, 1]
+    first, _ = straight(script, 0)
+    kept = [np.count_nonzero(learned(script, number, first)) for number in range(2)]
+    assert kept[1] > 8 * kept[0] > 0
 
 
 def test_last_words_hold_more(server: FaultServer, script: LastWords, watched: Watched):
@@ -198,49 +249,142 @@ def test_last_words_hold_more(server: FaultServer, script: LastWords, watched: W
     assert kept[1] > 8 * kept[0] > 0
 
 
-@pytest.mark.parametrize("on_its_way", [False, True])
-def test_a_worker_started_again_tells_nothing_twice(
-    script: LastWords, watched: Watched, tmp_path: Path, on_its_way: bool
+def test_a_worker_started_again_trains_from_what_it_owes_and_tells_it_once(
+    script: LastWords, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ):
-    """What it owes it still knows, unless it was killed while an update was on its way."""
+    """Begun from the version alone, it would learn a second time what it still owes."""
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    first, _ = straight(script, 0)
+    starts, ends = [], []
+    run = LeaseTrainer.run
+
+    def watched_run(self: LeaseTrainer, lease: Lease, base: Tensors, *others: Any) -> Trained:
+        starts.append(row(base))
+        trained = run(self, lease, base, *others)
+        assert trained
+        ends.append(row(trained.weights))
+        return trained
+
+    def owed() -> np.ndarray:
+        numbers = np.zeros_like(row(first))
+        KeptResidual(watched.settings.folder / RUN, 0).add_to([numbers])
+        return numbers
+
+    monkeypatch.setattr(LeaseTrainer, "run", watched_run)
+    script.answers = [
+        lambda: script.lease(script.first_weights(), 0, 3),
+        script.after(1, Finished),
+    ]
+    assert watched.run()
+    owed_at_first = owed()
+    version = row(first) + learned(script, 0, first)
+    np.testing.assert_allclose(version + owed_at_first, ends[0], atol=1e-6)
+
+    merged = script.server.hold(b"".join(tensors.encode(shaped(version, first))))
+    script.answers = [
+        lambda: script.lease(merged, 3, 3, base_version=1),
+        script.after(2, Finished),
+    ]
+    assert watched.run()
+    assert np.abs(owed_at_first).max() > 1e-4  # or it would say little
+    np.testing.assert_array_equal(starts[1], version + owed_at_first)
+    np.testing.assert_allclose(learned(script, 1, first) + owed(), ends[1] - version, atol=1e-6)
+
+
+@pytest.mark.parametrize("became", ["pending", "refused", "unknown"])
+def test_a_worker_started_again_asks_what_became_of_the_update_that_was_on_its_way(
+    script: LastWords, watched: Watched, server: FaultServer, tmp_path: Path, became: str
+):
+    """Only where that cannot be known it forgets what it owes."""
     script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
     base = script.first_weights()
     script.answers = [lambda: script.lease(base, 0, 3), script.after(1, Finished)]
     assert watched.run()
     (owed,) = tmp_path.rglob("residual-0.safetensors")
-    if on_its_way:
-        shutil.copy(owed, f"{owed}.lease002")
+    before, after = owed.read_bytes(), b"what is owed if it was accepted"
+    waiting = owed.with_name(f"{owed.name}.lease002")
+    waiting.write_bytes(after)
+    if became == "unknown":
+        server.faults = [Fault("POST /v1/updates/lease002/commit", status=400)]
+    else:
+        script.receipt = Receipt(state=became)  # type: ignore[arg-type]  # one of its states
     script.answers = [Finished]
     assert watched.run()
-    assert owed.exists() != on_its_way
+    assert not waiting.exists()
+    known = {"pending": after, "refused": before}
+    assert (owed.read_bytes() if owed.exists() else None) == known.get(became)
 
 
-@pytest.mark.parametrize("answer_comes", [False, True])
-def test_what_is_owed_is_forgotten_where_nobody_knows_whether_an_update_arrived(
+def test_a_worker_that_leaves_before_its_update_arrived_still_owes_what_it_owed(
     script: LastWords,
     watched: Watched,
     server: FaultServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    answer_comes: bool,
+):
+    """It never came to the commit: so it is certain that the update does not count."""
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    monkeypatch.setattr("blocktrain.worker.agent.SEND_SECONDS", 0.2)
+    monkeypatch.setattr("blocktrain.worker.agent.FINISH_SECONDS", 0.2)
+    base, before = script.first_weights(), []
+
+    def next_chunks_are_not_taken() -> Lease:
+        server.faults = [Fault("PUT /v1/chunks", status=503, times=1000)]
+        return script.lease(base, 3, 3)
+
+    def on_event(event: WorkerEvent) -> None:
+        if event.kind == "trained" and server.faults:
+            before.extend(path.read_bytes() for path in tmp_path.rglob("residual-0.safetensors"))
+            agent.stop()
+
+    script.answers = [
+        lambda: script.lease(base, 0, 3),
+        script.after(1, next_chunks_are_not_taken),
+        script.after(2, Finished),
+    ]
+    agent, watched.on_event = watched.make(), on_event
+    assert not agent.run()
+    assert script.returned == ["the worker was stopped"]
+    (owed,) = tmp_path.rglob("residual-0.safetensors*")
+    assert [owed.read_bytes()] == before
+
+
+@pytest.mark.parametrize("lost", ["nothing", "offer", "receipt"])
+def test_what_is_owed_is_forgotten_only_where_nobody_knows_whether_an_update_arrived(
+    script: LastWords,
+    watched: Watched,
+    server: FaultServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lost: str,
 ):
     """Told again, it would count twice."""
     script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
     monkeypatch.setattr("blocktrain.worker.agent.LATEST_SEND_SECONDS", 0.5)
+    routes = {"offer": "POST /v1/updates", "receipt": "POST /v1/updates/lease002/commit"}
     base = script.first_weights()
+    owed = watched.settings.folder / RUN / "residual-0.safetensors"
+    before: list[bytes] = []
 
     def next_answers_are_cut() -> Lease:
-        if not answer_comes:
-            server.faults = [Fault("POST /v1/updates/lease002/commit", cut_after=0, times=1000)]
+        if lost in routes:
+            server.faults = [Fault(routes[lost], cut_after=0, times=1000)]
         return script.lease(base, 3, 3)
+
+    def on_event(event: WorkerEvent) -> None:
+        if event.kind == "training" and owed.exists():
+            before.append(owed.read_bytes())
 
     script.answers = [
         lambda: script.lease(base, 0, 3),
         script.after(1, next_answers_are_cut),
-        script.after(2, Finished),
+        Finished,
     ]
+    watched.on_event = on_event
     assert watched.run()
     told = [event.text for event in watched.events if event.kind == "refused"]
-    assert ["update not sent" in text for text in told] == ([] if answer_comes else [True])
-    assert any(tmp_path.rglob("residual-0.safetensors")) == answer_comes
-    assert not list(tmp_path.rglob("residual-0.safetensors.*"))
+    assert ["update not sent" in text for text in told] == ([True] if lost in routes else [])
+    assert owed.exists() == (lost != "receipt")
+    if owed.exists():
+        assert (owed.read_bytes() == before[-1]) == (lost == "offer")
+    assert not list(owed.parent.glob("residual-0.safetensors.*"))

@@ -6,7 +6,14 @@ import pytest
 from tests.support.fault_server import Fault, FaultServer
 
 from blocktrain.errors import RefusedError
-from blocktrain.protocol.messages import Blob, Lease, LeaseProgress, LeaseReturn, LeaseState
+from blocktrain.protocol.messages import (
+    Blob,
+    Downloaded,
+    Lease,
+    LeaseProgress,
+    LeaseReturn,
+    LeaseState,
+)
 from blocktrain.worker.client import Client
 from blocktrain.worker.keeper import Keeper
 
@@ -87,14 +94,15 @@ def test_giving_back_says_why(server: FaultServer, keeper: Keeper):
 
     def take_back(body: bytes) -> LeaseState:
         returned = LeaseReturn.model_validate_json(body)
-        assert returned == LeaseReturn(fence=3, reason="x" * 500)
+        assert returned == LeaseReturn(fence=3, reason="x" * 500, downloads=keeper.downloads)
         said.set()
         return LeaseState(open=False, seconds_left=0.0)
 
     server.on("POST /v1/lease/lease000/return", take_back)
-    keeper.give_back("x" * 600)
+    keeper.downloads = (Downloaded(block=0, whole=7, differences=0, raw=7),)
+    assert keeper.give_back("x" * 600)
     assert said.is_set()
 
 
 def test_giving_back_what_is_lost_is_no_error(keeper: Keeper):
-    keeper.give_back("nobody there to take it")
+    assert not keeper.give_back("nobody there to take it")

@@ -3,6 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from blocktrain.errors import UnreachableError
 from blocktrain.worker.kept_residual import PIECE, KeptResidual, settle_what_was_left
 
 OWED = np.arange(5, dtype=np.float32)
@@ -44,19 +45,38 @@ def test_an_update_that_was_refused_changes_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_where_nobody_knows_whether_an_update_arrived_nothing_is_owed(tmp_path: Path, ended: bool):
+@pytest.mark.parametrize(
+    ("accepted", "owed"), [(True, 2 * OWED), (False, OWED), (None, np.zeros_like(OWED))]
+)
+def test_what_is_owed_depends_on_what_became_of_the_update(
+    tmp_path: Path, ended: bool, accepted: bool | None, owed: np.ndarray
+):
+    """Where nobody knows, nothing is: told once is enough."""
     kept, other = KeptResidual(tmp_path, 0), KeptResidual(tmp_path, 1)
     for each in (kept, other):
         propose(each, "lease1", OWED)
         each.settle("lease1", accepted=True)
     propose(kept, "lease2", 2 * OWED)
     if ended:
-        settle_what_was_left(tmp_path)
+        settle_what_was_left(tmp_path, {"lease2": accepted}.__getitem__)
     else:
-        kept.settle("lease2", accepted=None)
-    assert not load(kept, 5).any(), "told once is enough"
+        kept.settle("lease2", accepted=accepted)
+    assert load(kept, 5).tolist() == owed.tolist()
     assert load(other, 5).tolist() == OWED.tolist(), "no update of that block was on its way"
-    assert len(list(tmp_path.iterdir())) == 1
+    assert not list(tmp_path.glob("*.lease2"))
+
+
+def test_an_answer_that_does_not_come_is_asked_for_the_next_time(tmp_path: Path):
+    kept = KeptResidual(tmp_path, 0)
+    propose(kept, "lease1", OWED)
+
+    def nobody_answers(lease: str) -> bool:
+        raise UnreachableError("the worker was stopped")
+
+    with pytest.raises(UnreachableError):
+        settle_what_was_left(tmp_path, nobody_answers)
+    settle_what_was_left(tmp_path, lambda lease: True)
+    assert load(kept, 5).tolist() == OWED.tolist()
 
 
 def test_an_update_that_was_never_made_leaves_what_is_owed(tmp_path: Path):
@@ -65,7 +85,7 @@ def test_an_update_that_was_never_made_leaves_what_is_owed(tmp_path: Path):
     kept.settle("lease1", accepted=True)
     with pytest.raises(ZeroDivisionError), kept.proposal("lease2", 5):
         raise ZeroDivisionError("the process ends in the middle")
-    settle_what_was_left(tmp_path)
+    settle_what_was_left(tmp_path, lambda lease: None)
     assert load(kept, 5).tolist() == OWED.tolist()
 
 

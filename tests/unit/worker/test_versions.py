@@ -1,6 +1,6 @@
 """A worker follows differences, from a real coordinator, to the very bits of a version."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ from tests.support.frugal import frugal, make_version
 from tests.support.worker_side import KEY, Eager, impatient
 
 from blocktrain.coordinator.service import Service
+from blocktrain.errors import UnreachableError
 from blocktrain.protocol import tensors
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import MOST_DOWNLOADS, Blob, Differences, Downloaded
@@ -50,8 +51,19 @@ def transfer(service: Service, tmp_path: Path) -> Iterator[Transfer]:
 
 
 @pytest.fixture
-def versions(transfer: Transfer, tmp_path: Path) -> Versions:
-    return Versions(transfer, tmp_path / "worker", "sparse")
+def astray() -> list[str]:
+    """What was told of differences that led elsewhere."""
+    return []
+
+
+@pytest.fixture
+def new_versions(transfer: Transfer, tmp_path: Path, astray: list[str]) -> Callable[[], Versions]:
+    return lambda: Versions(transfer, tmp_path / "worker", "sparse", astray.append)
+
+
+@pytest.fixture
+def versions(new_versions: Callable[[], Versions]) -> Versions:
+    return new_versions()
 
 
 def newest(service: Service) -> tuple[int, Blob]:
@@ -94,6 +106,33 @@ def test_what_is_here_already_costs_nothing(
     assert versions.take_downloads() == ()
 
 
+def test_a_version_that_was_fetched_in_two_tries_is_one(
+    service: Service, versions: Versions, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+):
+    def cut(*arguments: object) -> None:
+        raise UnreachableError("the line is gone")
+
+    with monkeypatch.context() as cut_short:
+        cut_short.setattr(transfer, "read_into", cut)
+        with pytest.raises(UnreachableError):
+            had(service, versions, transfer)
+    size = newest(service)[1].size
+    assert had(service, versions, transfer) == Downloaded(
+        block=0, whole=size, differences=0, raw=size
+    )
+
+
+def test_what_was_not_reported_is_told_with_what_comes_next(
+    service: Service, member: Member, versions: Versions, transfer: Transfer
+):
+    whole = had(service, versions, transfer)
+    versions.put_back([whole])
+    make_version(service, member)
+    both = had(service, versions, transfer)
+    assert (both.whole, both.raw) == (whole.whole, 2 * whole.raw)
+    assert both.differences > 0
+
+
 def test_what_is_too_much_for_one_message_is_told_with_the_next(versions: Versions):
     for block in reversed(range(MOST_DOWNLOADS + 3)):
         versions._moved[block]["whole"] += block
@@ -103,11 +142,15 @@ def test_what_is_too_much_for_one_message_is_told_with_the_next(versions: Versio
 
 
 def test_a_worker_that_was_restarted_goes_on_following(
-    service: Service, member: Member, versions: Versions, transfer: Transfer, tmp_path: Path
+    service: Service,
+    member: Member,
+    versions: Versions,
+    transfer: Transfer,
+    new_versions: Callable[[], Versions],
 ):
     had(service, versions, transfer)
     make_version(service, member)
-    again = Versions(transfer, tmp_path / "worker", "sparse")
+    again = new_versions()
     assert again.held({0, 1}) == versions.held({0}) and not again.held({1})
     assert had(service, again, transfer).whole == 0
 
@@ -118,6 +161,8 @@ def test_the_whole_is_fetched_where_there_is_no_way(
     member: Member,
     versions: Versions,
     transfer: Transfer,
+    new_versions: Callable[[], Versions],
+    astray: list[str],
     tmp_path: Path,
     trouble: str,
 ):
@@ -132,12 +177,13 @@ def test_the_whole_is_fetched_where_there_is_no_way(
             path.write_bytes(b"\0" * path.stat().st_size)
     if trouble == "unread":
         (tmp_path / "worker" / "versions.json").write_text("{")
-        versions = Versions(transfer, tmp_path / "worker", "sparse")
+        versions = new_versions()
     if trouble == "forgotten":
         with service.run.ledger.write() as tx:
             tx.forget_difference(0, 1)
     moved = had(service, versions, transfer)
     assert moved.whole == moved.raw == newest(service)[1].size
+    assert not astray
 
 
 @pytest.mark.parametrize("kind", ["twice", "short", "long", "other"])
@@ -147,6 +193,7 @@ def test_a_way_that_leads_elsewhere_or_is_longer_than_the_whole_is_not_taken(
     versions: Versions,
     transfer: Transfer,
     monkeypatch: pytest.MonkeyPatch,
+    astray: list[str],
     kind: str,
 ):
     had(service, versions, transfer)
@@ -165,3 +212,7 @@ def test_a_way_that_leads_elsewhere_or_is_longer_than_the_whole_is_not_taken(
     moved = had(service, versions, transfer)
     assert moved.whole == whole.size
     assert (moved.differences == 0) == (kind in ("long", "other"))
+    led_elsewhere = "block 0: the differences from version 0 to 2 led elsewhere"
+    assert [text.split(";")[0] for text in astray] == (
+        [led_elsewhere] if kind in ("twice", "short") else []
+    )
