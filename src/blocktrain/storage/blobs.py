@@ -13,9 +13,9 @@ from typing import Self
 from blake3 import blake3
 from pydantic import ValidationError
 
-from blocktrain.errors import ProtocolError
+from blocktrain.errors import ProtocolError, RunError
 from blocktrain.protocol.messages import CHUNK_BYTES, MOST_CHUNKS, Blob, Recipe
-from blocktrain.storage.chunks import Buffer, ChunkStore, Incoming, Opened, altered
+from blocktrain.storage.chunks import Buffer, ChunkStore, Incoming, Opened, altered, verified
 from blocktrain.storage.shelf import ShelfFile
 
 KEPT_AT_ONCE = 4  # chunks of one file that are on their way to the disk
@@ -192,16 +192,22 @@ class BlobReader:
 
     def _part(self, index: int, start: int, length: int) -> bytes:
         """So much of a chunk as is there; of one in memory, no more than that is copied."""
-        if self._held is None or self._held[0] != index:
-            self._held = None  # two chunks at a time are one too many
-            file, size = self._chunks.open(self._recipe.chunks[index])
-            with file:
-                if isinstance(file, ShelfFile):
-                    self._check_size(index, size)
-                    file.seek(start)
-                    return file.read(length)
-            self._held = (index, self.chunk(index))
-        return self._held[1][start : start + length]
+        if self._held and self._held[0] == index:
+            return self._held[1][start : start + length]
+        self._held = None  # two chunks at a time are one too many
+        file, size = self._chunks.open(self._recipe.chunks[index])
+        with file:
+            if isinstance(file, ShelfFile):
+                self._check_size(index, size)
+                file.seek(start)
+                return file.read(length)
+            return self._part_of_file(file, index, start, length)
+
+    def _part_of_file(self, file: Opened, index: int, start: int, length: int) -> bytes:
+        data = verified(_read(file), self._recipe.chunks[index], self._chunks)
+        self._check_size(index, len(data))
+        self._held = (index, data)
+        return data[start : start + length]
 
     def _check_size(self, index: int, found: int) -> None:
         if found != min(CHUNK_BYTES, self.size - index * CHUNK_BYTES):
@@ -211,6 +217,13 @@ class BlobReader:
 def _read_into(file: Opened, part: memoryview) -> None:
     while part and (count := file.readinto(part)):
         part = part[count:]
+
+
+def _read(file: Opened, length: int = -1) -> bytes:
+    try:
+        return file.read(length)
+    except OSError as error:
+        raise RunError(f"a chunk cannot be read: {error.strerror}") from None
 
 
 def _canonical(recipe: Recipe) -> bytes:

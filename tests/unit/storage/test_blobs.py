@@ -1,6 +1,7 @@
 import os
 import tracemalloc
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from blocktrain.errors import CorruptFileError, NotFoundError, ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Recipe
 from blocktrain.storage.blobs import BlobReader, Blobs
-from blocktrain.storage.chunks import LocalChunks, name_of
+from blocktrain.storage.chunks import LocalChunks, Opened, name_of
 from blocktrain.storage.shelf import Shelf
 
 SIZE = 2 * CHUNK_BYTES + 12345
@@ -63,14 +64,19 @@ def test_any_part_can_be_read(blobs: Blobs, blob: Blob, first: int, second: int)
     assert blobs.reader(blob).read(start, end - start) == DATA[start:end]
 
 
+class Counting(LocalChunks):
+    """A store that is asked over a network: what it opens has come as a whole."""
+
+    loads = 0
+
+    def open(self, name: str) -> tuple[Opened, int]:
+        self.loads += 1
+        file, size = super().open(name)
+        with file:
+            return BytesIO(file.read()), size
+
+
 def test_reading_on_loads_each_chunk_once(blobs: Blobs, blob: Blob):
-    class Counting(LocalChunks):
-        loads = 0
-
-        def get(self, name: str) -> bytes:
-            self.loads += 1
-            return super().get(name)
-
     assert isinstance(blobs.chunks, LocalChunks)
     counting = Counting(blobs.chunks.folder)
     reader = BlobReader(counting, blobs.recipe(blob.name))
