@@ -94,13 +94,16 @@ def check_update(reader: BlobReader, form: Sequence[TensorSpec]) -> float:
     return found
 
 
-def check_encoded(reader: BlobReader, form: Sequence[TensorSpec]) -> float:
-    """The same of what was learned; refused where it does not decode to as many finite numbers as
-    the block has."""
+def check_encoded(reader: BlobReader, form: Sequence[TensorSpec], most: Codec) -> float:
+    """The same of what was learned; refused where it is encoded by another codec than `most`, or
+    keeps more, or does not decode to as many finite numbers as the block has."""
     numbers = number_count(form)
-    frames = Decoder(reader.read, reader.size, numbers).frames()
+    decoder = Decoder(reader.read, reader.size, numbers)
+    found = decoder.codec
+    if found.code != most.code or found.parameter > most.parameter:
+        raise ProtocolError(f"the update is encoded by {found}; the most is {most}")
     with np.errstate(over="ignore"):
-        squares = sum(float(np.dot(frame, frame)) for frame in frames)
+        squares = sum(float(np.dot(frame, frame)) for frame in decoder.frames())
     return math.sqrt(squares / max(1, numbers))
 
 

@@ -353,13 +353,26 @@ def test_encoded_and_whole_updates_are_merged_together(blobs: Blobs):
 def test_an_encoded_update_of_another_count_is_refused(blobs: Blobs):
     base = blobs.write(encode(weights(0)))
     form = weights_form(blobs.reader(base))
-    check_encoded(blobs.reader(learned(blobs, weights(1), Bf16())), form)
+    check_encoded(blobs.reader(learned(blobs, weights(1), Bf16())), form, Bf16())
     longer = blobs.write(codecs.encode(np.zeros(2000, np.float32), Bf16()))
     for bad in (longer, base, blobs.write([b"nonsense"])):
         with pytest.raises(ProtocolError):
-            check_encoded(blobs.reader(bad), form)
+            check_encoded(blobs.reader(bad), form, Bf16())
         with pytest.raises(ProtocolError):
             merge_blobs(blobs, base, [Update("a", bad, 1.0, encoded=True)], None, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("codec", "most"),
+    [(Int8(), Bf16()), (Sparse(1), Bf16()), (Bf16(), Sparse(64)), (Sparse(65), Sparse(64))],
+    ids=str,
+)
+def test_an_encoded_update_of_another_codec_is_refused(blobs: Blobs, codec: Codec, most: Codec):
+    form = weights_form(blobs.reader(blobs.write(encode(weights(0)))))
+    for good in (most, Sparse(3)) if isinstance(most, Sparse) else (most,):
+        check_encoded(blobs.reader(learned(blobs, weights(1), good)), form, most)
+    with pytest.raises(ProtocolError, match="is encoded by"):
+        check_encoded(blobs.reader(learned(blobs, weights(1), codec)), form, most)
 
 
 @pytest.mark.parametrize(
