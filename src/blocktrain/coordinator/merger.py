@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from blocktrain.coordinator import plan
 from blocktrain.coordinator.collector import Collector
@@ -129,10 +131,20 @@ class Merger:
         swarm = self.run.config.swarm
         outer = Outer(swarm.outer_rate, swarm.outer_momentum)
         codec = codec_named(swarm.codec, plan.kept_down(swarm, state, len(sources)))
-        compression = Compression(None if final else codec, current.owed) if codec else None
-        return merge_blobs(
-            self.run.blobs, current.weights, sources, current.velocity, outer, compression
+        merge = partial(
+            merge_blobs, self.run.blobs, current.weights, sources, current.velocity, outer
         )
+        if not codec:
+            return merge()
+        compression = Compression(None if final else codec, current.owed)
+        try:
+            return merge(compression)
+        except (NotFoundError, CorruptFileError, ProtocolError):
+            if current.owed is None or self._is_whole(current.owed):
+                raise
+        # It was to be made up for, and nobody builds on it: without it all go on alike.
+        log.warning("block %d: what its versions owe was lost; it goes on without", state.index)
+        return merge(replace(compression, owed=None))
 
     def _refuse(self, updates: Sequence[PendingUpdate], reason: str) -> None:
         """Drop updates that wait; their text is handed out again."""

@@ -12,7 +12,7 @@ from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.recent import Recent
 from blocktrain.coordinator.run import Run
 from blocktrain.core import faults
-from blocktrain.core.codec import codec_named, kept_in_last_words, largest_encoded_size
+from blocktrain.core.codec import Codec, codec_named, kept_in_last_words, largest_encoded_size
 from blocktrain.errors import ProtocolError, RefusedError
 from blocktrain.protocol import identity
 from blocktrain.protocol.messages import (
@@ -124,14 +124,14 @@ class Updates:
             self.run.chunks.clear_quarantine(coming.lease)
 
     def _fault(self, recipe: Recipe, base: Version, steps: int) -> str:
-        config, form = self.run.config, self._form(base)
-        encoded = config.swarm.codec != "none"
-        before = 0.0 if encoded else self._magnitude(base, form)
+        config, form, codec = self.run.config, self._form(base), self._largest_codec()
+        before = 0.0 if codec else self._magnitude(base, form)
+        reader = self.run.blobs.reader(recipe, checked=False)
         try:
-            check = check_encoded if encoded else check_update
-            moved = check(self.run.blobs.reader(recipe, checked=False), form) - before
+            found = check_encoded(reader, form, codec) if codec else check_update(reader, form)
         except ProtocolError as error:
             return str(error)
+        moved = found - before
         most = plan.most_moved(config.train, config.swarm, steps) + ROUNDING * before
         if moved > most:
             return f"it moves the weights by {moved:.3g}, {steps} steps by {most:.3g} at most (rms)"
@@ -294,7 +294,7 @@ class Updates:
         swarm, size = self.run.config.swarm, claim.recipe.size
         if claim.codec != swarm.codec:
             raise RefusedError("conflict", f"updates of this run have the codec {swarm.codec}")
-        codec, most = codec_named(swarm.codec, kept_in_last_words(swarm.kept)), base.weights.size
+        codec, most = self._largest_codec(), base.weights.size
         if codec:
             most = largest_encoded_size(codec, most // BYTES_OF_A_NUMBER)
         if size > most:
@@ -304,6 +304,11 @@ class Updates:
         chunks = -(-size // CHUNK_BYTES)
         if len(claim.recipe.chunks) != chunks:
             raise RefusedError("malformed", f"{size} bytes are {chunks} chunks")
+
+    def _largest_codec(self) -> Codec | None:
+        """The run's, as it keeps the most: any update may be a worker's last."""
+        swarm = self.run.config.swarm
+        return codec_named(swarm.codec, kept_in_last_words(swarm.kept))
 
     def _missing(self, lease: str, recipe: Recipe) -> tuple[str, ...]:
         """Chunks not here yet, in order; what lies in quarantine is verified and taken in."""

@@ -149,6 +149,10 @@ class Decoder:
             done += part.size
         return result
 
+    def forget(self) -> None:
+        """Let go of the remembered frame."""
+        self._last = None
+
     def _remembered(self, index: int) -> Floats:
         """A frame; the last one is kept, because the next numbers may begin in its middle."""
         if self._last is None or self._last[0] != index:

@@ -8,16 +8,18 @@ nothing of what is in a file.
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from typing import Self
 
 from blake3 import blake3
 from pydantic import ValidationError
 
-from blocktrain.errors import ProtocolError
+from blocktrain.errors import ProtocolError, RunError
 from blocktrain.protocol.messages import CHUNK_BYTES, MOST_CHUNKS, Blob, Recipe
-from blocktrain.storage.chunks import Buffer, ChunkStore, Incoming, Opened, altered
+from blocktrain.storage.chunks import Buffer, ChunkStore, Incoming, Opened, altered, verified
 from blocktrain.storage.shelf import ShelfFile
 
+SKIPPED_BYTES = 256 * 1024  # at a time, of what is only hashed
 KEPT_AT_ONCE = 4  # chunks of one file that are on their way to the disk
 
 
@@ -56,18 +58,25 @@ class Blobs:
     def reader(self, blob: Blob | Recipe | str, *, checked: bool = True) -> "BlobReader":
         """A file by its name, by name and the size it must have, or by what it is made of. Not
         `checked`: its pieces were hashed a moment ago, and will be again before they matter."""
-        if isinstance(blob, Recipe):
-            _check_fit(blob)
-            return BlobReader(self.chunks, blob, checked)
-        name = blob if isinstance(blob, str) else blob.name
-        recipe = self.recipe(name)
-        if isinstance(blob, Blob) and blob.size != recipe.size:
-            raise ProtocolError(f"blob {name} has {recipe.size} bytes, not {blob.size}")
-        return BlobReader(self.chunks, recipe, checked)
+        return BlobReader(self.chunks, self._recipe_of(blob), checked)
+
+    def forward_reader(self, blob: Blob | Recipe | str) -> "ForwardReader":
+        """The same for who reads a file from its start to its end."""
+        return ForwardReader(self.chunks, self._recipe_of(blob))
 
     def chunks_of(self, name: str) -> set[str]:
         """Every chunk the file needs, with its recipe."""
         return {name, *self.recipe(name).chunks}
+
+    def _recipe_of(self, blob: Blob | Recipe | str) -> Recipe:
+        if isinstance(blob, Recipe):
+            _check_fit(blob)
+            return blob
+        name = blob if isinstance(blob, str) else blob.name
+        recipe = self.recipe(name)
+        if isinstance(blob, Blob) and blob.size != recipe.size:
+            raise ProtocolError(f"blob {name} has {recipe.size} bytes, not {blob.size}")
+        return recipe
 
 
 class BlobWriter:
@@ -192,25 +201,83 @@ class BlobReader:
 
     def _part(self, index: int, start: int, length: int) -> bytes:
         """So much of a chunk as is there; of one in memory, no more than that is copied."""
-        if self._held is None or self._held[0] != index:
-            self._held = None  # two chunks at a time are one too many
-            file, size = self._chunks.open(self._recipe.chunks[index])
-            with file:
-                if isinstance(file, ShelfFile):
-                    self._check_size(index, size)
-                    file.seek(start)
-                    return file.read(length)
-            self._held = (index, self.chunk(index))
-        return self._held[1][start : start + length]
+        if self._held and self._held[0] == index:
+            return self._held[1][start : start + length]
+        self._held = None  # two chunks at a time are one too many
+        file, size = self._chunks.open(self._recipe.chunks[index])
+        with file:
+            if isinstance(file, ShelfFile):
+                self._check_size(index, size)
+                file.seek(start)
+                return file.read(length)
+            return self._part_of_file(file, index, start, length)
+
+    def _part_of_file(self, file: Opened, index: int, start: int, length: int) -> bytes:
+        data = verified(_read(file), self._recipe.chunks[index], self._chunks)
+        self._check_size(index, len(data))
+        self._held = (index, data)
+        return data[start : start + length]
 
     def _check_size(self, index: int, found: int) -> None:
-        if found != min(CHUNK_BYTES, self.size - index * CHUNK_BYTES):
+        if found != self._length(index):
             raise ProtocolError(f"chunk {index} of a blob has {found} bytes, not its recipe's")
+
+    def _length(self, index: int) -> int:
+        return min(CHUNK_BYTES, self.size - index * CHUNK_BYTES)
+
+
+class ForwardReader(BlobReader):
+    """A file that is read from its start to its end: of a chunk on a disk only the part that is
+    asked for is in memory, and every byte is read and hashed once. That a chunk was altered is
+    noticed when all of it was read, and of the last one by `finish`: what was made of it may not
+    count until then. A chunk that came over a network stays in memory until it is forgotten."""
+
+    def __init__(self, chunks: ChunkStore, recipe: Recipe) -> None:
+        super().__init__(chunks, recipe)
+        self._index, self._hashed, self._hash = 0, 0, blake3()
+
+    def finish(self) -> None:
+        """Notice whether the chunk that was read last was altered."""
+        if 0 < self._hashed < self._length(self._index):
+            file, _ = self._chunks.open(self._recipe.chunks[self._index])
+            with file:
+                self._read_up_to(self._length(self._index), file)
+
+    def _part_of_file(self, file: Opened, index: int, start: int, length: int) -> bytes:
+        if not isinstance(file, FileIO):
+            return super()._part_of_file(file, index, start, length)
+        if index != self._index or start < self._hashed:
+            self.finish()
+            self._index, self._hashed, self._hash = index, 0, blake3()
+        self._read_up_to(start, file)
+        return self._read_on(min(length, self._length(index) - start), file)
+
+    def _read_up_to(self, end: int, file: Opened) -> None:
+        while self._hashed < end:
+            self._read_on(min(SKIPPED_BYTES, end - self._hashed), file)
+
+    def _read_on(self, length: int, file: Opened) -> bytes:
+        """The next bytes, from where those end that were hashed."""
+        file.seek(self._hashed)
+        data = _read(file, length)
+        self._hash.update(data)
+        self._hashed += length
+        name, is_whole = self._recipe.chunks[self._index], self._hashed == self._length(self._index)
+        if len(data) != length or (is_whole and self._hash.hexdigest() != name):
+            raise altered(name, self._chunks)
+        return data
 
 
 def _read_into(file: Opened, part: memoryview) -> None:
     while part and (count := file.readinto(part)):
         part = part[count:]
+
+
+def _read(file: Opened, length: int = -1) -> bytes:
+    try:
+        return file.read(length)
+    except OSError as error:
+        raise RunError(f"a chunk cannot be read: {error.strerror}") from None
 
 
 def _canonical(recipe: Recipe) -> bytes:

@@ -1,10 +1,11 @@
 """Merging whole files: from a version and its updates to the next version, chunk by chunk.
 
-Beside the sums of a chunk, a few pieces are in memory; so it grows neither with the files nor with
-the number of updates. Chunks are made side by side by a few threads; where a codec reads or writes
-from start to end, one thread adds up and another makes the next version of it. How numbers are
-merged is the business of `core.merge`, and how a version is cut down to what a small difference
-leads to, that of `core.following`.
+Beside the sums of a chunk, a few pieces of the updates that are read at once are in memory; where
+encoded ones come over a network, a chunk of each of these. So it grows neither with the files nor
+with the number of updates. Chunks are made side by side by a few threads; where a codec reads or
+writes from start to end, one thread adds up and another makes the next version of it. How numbers
+are merged is the business of `core.merge`, and how a version is cut down to what a small
+difference leads to, that of `core.following`.
 """
 
 import math
@@ -31,7 +32,7 @@ from blocktrain.core.merge import (
 from blocktrain.errors import DivergedError, ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Recipe
 from blocktrain.protocol.tensors import TensorSpec, canonical
-from blocktrain.storage.blobs import BlobReader, Blobs, BlobWriter
+from blocktrain.storage.blobs import BlobReader, Blobs, BlobWriter, ForwardReader
 from blocktrain.storage.read_ahead import read_ahead
 from blocktrain.storage.weights_file import (
     check_form,
@@ -93,13 +94,16 @@ def check_update(reader: BlobReader, form: Sequence[TensorSpec]) -> float:
     return found
 
 
-def check_encoded(reader: BlobReader, form: Sequence[TensorSpec]) -> float:
-    """The same of what was learned; refused where it does not decode to as many finite numbers as
-    the block has."""
+def check_encoded(reader: BlobReader, form: Sequence[TensorSpec], most: Codec) -> float:
+    """The same of what was learned; refused where it is encoded by another codec than `most`, or
+    keeps more, or does not decode to as many finite numbers as the block has."""
     numbers = number_count(form)
-    frames = Decoder(reader.read, reader.size, numbers).frames()
+    decoder = Decoder(reader.read, reader.size, numbers)
+    found = decoder.codec
+    if found.code != most.code or found.parameter > most.parameter:
+        raise ProtocolError(f"the update is encoded by {found}; the most is {most}")
     with np.errstate(over="ignore"):
-        squares = sum(float(np.dot(frame, frame)) for frame in frames)
+        squares = sum(float(np.dot(frame, frame)) for frame in decoder.frames())
     return math.sqrt(squares / max(1, numbers))
 
 
@@ -119,7 +123,7 @@ def merge_blobs(
         if codec or not files.in_any_order:
             return _write_in_order(blobs, files, outer, codec)
         return _write_side_by_side(blobs, files, outer)
-    except DivergedError:
+    except (DivergedError, ProtocolError):
         files.check()  # what was altered on the disk is no update's fault
         raise
 
@@ -188,6 +192,7 @@ class _Files:
     velocity: BlobReader | None
     owed: BlobReader | None
     updates: list["_Weights | _Learned"]
+    are_too_many: bool
     header: bytes
 
     @classmethod
@@ -203,6 +208,7 @@ class _Files:
             raise ValueError("an update is merged once")
         weights = blobs.reader(current)
         form = weights_form(weights)
+        are_too_many = _are_too_many(updates)
 
         def alike(blob: Recipe | Blob) -> BlobReader:
             reader = blobs.reader(blob)
@@ -211,21 +217,36 @@ class _Files:
 
         def opened(update: Update) -> _Weights | _Learned:
             if update.encoded:
-                reader = blobs.reader(update.end)
-                decoder = Decoder(reader.read, reader.size, number_count(form))
-                return _Learned(decoder, update.weight, update.share)
+                file = blobs.forward_reader(update.end)
+                decoder = Decoder(file.read, file.size, number_count(form))
+                if are_too_many:
+                    file.forget()
+                return _Learned(file, decoder, update.weight, update.share)
             start = alike(update.start) if update.start else None
             return _Weights(alike(update.end), start, update.weight, update.share)
 
         ordered = sorted(updates, key=lambda update: update.id)
         speed, debt = (alike(blob) if blob else None for blob in (velocity, owed))
-        return cls(weights, speed, debt, [opened(update) for update in ordered], canonical(form))
+        found = [opened(update) for update in ordered]
+        return cls(weights, speed, debt, found, are_too_many, canonical(form))
+
+    @property
+    def learned(self) -> list["_Learned"]:
+        return [update for update in self.updates if isinstance(update, _Learned)]
 
     @property
     def in_any_order(self) -> bool:
         """Whether chunks may be made in any order, by several threads: what is encoded is read
         from its start to its end."""
-        return not any(isinstance(update, _Learned) for update in self.updates)
+        return not self.learned
+
+    def forget(self, some: Sequence["_Weights | _Learned"]) -> None:
+        """Let go of what is remembered of some updates, before others are read."""
+        for update in some:
+            if isinstance(update, _Learned):
+                update.decoder.forget()
+                if self.are_too_many:
+                    update.file.forget()
 
     def check(self) -> None:
         """Notice whatever was altered."""
@@ -234,6 +255,14 @@ class _Files:
         for file in files:
             for index in range(file.chunk_count):
                 file.chunk(index)
+
+
+def _are_too_many(updates: Sequence[Update]) -> bool:
+    """Whether the encoded ones would hold more than as many chunks as are read at once, where these
+    come whole over a network. Then each is fetched again for every chunk that is made, as those of
+    whole updates are."""
+    held = sum(min(CHUNK_BYTES, update.end.size) for update in updates if update.encoded)
+    return held > READ_AT_ONCE * CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -266,13 +295,14 @@ class _Weights:
 class _Learned:
     """An update that is what was learned; fresh or late, it is added to the newest weights."""
 
+    file: ForwardReader
     decoder: Decoder
     weight: float
     share: float
     needs_current = True
 
     def files(self) -> list[BlobReader]:
-        return []  # checked whenever they are read
+        return [self.file]
 
     def ends(self, chunk: "_Chunk") -> Callable[[Floats], Doubles]:
         first = first_number(chunk.index, len(chunk.files.header))
@@ -317,9 +347,11 @@ class _Piece:
 
 def _targets(files: _Files, outer: Outer, codec: Codec | None) -> Iterator[_Piece]:
     """What the next version is made of, in pieces that end where frames end, and where chunks
-    do."""
+    do. They may count once all of them were asked for."""
     for index in range(files.current.chunk_count):
         yield from _merged(_Chunk(files, index), outer, codec, used_at_once=False)
+    for update in files.learned:
+        update.file.finish()
 
 
 def _merged(
@@ -357,6 +389,8 @@ def _means(
             for update, end in zip(some, ends, strict=True):
                 mean.add(end(here), update.weight)
             yield here, mean
+        if last:
+            chunk.files.forget(some)
 
     for first in range(0, last, READ_AT_ONCE):
         for _ in added(updates[first : first + READ_AT_ONCE]):

@@ -12,6 +12,7 @@ from blocktrain.coordinator.merger import Merger
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import MOST_DIFFERENCES, Blob
+from blocktrain.storage.chunks import LocalChunks, place_of
 from blocktrain.storage.following import follow_blobs
 
 
@@ -50,6 +51,45 @@ def test_what_is_owed_goes_from_version_to_version(service: Service):
         with service.run.ledger.read() as tx:
             owed.append(tx.version(0).owed)
     assert None not in owed and owed[0] != owed[1]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "recipe gone"])
+def test_a_block_goes_on_without_what_was_owed_and_is_lost(
+    service: Service, caplog: pytest.LogCaptureFixture, damage: str
+):
+    """It is owed to nobody in particular: differences lead to the next version all the same."""
+    member = join(service)
+    make_version(service, member)
+    with service.run.ledger.read() as tx:
+        owed = tx.version(0).owed
+    assert owed is not None
+    (chunk,) = service.run.blobs.recipe(owed.name).chunks
+    assert isinstance(service.run.chunks, LocalChunks)
+    path = service.run.chunks.folder / place_of(owed.name if damage == "recipe gone" else chunk)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    if damage.endswith("gone"):
+        path.unlink()
+    else:
+        path.write_bytes(data[:-5] if damage == "cut" else data)
+    make_version(service, member)
+    assert "what its versions owe was lost" in caplog.text
+    with service.run.ledger.read() as tx:
+        assert tx.version(0, 2).owed not in (None, owed)
+    steps = led(service, 1, 2)
+    assert follow_blobs(service.run.blobs, weights_at(service, 1), steps) == weights_at(service, 2)
+    caplog.clear()
+    make_version(service, member)  # what is owed since then is there
+    assert "owe" not in caplog.text
+
+
+def test_a_lost_version_is_not_taken_for_what_it_owed(service: Service):
+    member = join(service)
+    make_version(service, member)
+    (chunk,) = service.run.blobs.recipe(weights_at(service, 1).name).chunks
+    service.run.chunks.delete(chunk)
+    send_learned(member, member.lease(blocks=(0,), steps_per_second=0.1))
+    assert service.merger.merge_due() == 0
 
 
 def test_versions_that_were_never_made_have_no_way_to_them(service: Service):

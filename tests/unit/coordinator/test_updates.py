@@ -23,6 +23,7 @@ from tests.support.coordinator import (
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.updates import READ_SECONDS
 from blocktrain.core import codec
+from blocktrain.core.codec_dense import Bf16, Int8
 from blocktrain.core.codec_sparse import Sparse
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.identity import WorkerKey
@@ -482,6 +483,8 @@ def test_a_late_update_starts_from_the_version_it_was_trained_from(long_run: Ser
 
 # Encoded updates
 
+FEW = Sparse(2)
+
 
 @pytest.fixture
 def frugal(tmp_path_factory: pytest.TempPathFactory, clock: SetClock) -> Iterator[Service]:
@@ -490,8 +493,10 @@ def frugal(tmp_path_factory: pytest.TempPathFactory, clock: SetClock) -> Iterato
         yield service
 
 
-def encoded(member: Member, lease: Lease, delta: Any, **changes: Any) -> Made:
-    data = b"".join(codec.encode(delta, Sparse(2)))
+def encoded(
+    member: Member, lease: Lease, delta: Any, by: codec.Codec = FEW, **changes: Any
+) -> Made:
+    data = b"".join(codec.encode(delta, by))
     return member.signer.update_of_bytes(lease, data, **{"codec": "sparse", **changes})
 
 
@@ -531,6 +536,31 @@ def test_an_encoded_update_that_does_not_decode_is_refused(frugal: Service, bad:
         made = member.signer.update_of_bytes(lease, b"x" * 30, codec="sparse")
     assert member.send(made).state == "refused"
     assert block_state(frugal).to_hand_out == 40
+
+
+@pytest.mark.parametrize(
+    ("claimed", "by", "state"),
+    [
+        ("sparse", Sparse(codec.kept_in_last_words(FEW.kept)), "pending"),
+        ("sparse", Sparse(codec.kept_in_last_words(FEW.kept) + 1), "refused"),
+        ("sparse", Int8(), "refused"),
+        ("bf16", Bf16(), "pending"),
+        ("bf16", Int8(), "refused"),
+        ("bf16", FEW, "refused"),
+    ],
+    ids=str,
+)
+def test_an_encoded_update_is_what_its_claim_says(
+    tmp_path: Path, clock: SetClock, claimed: str, by: codec.Codec, state: str
+):
+    """A worker's last words keep more than other updates do, and nothing keeps more than they."""
+    with running(tmp_path, clock, swarm__codec=claimed, swarm__kept=FEW.kept) as service:
+        member = join(service)
+        lease = member.lease(blocks=(0,))
+        nothing = np.zeros(24, np.float32)
+        receipt = member.send(encoded(member, lease, nothing, by, codec=claimed))
+    assert receipt.state == state
+    assert ("encoded by" in receipt.reason) == (state == "refused")
 
 
 def test_how_large_a_base_is_follows_its_versions(service: Service, member: Member):

@@ -1,6 +1,7 @@
 import os
 import tracemalloc
 from collections.abc import Iterator
+from io import BytesIO, FileIO
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from blocktrain.errors import CorruptFileError, NotFoundError, ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Recipe
-from blocktrain.storage.blobs import BlobReader, Blobs
-from blocktrain.storage.chunks import LocalChunks, name_of
+from blocktrain.storage.blobs import BlobReader, Blobs, ForwardReader
+from blocktrain.storage.chunks import LocalChunks, Opened, name_of, place_of
 from blocktrain.storage.shelf import Shelf
 
 SIZE = 2 * CHUNK_BYTES + 12345
@@ -60,17 +61,23 @@ def test_a_name_is_the_hash_of_the_canonical_recipe(blobs: Blobs):
 @given(st.integers(0, SIZE), st.integers(0, SIZE))
 def test_any_part_can_be_read(blobs: Blobs, blob: Blob, first: int, second: int):
     start, end = sorted((first, second))
-    assert blobs.reader(blob).read(start, end - start) == DATA[start:end]
+    for reader in (blobs.reader(blob), blobs.forward_reader(blob)):
+        assert reader.read(start, end - start) == DATA[start:end]
+
+
+class Counting(LocalChunks):
+    """A store that is asked over a network: what it opens has come as a whole."""
+
+    loads = 0
+
+    def open(self, name: str) -> tuple[Opened, int]:
+        self.loads += 1
+        file, size = super().open(name)
+        with file:
+            return BytesIO(file.read()), size
 
 
 def test_reading_on_loads_each_chunk_once(blobs: Blobs, blob: Blob):
-    class Counting(LocalChunks):
-        loads = 0
-
-        def get(self, name: str) -> bytes:
-            self.loads += 1
-            return super().get(name)
-
     assert isinstance(blobs.chunks, LocalChunks)
     counting = Counting(blobs.chunks.folder)
     reader = BlobReader(counting, blobs.recipe(blob.name))
@@ -82,6 +89,113 @@ def test_reading_on_loads_each_chunk_once(blobs: Blobs, blob: Blob):
     reader.forget()
     reader.read(SIZE - 1, 1)
     assert counting.loads == 4
+
+
+# Reading from start to end
+
+PART = 131_072 + 7
+
+
+def read_on(reader: BlobReader, start: int = 0) -> bytes:
+    places = range(start, SIZE, PART)
+    return b"".join(reader.read(place, min(PART, SIZE - place)) for place in places)
+
+
+def test_reading_forward_takes_the_memory_of_a_part(blobs: Blobs, blob: Blob):
+    reader = blobs.forward_reader(blob)
+    tracemalloc.start()
+    try:
+        for place in range(12, SIZE - PART, PART):
+            assert reader.read(place, PART) == DATA[place : place + PART]
+        reader.finish()
+        assert tracemalloc.get_traced_memory()[1] < 2e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_reading_forward_reads_every_byte_once(blobs: Blobs, blob: Blob):
+    counted = []
+
+    class Counted(FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            data = super().read(size)
+            counted.append(len(data))
+            return data
+
+    class Files(LocalChunks):
+        def open(self, name: str) -> tuple[Opened, int]:
+            return Counted(self.folder / place_of(name)), 0
+
+    assert isinstance(blobs.chunks, LocalChunks)
+    reader = ForwardReader(Files(blobs.chunks.folder), blobs.recipe(blob.name))
+    assert read_on(reader) == DATA
+    reader.finish()
+    assert sum(counted) == SIZE
+
+
+def test_reading_forward_loads_what_comes_whole_once(blobs: Blobs, blob: Blob):
+    assert isinstance(blobs.chunks, LocalChunks)
+    counting = Counting(blobs.chunks.folder)
+    reader = ForwardReader(counting, blobs.recipe(blob.name))
+    assert read_on(reader) == DATA
+    reader.finish()
+    assert counting.loads == 3
+
+
+@pytest.mark.parametrize("place", [0, CHUNK_BYTES - 1, CHUNK_BYTES, SIZE - 1])
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
+def test_who_reads_forward_notices_what_was_altered_before_the_end(
+    tmp_path: Path, place: int, damage: str
+):
+    blobs = Blobs(LocalChunks(tmp_path, sync=False))
+    blob = blobs.write([DATA])
+    index, inside = divmod(place, CHUNK_BYTES)
+    path = tmp_path / place_of(blobs.recipe(blob.name).chunks[index])
+    data = bytearray(path.read_bytes())
+    data[inside] ^= 1
+    path.write_bytes(data[:inside] if damage == "cut" else data)
+    with pytest.raises(CorruptFileError):
+        read_on(blobs.forward_reader(blob))
+
+
+@pytest.mark.parametrize("place", [0, CHUNK_BYTES - 1, CHUNK_BYTES, SIZE - 1])
+def test_who_finishes_early_notices_what_was_altered_behind(tmp_path: Path, place: int):
+    blobs = Blobs(LocalChunks(tmp_path, sync=False))
+    blob = blobs.write([DATA])
+    index, inside = divmod(place, CHUNK_BYTES)
+    path = tmp_path / place_of(blobs.recipe(blob.name).chunks[index])
+    data = bytearray(path.read_bytes())
+    data[inside] ^= 1
+    path.write_bytes(data)
+    reader = blobs.forward_reader(blob)
+    reader.read(index * CHUNK_BYTES, 12)
+    with pytest.raises(CorruptFileError):
+        reader.finish()
+
+
+def test_who_goes_back_or_elsewhere_notices_what_was_altered(tmp_path: Path):
+    blobs = Blobs(LocalChunks(tmp_path, sync=False))
+    blob = blobs.write([DATA])
+    path = tmp_path / place_of(blobs.recipe(blob.name).chunks[0])
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    for elsewhere in (0, CHUNK_BYTES):
+        reader = blobs.forward_reader(blob)
+        reader.read(0, 12)
+        with pytest.raises(CorruptFileError):
+            reader.read(elsewhere, 12)
+
+
+def test_a_chunk_that_leaves_memory_while_it_is_read_is_read_on_from_the_disk(tmp_path: Path):
+    shelf = Shelf(8)
+    blobs = Blobs(LocalChunks(tmp_path, sync=False, shelf=shelf))
+    with blobs.writer(SIZE) as writer:
+        writer.write(DATA)
+        blob = writer.finish()
+    reader = blobs.forward_reader(blob)
+    assert reader.read(0, PART) == DATA[:PART]
+    for name in blobs.recipe(blob.name).chunks:
+        shelf.forget(name)
+    assert read_on(reader, PART) == DATA[PART:]
 
 
 @pytest.mark.parametrize("start", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, SIZE - 1, SIZE])

@@ -1,8 +1,10 @@
 import itertools
 import math
 import tracemalloc
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from blocktrain.protocol.messages import CHUNK_BYTES, Blob
 from blocktrain.protocol.tensors import decode, encode
 from blocktrain.storage import merging
 from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks
+from blocktrain.storage.chunks import LocalChunks, Opened
 from blocktrain.storage.merging import (
     Update,
     check_encoded,
@@ -187,6 +189,29 @@ def test_memory_does_not_grow_with_files_or_updates(blobs: Blobs):
         tracemalloc.stop()
 
 
+def peak(blobs: Blobs, current: Blob, updates: list[Update]) -> int:
+    """The most memory that merging them takes at once."""
+    tracemalloc.start()
+    try:
+        merge_blobs(blobs, current, updates, None, PLAIN)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+THREE_CHUNKS = {"w": (6 * 1024 * 1024 - 100,)}
+
+
+def test_memory_does_not_grow_with_whole_updates_beyond_those_read_at_once(blobs: Blobs):
+    current, end = (blobs.write(encode(weights(i, THREE_CHUNKS))) for i in range(2))
+    few, many = (
+        [Update(f"{i:02}", end, 1.0) for i in range(count)]
+        for count in (2 * merging.READ_AT_ONCE, 8 * merging.READ_AT_ONCE)
+    )
+    threads_meet_or_not = 25e6
+    assert peak(blobs, current, many) < peak(blobs, current, few) + threads_meet_or_not
+
+
 def rms(file: dict[str, Any]) -> float:
     numbers = np.concatenate([tensor.ravel() for tensor in file.values()]).astype(np.float64)
     return float(np.sqrt(np.mean(numbers**2)))
@@ -328,10 +353,111 @@ def test_encoded_and_whole_updates_are_merged_together(blobs: Blobs):
 def test_an_encoded_update_of_another_count_is_refused(blobs: Blobs):
     base = blobs.write(encode(weights(0)))
     form = weights_form(blobs.reader(base))
-    check_encoded(blobs.reader(learned(blobs, weights(1), Bf16())), form)
+    check_encoded(blobs.reader(learned(blobs, weights(1), Bf16())), form, Bf16())
     longer = blobs.write(codecs.encode(np.zeros(2000, np.float32), Bf16()))
     for bad in (longer, base, blobs.write([b"nonsense"])):
         with pytest.raises(ProtocolError):
-            check_encoded(blobs.reader(bad), form)
+            check_encoded(blobs.reader(bad), form, Bf16())
         with pytest.raises(ProtocolError):
             merge_blobs(blobs, base, [Update("a", bad, 1.0, encoded=True)], None, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("codec", "most"),
+    [(Int8(), Bf16()), (Sparse(1), Bf16()), (Bf16(), Sparse(64)), (Sparse(65), Sparse(64))],
+    ids=str,
+)
+def test_an_encoded_update_of_another_codec_is_refused(blobs: Blobs, codec: Codec, most: Codec):
+    form = weights_form(blobs.reader(blobs.write(encode(weights(0)))))
+    for good in (most, Sparse(3)) if isinstance(most, Sparse) else (most,):
+        check_encoded(blobs.reader(learned(blobs, weights(1), good)), form, most)
+    with pytest.raises(ProtocolError, match="is encoded by"):
+        check_encoded(blobs.reader(learned(blobs, weights(1), codec)), form, most)
+
+
+@pytest.mark.parametrize(
+    ("codec", "most"),
+    [(Bf16(), 24), (Int8(), 24), (Sparse(64), 64)],
+    ids=["bf16", "int8", "sparse"],
+)
+def test_memory_does_not_grow_with_encoded_updates(blobs: Blobs, codec: Codec, most: int):
+    current, delta = (weights(i, {"w": (2_200_000,)}) for i in range(2))
+    file, end = blobs.write(encode(current)), learned(blobs, delta, codec)
+    few, many = (
+        [Update(f"{i:02}", end, 1.0, encoded=True) for i in range(count)] for count in (2, most)
+    )
+    assert peak(blobs, file, many) < peak(blobs, file, few) + 12e6
+
+
+class Remote(LocalChunks):
+    """A store whose chunks come whole over a network."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync=False)
+        self.loads: Counter[str] = Counter()
+
+    def open(self, name: str) -> tuple[Opened, int]:
+        self.loads[name] += 1
+        file, size = super().open(name)
+        with file:
+            return BytesIO(file.read()), size
+
+
+def test_encoded_updates_from_afar_are_held_a_few_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And fetched about as often as whole ones are, which is once for each chunk that is made."""
+    monkeypatch.setattr(merging, "READ_AT_ONCE", 2)
+    chunks = Remote(tmp_path)
+    blobs = Blobs(chunks)
+    current, delta = (weights(i, THREE_CHUNKS) for i in range(2))
+    file, end = blobs.write(encode(current)), learned(blobs, delta, Bf16())
+    few, many = (
+        [Update(f"{i:02}", end, 1.0, encoded=True) for i in range(count)] for count in (4, 12)
+    )
+    assert peak(blobs, file, many) < peak(blobs, file, few) + 12e6
+    made = len(blobs.recipe(file.name).chunks)
+    for chunk in blobs.recipe(end.name).chunks:
+        assert chunks.loads[chunk] <= (made + 1) * len(few + many)
+
+
+def test_small_updates_from_afar_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(merging, "READ_AT_ONCE", 2)
+    chunks = Remote(tmp_path)
+    blobs = Blobs(chunks)
+    current, delta = (weights(i, THREE_CHUNKS) for i in range(2))
+    file, end = blobs.write(encode(current)), learned(blobs, delta, Sparse(64))
+    updates = [Update(f"{i}", end, 1.0, encoded=True) for i in range(6)]
+    (chunk,) = blobs.recipe(end.name).chunks
+    merge_blobs(blobs, file, updates, None, PLAIN)
+    assert chunks.loads[chunk] == len(updates)
+
+
+@pytest.mark.parametrize("place", ["start", "middle", "end"])
+def test_an_encoded_update_that_was_altered_is_noticed(blobs: Blobs, place: str):
+    current, delta = (weights(i, LARGE) for i in range(2))
+    file, end = blobs.write(encode(current)), learned(blobs, delta, Int8())
+    assert isinstance(blobs.chunks, LocalChunks)
+    (name,) = blobs.recipe(end.name).chunks
+    path = blobs.chunks.folder / name[:2] / name[2:]
+    data = bytearray(path.read_bytes())
+    data[{"start": 40, "middle": len(data) // 2, "end": -12}[place]] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptFileError):
+        merge_blobs(blobs, file, [Update("a", end, 1.0, encoded=True)], None, PLAIN)
+
+
+def test_many_encoded_updates_are_merged_as_a_few_are(
+    blobs: Blobs, monkeypatch: pytest.MonkeyPatch
+):
+    current, *deltas = (weights(seed, LARGE) for seed in range(6))
+    file = blobs.write(encode(current))
+    updates = [
+        Update(str(place), learned(blobs, delta, Bf16()), 1.0 + place, encoded=True)
+        for place, delta in enumerate(deltas)
+    ]
+    found = set()
+    for at_once in (1, 2, 4, 8):
+        monkeypatch.setattr(merging, "READ_AT_ONCE", at_once)
+        found.add(merge_blobs(blobs, file, updates, None, PLAIN))
+    assert len(found) == 1
