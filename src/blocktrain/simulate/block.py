@@ -105,6 +105,11 @@ class VirtualBlock:
         if at is not None:
             count_out(self._ends, at)
 
+    def ends_last(self, lease: VirtualLease) -> bool:
+        """Whether it alone is expected as late as this."""
+        at = lease.expected
+        return at is not None and at == self.busy_until and self._ends[at] == 1
+
     @property
     def waiting_since(self) -> float:
         return self.pending[0].committed if self.pending else math.inf
