@@ -61,6 +61,7 @@ class VirtualBlock:
         self.index, self.total_batches = index, total_batches
         self.version = self.merged_batches = self.next_batch = self.open_leases = 0
         self.to_hand_out, self.under_way = total_batches, 0
+        self.met = self.missed = 0  # leases, in time
         self.workers: defaultdict[str, int] = defaultdict(
             int
         )  # by how many leases and updates each counts

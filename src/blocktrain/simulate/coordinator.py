@@ -37,7 +37,7 @@ class VirtualCoordinator:
     ) -> None:
         self.swarm, self.learner, self.lead = swarm, learner or NothingLearned(), lead
         self.blocks = [VirtualBlock(index, batches) for index in range(blocks)]
-        self.given = self.met = self.missed = self.returned = 0
+        self.given = self.returned = 0
         self.refused: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()  # of merged updates, by versions behind
         self._open: dict[str, VirtualLease] = {}  # by worker
@@ -47,6 +47,14 @@ class VirtualCoordinator:
     @property
     def finished(self) -> bool:
         return self._unfinished == 0
+
+    @property
+    def met(self) -> int:
+        return sum(block.met for block in self.blocks)
+
+    @property
+    def missed(self) -> int:
+        return sum(block.missed for block in self.blocks)
 
     @property
     def has_text(self) -> bool:
@@ -164,8 +172,8 @@ class VirtualCoordinator:
         own = in_time or (weight > 0.0 and block.reclaim(lease.first_batch, lease.steps))
         reason = plan.refusal(self.swarm, block.version, lease.base_version, text_is_its_own=own)
         if in_time:
-            self.met += not reason
-            self.missed += bool(reason)
+            block.met += not reason
+            block.missed += bool(reason)
         if reason:
             self._refuse(lease, reason, put_back=in_time)
             return reason
@@ -189,7 +197,7 @@ class VirtualCoordinator:
         """Take back what is overdue; whether it was still held."""
         if not self._close(lease, "expired"):
             return False
-        self.missed += 1
+        lease.block.missed += 1
         lease.block.give_back(lease.first_batch, lease.steps)
         return True
 

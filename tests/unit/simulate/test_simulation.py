@@ -75,6 +75,8 @@ def test_all_the_time_of_every_worker_is_accounted_for(drawn: dict[str, Any]):
     assert 0.0 <= report.virtual_seconds <= drawn["simulate__longest_seconds"]
     over = report.leases_met + report.leases_missed + report.leases_returned
     assert over <= report.leases_given
+    assert min(report.participation_by_block) <= report.participation + 1e-9
+    assert max(report.participation_by_block) >= report.participation - 1e-9
 
 
 CHURN = {
