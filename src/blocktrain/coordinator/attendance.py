@@ -29,6 +29,7 @@ class Attendance:
         self._there: dict[str, _Present] = {}
         # In the order of their asking; a plain dict is slow to find its first after many have gone.
         self._asked: OrderedDict[str, float] = OrderedDict()
+        self._looked_at: float | None = None  # for who is absent; once for every question
         # Kept up, as many may be there.
         self._speeds: Counter[int | None] = Counter()  # by block
         self._heads: Counter[int | None] = Counter()  # by the last block
@@ -75,6 +76,9 @@ class Attendance:
         return speeds
 
     def _drop_absent(self, now: float) -> None:
+        if now == self._looked_at:
+            return
+        self._looked_at = now
         while self._asked and now - next(iter(self._asked.values())) > self._seconds:
             self._drop(next(iter(self._asked)))
 

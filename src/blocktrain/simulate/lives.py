@@ -141,7 +141,8 @@ class Lives:
         if self._coordinator.given > given:
             self._rounds.watch(lease)
             self._text_went(lease.block)
-            self._end_moved(lease)
+            if self._encodes:
+                self._end_moved(lease)
         worker.lease, worker.asked = lease, self._agenda.now
         worker.steps_left = float(lease.steps)
         self._fetch(worker, lease)
@@ -196,7 +197,8 @@ class Lives:
             self._begin(worker, Activity.TRAINING)  # again: what is done is counted
             done = int(lease.steps - worker.steps_left)
             self._coordinator.progress(lease, done, self._agenda.now)
-            self._end_moved(lease)
+            if self._encodes:
+                self._end_moved(lease)
             self._plan_sign_of_life(worker, lease)
 
     def _plan_end_of_training(self, worker: VirtualWorker) -> None:
@@ -282,8 +284,10 @@ class Lives:
 
     def _park(self, worker: VirtualWorker) -> None:
         self._begin(worker, Activity.TRANSFERRING if worker.sending else Activity.WAITING)
-        seconds = plan.wait_seconds(self._coordinator.blocks, worker.name)
-        self._parked.park(worker.name, seconds, self._awaits(worker.name))
+        awaited, seconds = self._awaits(worker.name), plan.MERGE_WAIT
+        if awaited is None:  # else it has something of a block, and the plan need not look for it
+            seconds = plan.wait_seconds(self._coordinator.blocks, worker.name)
+        self._parked.park(worker.name, seconds, awaited)
 
     def _version_came(self, block: VirtualBlock, senders: Sequence[str]) -> None:
         """Those who waited for what their own updates become may go on from it. Where it has no
@@ -306,7 +310,7 @@ class Lives:
 
     def _end_moved(self, lease: VirtualLease) -> None:
         """Those who wait for a version that will now take longer may train on until then."""
-        if self._encodes and lease.block.ends_last(lease):
+        if lease.block.ends_last(lease):
             self._let_train_on(lease.block)
 
     def _let_train_on(self, block: VirtualBlock) -> None:
