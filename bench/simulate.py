@@ -1,6 +1,7 @@
 """How fast a simulation is: 100,000 virtual workers and a million leases.
 
     PYTHONPATH=src python bench/simulate.py --out DIR [--workers 100000] [--leases 1000000]
+        [--codec none]
 
 One process, one core. Workers differ in speed and line, come and go, and some straggle; blocks are
 merged as they fall due. Writes simulate.json into DIR, prints a table last.
@@ -15,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from blocktrain.config import build
+from blocktrain.core.codec import NAMES
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import simulate
 from quality import provenance
@@ -23,13 +25,19 @@ BLOCKS = 16
 LEASE_STEPS = 31.0  # a lease of half a minute at about a step a second, of workers that differ
 
 
-def scene(workers: int, leases: int) -> Scenario:
+def scene(workers: int, leases: int, codec: str) -> Scenario:
+    quorum = max(1, workers // BLOCKS // 4)
     return build(
         Scenario,
         {
             "model": {"layers": BLOCKS, "blocks": BLOCKS},
             "train": {"steps": int(leases * LEASE_STEPS / BLOCKS)},
-            "swarm": {"quorum": workers // BLOCKS // 4, "grace_seconds": 5.0, "most_stale": 8},
+            "swarm": {
+                "quorum": quorum,
+                "grace_seconds": 5.0,
+                "most_stale": 8,
+                "codec": codec,
+            },
             "simulate": {
                 "workers": workers,
                 "block_megabytes": 5.0,
@@ -49,8 +57,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=100_000)
     parser.add_argument("--leases", type=int, default=1_000_000)
+    parser.add_argument("--codec", choices=NAMES, default="none")
     args = parser.parse_args()
-    scenario = scene(args.workers, args.leases)
+    scenario = scene(args.workers, args.leases, args.codec)
     began, cpu_began = time.perf_counter(), time.process_time()
     found = simulate(scenario)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began

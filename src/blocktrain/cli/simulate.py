@@ -151,6 +151,7 @@ def _update_rows(report: "Report") -> list[tuple[str, str]]:
     return [
         ("leases given", f"{report.leases_given:,}"),
         ("  met in time", f"{report.leases_met:,} ({_percent(report.participation)})"),
+        ("  met of the block with the fewest", _percent(min(report.participation_by_block))),
         ("  missed", f"{report.leases_missed:,}"),
         ("  given back", f"{report.leases_returned:,}"),
         ("updates merged", f"{merged:,}"),

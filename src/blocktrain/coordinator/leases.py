@@ -86,7 +86,7 @@ class Leases:
             trained=asked.trained,
             soon=plan.soon(swarm, now, transfer),
             lead=self.run.config.lead,
-            others=self._attendance.others(worker.id),
+            others=self._attendance.others(worker.id, now),
         )
         # Who may not train all blocks is not there for what is left of them.
         speed = asked.steps_per_second if asked.blocks is None else None

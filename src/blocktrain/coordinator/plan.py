@@ -63,7 +63,7 @@ def choose_block(
     """
     open_to = [
         block
-        for block in (_far_enough_behind(blocks, lead, held) if lead else blocks)
+        for block in (far_enough_behind(blocks, lead, held) if lead else blocks)
         if block.to_hand_out and (allowed is None or block.index in allowed)
     ]
 
@@ -104,7 +104,7 @@ def choose_block(
     return min(filter(is_free, open_to), key=rank, default=None)
 
 
-def _far_enough_behind(blocks: Sequence[Block], lead: float, held: int | None) -> list[Block]:
+def far_enough_behind(blocks: Sequence[Block], lead: float, held: int | None) -> list[Block]:
     """Blocks that the one before is ahead of by its lead, or will never be further ahead of.
 
     What a worker has under way itself does not close its own block to it: else two that are
@@ -145,7 +145,8 @@ def may_continue(
     long as theirs."""
     if trained is None or set(block.unmerged(worker)) != {trained}:
         return False
-    return not patient or set(block.workers) == {worker} or block.busy_until > soon
+    is_alone = len(block.workers) == 1 and worker in block.workers  # of what may be thousands
+    return not patient or is_alone or block.busy_until > soon
 
 
 def place_in_schedule(

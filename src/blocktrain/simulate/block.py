@@ -61,6 +61,7 @@ class VirtualBlock:
         self.index, self.total_batches = index, total_batches
         self.version = self.merged_batches = self.next_batch = self.open_leases = 0
         self.to_hand_out, self.under_way = total_batches, 0
+        self.met = self.missed = 0  # leases, in time
         self.workers: defaultdict[str, int] = defaultdict(
             int
         )  # by how many leases and updates each counts
@@ -104,6 +105,11 @@ class VirtualBlock:
         at = self._expected.pop(lease.worker, None)
         if at is not None:
             count_out(self._ends, at)
+
+    def ends_last(self, lease: VirtualLease) -> bool:
+        """Whether it alone is expected as late as this."""
+        at = lease.expected
+        return at is not None and at == self.busy_until and self._ends[at] == 1
 
     @property
     def waiting_since(self) -> float:

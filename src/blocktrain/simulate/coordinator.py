@@ -37,7 +37,7 @@ class VirtualCoordinator:
     ) -> None:
         self.swarm, self.learner, self.lead = swarm, learner or NothingLearned(), lead
         self.blocks = [VirtualBlock(index, batches) for index in range(blocks)]
-        self.given = self.met = self.missed = self.returned = 0
+        self.given = self.returned = 0
         self.refused: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()  # of merged updates, by versions behind
         self._open: dict[str, VirtualLease] = {}  # by worker
@@ -48,6 +48,18 @@ class VirtualCoordinator:
     def finished(self) -> bool:
         return self._unfinished == 0
 
+    @property
+    def met(self) -> int:
+        return sum(block.met for block in self.blocks)
+
+    @property
+    def missed(self) -> int:
+        return sum(block.missed for block in self.blocks)
+
+    @property
+    def has_text(self) -> bool:
+        return any(block.to_hand_out for block in self.blocks)
+
     def claim(
         self,
         worker: str,
@@ -57,7 +69,8 @@ class VirtualCoordinator:
         now: float,
         trained: VirtualLease | None = None,
     ) -> VirtualLease | None:
-        """Work for a worker; None: it has to wait."""
+        """Work for a worker; None: it has to wait, and is taken to ask again and again until it
+        gets some or has `left`."""
         if self.swarm.codec == "none":
             trained = None
         if trained and trained.state == "open":
@@ -77,10 +90,11 @@ class VirtualCoordinator:
             trained=name,
             soon=soon,
             lead=self.lead,
-            others=self._attendance.others(worker),
+            others=self._attendance.others(worker, now),
         )
         self._attendance.note(worker, block.index if block else None, steps_per_second, now)
         if block is None:
+            self._attendance.keep(worker)
             return None
         speeds = self._attendance.speeds(worker)
         left = plan.seconds_left(self.swarm, self.blocks, now, steps_per_second, speeds)
@@ -100,6 +114,41 @@ class VirtualCoordinator:
         self._open[worker] = lease
         self.learner.taken(lease)
         return lease
+
+    def has_work(
+        self,
+        worker: str,
+        held: int | None,
+        transfer_seconds: float,
+        now: float,
+        trained: VirtualLease | None,
+    ) -> bool:
+        """Whether a worker that holds no lease would get one if it asked. Which, depends on others
+        who are there; whether any, does not."""
+        block = plan.choose_block(
+            self.blocks,
+            worker,
+            held,
+            None,
+            patient=plan.is_patient(self.swarm, transfer_seconds),
+            trained=trained.lease if trained and self.swarm.codec != "none" else None,
+            soon=plan.soon(self.swarm, now, transfer_seconds),
+            lead=self.lead,
+        )
+        return block is not None
+
+    def holds_back(self, index: int) -> bool:
+        """Whether whoever waits there for what its own update becomes could not go on elsewhere:
+        the block has text, and it may be trained by those who hold it."""
+        block = self.blocks[index]
+        if not block.to_hand_out or not self.lead:
+            return block.to_hand_out > 0
+        return block in plan.far_enough_behind(self.blocks, self.lead, held=index)
+
+    def left(self, worker: str, now: float) -> None:
+        """It asks no more, until it comes back."""
+        self._attendance.seen_last(worker, now)
+        self.learner.left(worker)
 
     def progress(self, lease: VirtualLease, steps_done: int, now: float) -> None:
         """A sign of life."""
@@ -123,8 +172,8 @@ class VirtualCoordinator:
         own = in_time or (weight > 0.0 and block.reclaim(lease.first_batch, lease.steps))
         reason = plan.refusal(self.swarm, block.version, lease.base_version, text_is_its_own=own)
         if in_time:
-            self.met += not reason
-            self.missed += bool(reason)
+            block.met += not reason
+            block.missed += bool(reason)
         if reason:
             self._refuse(lease, reason, put_back=in_time)
             return reason
@@ -148,7 +197,7 @@ class VirtualCoordinator:
         """Take back what is overdue; whether it was still held."""
         if not self._close(lease, "expired"):
             return False
-        self.missed += 1
+        lease.block.missed += 1
         lease.block.give_back(lease.first_batch, lease.steps)
         return True
 

@@ -6,8 +6,9 @@ measured; a lease that is lost is noticed at the next sign of life; a worker tha
 the lease it had, if that is still open. Its disk keeps the weights it last fetched and made, as
 worker/held_block.py does.
 
-Who is told to wait asks again and again. Only the asking that finds work is played: of n that wait
-`seconds` each, the first asks within seconds / (n + 1).
+Who is told to wait asks again and again. Only the asking that finds work is played: whatever may
+give somebody work that had none is looked at when it happens, and who gets some asks within the
+time it waits. Of n that wait `seconds` each, the first asks within seconds / (n + 1).
 """
 
 import math
@@ -49,8 +50,8 @@ class Lives:
             scenario.merge_seconds,
             self.settings.coordinators,
             on_expired=self._expired,
+            on_given_up=self._given_up,
             on_version=self._version_came,
-            on_text_back=self._text_came_back,
         )
         for worker in workers:
             self._agenda.at(worker.joins, self._join, worker)
@@ -81,12 +82,12 @@ class Lives:
         self._begin(worker, Activity.GONE)
         self._tally.present -= 1
         worker.restart()
-        self._coordinator.learner.left(worker.name)
+        self._coordinator.left(worker.name, self._agenda.now)
         self._parked.leave(worker.name)
         if self._chance.happens(self.settings.goodbye_share):
             for lease in held:
                 if lease and self._coordinator.give_back(lease, self._agenda.now):
-                    self._text_came_back(lease.block)
+                    self._text_came_back(lease.block, lease.steps)
                     self._rounds.look(lease.block)
         if not worker.lost:
             self._plan_return(worker)
@@ -129,7 +130,7 @@ class Lives:
             worker.name,
             worker.held_block,
             worker.measured,
-            worker.fetch_seconds + worker.send_seconds,
+            worker.transfer_seconds,
             self._agenda.now,
             worker.ended,
         )
@@ -139,6 +140,9 @@ class Lives:
         worker.ended = None
         if self._coordinator.given > given:
             self._rounds.watch(lease)
+            self._text_went(lease.block)
+            if self._encodes:
+                self._end_moved(lease)
         worker.lease, worker.asked = lease, self._agenda.now
         worker.steps_left = float(lease.steps)
         self._fetch(worker, lease)
@@ -193,6 +197,8 @@ class Lives:
             self._begin(worker, Activity.TRAINING)  # again: what is done is counted
             done = int(lease.steps - worker.steps_left)
             self._coordinator.progress(lease, done, self._agenda.now)
+            if self._encodes:
+                self._end_moved(lease)
             self._plan_sign_of_life(worker, lease)
 
     def _plan_end_of_training(self, worker: VirtualWorker) -> None:
@@ -222,13 +228,13 @@ class Lives:
 
     def _expired(self, lease: VirtualLease) -> None:
         """Its worker learns of it with its next sign of life, if it still trains then."""
-        self._parked.look_again(lease.block.index)
         worker = self._workers[lease.worker]
         if worker.lease is lease:
             interval = report_interval(lease.deadline - worker.asked)
             signs = math.ceil((self._agenda.now - worker.asked) / interval)
             learns = worker.asked + signs * interval + worker.latency
             self._agenda.at(learns, self._lose, worker, lease)
+        self._given_up([lease])
 
     def _lose(self, worker: VirtualWorker, lease: VirtualLease) -> None:
         if worker.lease is lease:
@@ -255,8 +261,10 @@ class Lives:
         if worker.sending is not lease:
             return
         worker.sending = None
+        is_first = worker.send_seconds == 0.0
         worker.send_seconds = self._update_bytes / worker.up + worker.latency
         self._tally.bytes_up += self._update_bytes
+        had_text = lease.block.to_hand_out > 0
         refused = self._coordinator.settle(lease, self._agenda.now)
         if worker.ready:
             ready, worker.ready = worker.ready, None
@@ -264,59 +272,116 @@ class Lives:
         elif worker.name in self._parked:
             self._begin(worker, Activity.WAITING)
         if refused:
-            self._parked.look_again(lease.block.index)
-            self._text_came_back(lease.block)
+            self._given_up([lease])
+        elif had_text:
+            self._text_went(lease.block)
+        if is_first:  # how slow its line is, is only known now: it may wait no longer
+            self._parked.reconsider(worker.name, self._awaits)
+            self._ask_again(worker.name)
         self._rounds.look(lease.block)
 
     # Waiting
 
     def _park(self, worker: VirtualWorker) -> None:
         self._begin(worker, Activity.TRANSFERRING if worker.sending else Activity.WAITING)
-        seconds = plan.wait_seconds(self._coordinator.blocks, worker.name)
-        self._parked.park(worker.name, seconds)
+        awaited, seconds = self._awaits(worker.name), plan.MERGE_WAIT
+        if awaited is None:  # else it has something of a block, and the plan need not look for it
+            seconds = plan.wait_seconds(self._coordinator.blocks, worker.name)
+        self._parked.park(worker.name, seconds, awaited)
 
     def _version_came(self, block: VirtualBlock, senders: Sequence[str]) -> None:
-        """Those who waited for what their own updates become may go on from it."""
+        """Those who waited for what their own updates become may go on from it. Where it has no
+        more text they have looked for some elsewhere already."""
         if self._coordinator.finished:
             self._agenda.end()
-        self._parked.look_again(block.index)
         if block.to_hand_out:
             for name in senders:
-                seconds = self._parked.leave(name)
-                if seconds is not None:
-                    worker, asks = self._workers[name], self._chance.within(seconds)
-                    self._agenda.at(self._agenda.now + asks, self._ask, worker, worker.turn)
+                self._wake(name)
+        self._parked.look_again(block.index, self._awaits)
         if self._coordinator.lead and block.index + 1 < len(self._coordinator.blocks):
-            self._text_came_back(self._coordinator.blocks[block.index + 1])
+            following = self._coordinator.blocks[block.index + 1]
+            self._text_came_back(following, following.to_hand_out)
 
-    def _text_came_back(self, block: VirtualBlock) -> None:
-        """There is work again: the first of those who wait and may do it will find it."""
+    def _text_went(self, block: VirtualBlock) -> None:
+        """Nobody waits to go on with a block that has no more text, while others have some."""
+        if not block.to_hand_out and self._coordinator.has_text:
+            for name in self._parked.awaiting(block.index):
+                self._ask_again(name)
+
+    def _end_moved(self, lease: VirtualLease) -> None:
+        """Those who wait for a version that will now take longer may train on until then."""
+        if lease.block.ends_last(lease):
+            self._let_train_on(lease.block)
+
+    def _let_train_on(self, block: VirtualBlock) -> None:
+        soon = plan.soon(self._coordinator.swarm, self._agenda.now, transfer_seconds=0.0)
+        if block.busy_until > soon:
+            for name in self._parked.awaiting(block.index):
+                self._ask_again(name)
+
+    def _given_up(self, leases: Sequence[VirtualLease]) -> None:
+        """Updates of a block that will not count: their workers have nothing to wait for, and their
+        text may be there again."""
+        for lease in leases:
+            self._ask_again(lease.worker)
+        self._text_came_back(leases[0].block, sum(lease.steps for lease in leases))
+
+    def _text_came_back(self, block: VirtualBlock, steps: int) -> None:
+        """There is work again, for those who wait."""
         if not block.to_hand_out:
             return
-        waiting = len(self._parked)
-        name = self._parked.first(self._awaits, lambda name: name not in block.finishing)
+        if self._encodes and len(block.workers) == 1:  # who is left alone waits for nobody
+            self._ask_again(next(iter(block.workers)))
+        if self._encodes and block.to_hand_out <= steps:  # there was none
+            self._let_train_on(block)
+        self._first_asks(self._agenda.now + plan.IDLE_WAIT)
+
+    def _first_asks(self, until: float) -> None:
+        """The first of those who wait and may do what there is will find it. `until`: when all of
+        them have asked."""
+        if not self._coordinator.has_text:
+            return
+        waiting, now = len(self._parked), self._agenda.now
+        name = self._parked.first(self._coordinator.holds_back, self._awaits, self._finds_work)
         if name is not None:
             worker, seconds = self._workers[name], self._parked.leave(name)
             assert seconds is not None
-            asks = self._agenda.now + seconds / (waiting + 1)
-            self._agenda.at(asks, self._find_work, worker, worker.turn, block)
+            asks = now + min(seconds, until - now) / (waiting + 1)
+            self._agenda.at(asks, self._find_work, worker, worker.turn, until)
+
+    def _find_work(self, worker: VirtualWorker, turn: int, until: float) -> None:
+        """And then the next, while there is some left that it may do."""
+        self._ask(worker, turn)
+        self._first_asks(until)
+
+    def _ask_again(self, name: str) -> None:
+        if name in self._parked and self._finds_work(name):
+            self._wake(name)
+
+    def _wake(self, name: str) -> None:
+        """One that waits asks when its time has come, which may be at once."""
+        seconds = self._parked.leave(name)
+        if seconds is not None:
+            worker, asks = self._workers[name], self._chance.within(seconds)
+            self._agenda.at(self._agenda.now + asks, self._ask, worker, worker.turn)
+
+    def _finds_work(self, name: str) -> bool:
+        """Whether one that waits would get something if it asked now."""
+        worker = self._workers[name]
+        return self._coordinator.has_work(
+            name, worker.held_block, worker.transfer_seconds, self._agenda.now, worker.ended
+        )
 
     def _awaits(self, name: str) -> int | None:
-        """The block where a worker waits for its own update to become a version."""
+        """The block where a worker waits for its own update to become a version, while there is
+        text."""
         worker, blocks = self._workers[name], self._coordinator.blocks
-        transfer_seconds = worker.fetch_seconds + worker.send_seconds
-        patient = plan.is_patient(self._coordinator.swarm, transfer_seconds)
+        patient = plan.is_patient(self._coordinator.swarm, worker.transfer_seconds)
         waits_for = worker.held_block if patient else None
         trained = worker.ended.lease if worker.ended and self._encodes else None
         if waits_for is None or not plan.own_update_comes(blocks[waits_for], name, trained):
             return None
         return waits_for
-
-    def _find_work(self, worker: VirtualWorker, turn: int, block: VirtualBlock) -> None:
-        """And then the next, while there is some left that it may do."""
-        self._ask(worker, turn)
-        if worker.name not in self._parked:
-            self._text_came_back(block)
 
     def _begin(self, worker: VirtualWorker, then: Activity) -> None:
         """Something else: the time and the steps until now are counted."""

@@ -26,6 +26,7 @@ class Report:
     leases_met: int
     leases_missed: int
     leases_returned: int
+    participation_by_block: tuple[float, ...]
     staleness: dict[int, int]  # merged updates by versions behind
     refused: dict[str, int]  # updates by why
     bytes_up: float
@@ -35,8 +36,7 @@ class Report:
     @property
     def participation(self) -> float:
         """Leases met in time, of all given that are over and were not given back."""
-        over = self.leases_met + self.leases_missed
-        return self.leases_met / over if over else 1.0
+        return _participation(self.leases_met, self.leases_missed)
 
     @property
     def seconds_per_version(self) -> float:
@@ -79,9 +79,14 @@ def report_of(
         leases_met=coordinator.met,
         leases_missed=coordinator.missed,
         leases_returned=coordinator.returned,
+        participation_by_block=tuple(_participation(block.met, block.missed) for block in blocks),
         staleness=dict(sorted(coordinator.staleness.items())),
         refused=dict(sorted(coordinator.refused.items())),
         bytes_up=tally.bytes_up,
         bytes_down=tally.bytes_down,
         samples=tuple(tally.samples),
     )
+
+
+def _participation(met: int, missed: int) -> float:
+    return met / (met + missed) if met + missed else 1.0

@@ -22,14 +22,14 @@ class Rounds:
         merge_seconds: Callable[[int], float],
         mergers: int,
         on_expired: Callable[[VirtualLease], None],
+        on_given_up: Callable[[Sequence[VirtualLease]], None],
         on_version: Callable[[VirtualBlock, Sequence[str]], None],
-        on_text_back: Callable[[VirtualBlock], None],
     ) -> None:
         """`merge_seconds`: by the number of updates that are merged."""
         self._agenda, self._coordinator = agenda, coordinator
         self._merge_seconds, self._free_mergers = merge_seconds, mergers
-        self._on_expired, self._on_version = on_expired, on_version
-        self._on_text_back = on_text_back
+        self._on_expired, self._on_given_up = on_expired, on_given_up
+        self._on_version = on_version
         self._due: deque[VirtualBlock] = deque()
         self._looks: dict[int, float] = {}  # by block, when it will be looked at again
 
@@ -67,16 +67,16 @@ class Rounds:
     def _expire(self, lease: VirtualLease) -> None:
         if lease.held and self._coordinator.expire(lease, self._agenda.now):
             self._on_expired(lease)
-            self._on_text_back(lease.block)
             self.look(lease.block)
 
     def _merge_next(self) -> None:
         while self._free_mergers and self._due:
             block = self._due.popleft()
-            waiting = block.to_hand_out
+            before = block.pending
             merged = self._coordinator.begin_merge(block, self._agenda.now)
-            if block.to_hand_out > waiting:
-                self._on_text_back(block)
+            if len(block.pending) < len(before):
+                kept = set(block.pending)
+                self._on_given_up([lease for lease in before if lease not in kept])
             if merged:
                 self._free_mergers -= 1
                 published = self._agenda.now + self._merge_seconds(len(merged))

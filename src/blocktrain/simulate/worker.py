@@ -57,5 +57,9 @@ class VirtualWorker:
         self.turn += 1
 
     @property
+    def transfer_seconds(self) -> float:
+        return self.fetch_seconds + self.send_seconds
+
+    @property
     def steps_per_second(self) -> float:
         return self.speed / self.slow

@@ -25,8 +25,8 @@ def test_others_are_counted_by_the_block_they_train():
     attendance.note("eve", None, 4.0, 2.0)
     assert speeds(attendance, "zoe") == {0: 3.0, None: 4.0}
     assert speeds(attendance, "bob") == {0: 1.0, None: 4.0}
-    assert attendance.others("zoe") == {0: 2, None: 1}
-    assert attendance.others("bob") == {0: 1, None: 1}
+    assert attendance.others("zoe", 2.0) == {0: 2, None: 1}
+    assert attendance.others("bob", 2.0) == {0: 1, None: 1}
 
 
 def test_who_waits_is_with_the_block_it_was_given_last_but_trains_nothing():
@@ -34,7 +34,7 @@ def test_who_waits_is_with_the_block_it_was_given_last_but_trains_nothing():
     attendance.note("ann", 2, 1.0, 0.0)
     attendance.note("ann", None, 1.0, 30.0)
     attendance.note("ann", None, 1.0, 30.3)
-    assert attendance.others("bob")[2] == 1
+    assert attendance.others("bob", 30.3)[2] == 1
     assert speeds(attendance, "bob") == {2: 0.0, None: 1.0}
 
 
@@ -43,7 +43,7 @@ def test_who_asks_again_counts_once_where_it_is_now():
     attendance.note("ann", 0, 1.0, 0.0)
     attendance.note("ann", 1, 2.0, 30.0)
     assert speeds(attendance, "bob") == {0: 0.0, 1: 2.0}
-    assert attendance.others("bob") == {0: 0, 1: 1}
+    assert attendance.others("bob", 30.0) == {0: 0, 1: 1}
 
 
 def test_who_has_not_asked_for_long_is_not_there():
@@ -54,7 +54,31 @@ def test_who_has_not_asked_for_long_is_not_there():
     assert speeds(attendance, "eve") == {0: 3.0, 1: 0.0}
     attendance.note("eve", 1, 4.0, SECONDS + 0.5)
     assert speeds(attendance, "eve") == {0: 2.0, 1: 0.0}
-    assert attendance.others("eve") == {0: 1, 1: 0}
+    assert attendance.others("eve", SECONDS + 0.5) == {0: 1, 1: 0}
+
+
+def test_who_has_gone_is_not_counted_by_the_first_to_ask_after_a_quiet_time():
+    attendance = Attendance(SWARM)
+    attendance.note("ann", 0, 1.0, 0.0)
+    attendance.note("bob", 1, 1.0, 10.0)
+    assert attendance.others("eve", SECONDS + 1.0) == {0: 0, 1: 1}
+
+
+def test_who_is_kept_is_there_until_it_is_noted_again_or_seen_for_the_last_time():
+    attendance = Attendance(SWARM)
+    for worker in ("ann", "bob"):
+        attendance.note(worker, 0, 1.0, 0.0)
+        attendance.note(worker, None, 1.0, 30.0)
+        attendance.keep(worker)
+    later = 30.0 + 10 * SECONDS
+    assert attendance.others("eve", later) == {0: 2}
+    assert speeds(attendance, "eve") == {0: 0.0, None: 2.0}
+    attendance.note("ann", 1, 1.0, later)
+    attendance.seen_last("bob", later)
+    assert attendance.others("eve", later + SECONDS) == {0: 1, 1: 1}
+    assert attendance.others("eve", later + SECONDS + 1.0) == {0: 0, 1: 0}
+    attendance.seen_last("bob", later + SECONDS + 1.0)
+    assert attendance.others("eve", later + SECONDS + 1.0) == {0: 0, 1: 0}
 
 
 def test_who_says_it_is_endlessly_fast_neither_counts_endlessly_nor_spoils_the_sum():
@@ -69,7 +93,7 @@ def test_whose_speed_is_unknown_is_there_without_one():
     attendance = Attendance(SWARM)
     attendance.note("ann", 0, None, 0.0)
     assert speeds(attendance, "bob") == {0: 0.0}
-    assert attendance.others("bob") == {0: 1}
+    assert attendance.others("bob", 0.0) == {0: 1}
 
 
 asked = st.tuples(
@@ -93,7 +117,7 @@ def test_sums_are_those_of_what_each_said_last(
         given[name] = given[name] if block is None and was_there else block
         last[name] = (block, speed, now)
     there = {name for name, (_, _, at) in last.items() if now - at <= SECONDS} - {worker}
-    fast, others = speeds(attendance, worker), attendance.others(worker)
+    fast, others = speeds(attendance, worker), attendance.others(worker, now)
     for index in (None, 0, 1, 2, 3):
         told = [last[name][1] or 0.0 for name in there if last[name][0] == index]
         assert fast.get(index, 0.0) == pytest.approx(sum(told), abs=1e-5)

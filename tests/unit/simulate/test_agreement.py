@@ -90,6 +90,7 @@ class Mirrored(VirtualCoordinator):
         self.members: dict[str, Member] = {}
         self.real: dict[int, tuple[Member, Lease]] = {}
         self.made: dict[int, Made] = {}
+        self.waiting: dict[str, float | None] = {}  # how fast each is
 
     def claim(
         self,
@@ -111,7 +112,9 @@ class Mirrored(VirtualCoordinator):
             transfer_seconds=transfer_seconds,
             trained=self.real[trained.lease][1].lease if trained else None,
         ).answer
+        self.waiting.pop(worker, None)
         if lease is None:
+            self.waiting[worker] = steps_per_second
             assert isinstance(answer, Wait)
             assert answer.seconds == plan.wait_seconds(self.blocks, worker)
             return None
@@ -128,6 +131,11 @@ class Mirrored(VirtualCoordinator):
         self.real[lease.lease] = (member, answer)
         self.compare()
         return lease
+
+    def left(self, worker: str, now: float) -> None:
+        self.move_clock(now)
+        super().left(worker, now)
+        self.waiting.pop(worker, None)
 
     def progress(self, lease: VirtualLease, steps_done: int, now: float) -> None:
         self.move_clock(now)
@@ -200,7 +208,16 @@ class Mirrored(VirtualCoordinator):
             for state, block in zip(self.states(), self.blocks, strict=True):
                 due = plan.due_updates(state, self.swarm, self.clock.now)
                 assert not due or block.merging
+        self.keep_asking(now)
         self.clock.now = now
+
+    def keep_asking(self, until: float) -> None:
+        """Who waits asks a real coordinator every few seconds, and is known to be there."""
+        asks, attendance = self.clock.now, self.service.leases._attendance
+        while asks < until:
+            asks = min(asks + self.swarm.lease_seconds, until)
+            for worker, steps_per_second in self.waiting.items():
+                attendance.note(self.members[worker].id, None, steps_per_second, asks)
 
     def compare(self) -> None:
         names = {member.id: name for name, member in self.members.items()}

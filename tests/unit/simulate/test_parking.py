@@ -1,14 +1,14 @@
 """Who waits, and who of them is looked at when there is work again."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from blocktrain.simulate.parking import Parking
 
 
-def parked(*workers: str) -> Parking:
+def parked(*workers: str, awaited: int | None = None) -> Parking:
     parking = Parking()
     for worker in workers:
-        parking.park(worker, 5.0)
+        parking.park(worker, 5.0, awaited)
     return parking
 
 
@@ -31,8 +31,10 @@ class Counted:
         return self.awaited.get(worker)
 
 
-def first_of(parking: Parking, awaits: Callable[[str], int | None]) -> str | None:
-    return parking.first(awaits, anyone)
+def first_of(
+    parking: Parking, awaits: Callable[[str], int | None], without_text: Collection[int] = ()
+) -> str | None:
+    return parking.first(lambda block: block not in without_text, awaits, anyone)
 
 
 def test_the_first_that_came_is_found_first_and_stays_until_it_leaves():
@@ -45,8 +47,8 @@ def test_the_first_that_came_is_found_first_and_stays_until_it_leaves():
 
 def test_who_may_not_take_it_is_looked_at_again():
     parking = parked("a", "b")
-    assert parking.first(nobody, lambda worker: worker == "b") == "b"
-    assert parking.first(nobody, anyone) == "a"
+    assert parking.first(lambda _: True, nobody, lambda worker: worker == "b") == "b"
+    assert first_of(parking, nobody) == "a"
 
 
 def test_who_awaits_something_is_asked_once_until_something_happens_to_its_block():
@@ -59,13 +61,30 @@ def test_who_awaits_something_is_asked_once_until_something_happens_to_its_block
     parking.leave("free")
     assert first_of(parking, awaits) is None
     assert len(parking) == 100
-    parking.look_again(1)
+    parking.look_again(1, awaits)
     assert first_of(parking, awaits) == "w1"
+
+
+def test_who_awaits_something_is_found_where_its_block_does_not_hold_it_back():
+    parking = parked("a", "b", awaited=2)
+    assert parking.awaiting(2) == ("a", "b")
+    assert first_of(parking, nobody) is None
+    assert first_of(parking, nobody, without_text=[2]) == "a"
+    parking.leave("a")
+    assert first_of(parking, nobody, without_text=[2]) == "b"
+    assert (parking.awaiting(2), parking.awaiting(1)) == (("b",), ())
 
 
 def test_who_has_left_is_not_found_again():
     parking = parked("a", "b")
     assert first_of(parking, Counted({"a": 0, "b": 0})) is None
     parking.leave("a")
-    parking.look_again(0)
+    parking.look_again(0, nobody)
     assert first_of(parking, nobody) == "b"
+
+
+def test_who_is_reconsidered_stands_with_those_who_await_the_same():
+    parking = parked("a", "b", awaited=2)
+    parking.reconsider("a", nobody)
+    parking.reconsider("gone", nobody)
+    assert (parking.awaiting(2), first_of(parking, nobody)) == (("b",), "a")

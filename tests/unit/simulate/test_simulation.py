@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from tests.support.scenarios import scenario
+from tests.support.scenarios import scenario, scenes
 
 from blocktrain.simulate.block import VirtualBlock, VirtualLease
 from blocktrain.simulate.coordinator import FELL_BEHIND, VirtualCoordinator
@@ -51,38 +50,6 @@ def batches(first: int, steps: int) -> list[int]:
     return list(range(first, first + steps))
 
 
-scenes = st.fixed_dictionaries(
-    {
-        "model__layers": st.just(6),
-        "model__blocks": st.integers(1, 3),
-        "train__steps": st.integers(1, 120),
-        "swarm__lease_seconds": st.floats(1.0, 20.0),
-        "swarm__shortest_deadline": st.floats(0.5, 40.0),
-        "swarm__deadline_factor": st.floats(1.0, 4.0),
-        "swarm__quorum": st.integers(1, 4),
-        "swarm__grace_seconds": st.floats(0.0, 10.0),
-        "swarm__most_stale": st.integers(0, 3),
-        "simulate__seed": st.integers(0, 1000),
-        "simulate__workers": st.integers(1, 12),
-        "simulate__longest_seconds": st.floats(1.0, 2000.0),
-        "simulate__block_megabytes": st.floats(0.0, 40.0),
-        "simulate__speed_spread": st.floats(0.0, 1.5),
-        "simulate__network_spread": st.floats(0.0, 1.0),
-        "simulate__latency_seconds": st.floats(0.0, 1.0),
-        "simulate__merge_megabytes": st.floats(5.0, 1000.0),
-        "simulate__coordinators": st.integers(1, 3),
-        "simulate__join_seconds": st.floats(0.0, 30.0),
-        "simulate__availability": st.floats(0.2, 1.0),
-        "simulate__stay_seconds": st.floats(2.0, 200.0),
-        "simulate__lost_share": st.floats(0.0, 0.5),
-        "simulate__goodbye_share": st.floats(0.0, 1.0),
-        "simulate__straggler_share": st.floats(0.0, 1.0),
-        "simulate__straggler_every": st.floats(1.0, 60.0),
-        "simulate__straggler_seconds": st.floats(1.0, 60.0),
-    }
-)
-
-
 @settings(deadline=None, max_examples=150)
 @given(scenes)
 def test_every_batch_is_merged_once_or_still_on_its_way(drawn: dict[str, Any]):
@@ -108,6 +75,8 @@ def test_all_the_time_of_every_worker_is_accounted_for(drawn: dict[str, Any]):
     assert 0.0 <= report.virtual_seconds <= drawn["simulate__longest_seconds"]
     over = report.leases_met + report.leases_missed + report.leases_returned
     assert over <= report.leases_given
+    assert min(report.participation_by_block) <= report.participation + 1e-9
+    assert max(report.participation_by_block) >= report.participation - 1e-9
 
 
 CHURN = {
