@@ -62,6 +62,7 @@ class VirtualBlock:
         self.version = self.merged_batches = self.next_batch = self.open_leases = 0
         self.to_hand_out, self.under_way = total_batches, 0
         self.met = self.missed = 0  # leases, in time
+        self._followed = [0.0]  # by version: the shares of all differences up to it
         self.workers: defaultdict[str, int] = defaultdict(
             int
         )  # by how many leases and updates each counts
@@ -120,12 +121,19 @@ class VirtualBlock:
         self.pending.append(lease)
         self._count_fresh(lease)
 
-    def follow(self, pending: list[VirtualLease]) -> None:
-        """Another version, for which these have waited."""
+    def follow(self, pending: list[VirtualLease], share: float) -> None:
+        """Another version, for which these have waited; `share`: the size of its difference from
+        the one before, as a share of its own."""
         self.version += 1
+        self._followed.append(self._followed[-1] + share)
         self.pending, self.fresh_since, self._fresh = pending, [], set()
         for lease in pending:
             self._count_fresh(lease)
+
+    def share_after(self, held: int, version: int) -> float:
+        """What has to be fetched by who holds an older version, as a share of all: differences,
+        where they are shorter."""
+        return min(self._followed[version] - self._followed[held], 1.0)
 
     def _count_fresh(self, lease: VirtualLease) -> None:
         if lease.base_version == self.version and lease.worker not in self._fresh:

@@ -19,6 +19,7 @@ from blocktrain.coordinator import plan
 from blocktrain.coordinator.attendance import Attendance
 from blocktrain.simulate.block import VirtualBlock, VirtualLease, count_out
 from blocktrain.simulate.learner import Learner, NothingLearned
+from blocktrain.simulate.scenario import share_of
 
 FELL_BEHIND = "too many versions behind once it was to be merged"
 
@@ -228,7 +229,8 @@ class VirtualCoordinator:
             self.staleness[block.version - lease.base_version] += 1
             block.merged_batches += lease.steps
         block.author = merged[0] if self._is_the_update(block, merged) else None
-        block.follow(waiting)
+        kept = plan.kept_down(self.swarm, block, len(merged))
+        block.follow(waiting, share_of(self.swarm.codec, kept))
         block.finishing.clear()
         block.merging = False
         self._unfinished -= block.merged_batches == block.total_batches

@@ -158,7 +158,8 @@ class Lives:
             self._train(worker, needed)
             return
         self._begin(worker, Activity.TRANSFERRING)
-        size = len(missing) * self._block_bytes
+        shares = [self._missing_share(worker, *weights) for weights in missing]
+        size = sum(shares) * self._block_bytes
         worker.fetch_seconds = worker.latency + size / worker.down
         arrival = self._agenda.now + worker.fetch_seconds
         self._agenda.at(arrival, self._fetched, worker, worker.turn, needed, size)
@@ -170,6 +171,10 @@ class Lives:
         block = self._coordinator.blocks[index]
         is_own = block.author is not None and block.author is worker.made
         return is_own and version == block.version
+
+    def _missing_share(self, worker: VirtualWorker, index: int, version: int) -> float:
+        held = worker.fetched.get(index)
+        return 1.0 if held is None else self._coordinator.blocks[index].share_after(held, version)
 
     def _fetched(
         self, worker: VirtualWorker, turn: int, needed: dict[int, int], size: float

@@ -6,11 +6,15 @@ the rules of its coordinator. [simulate] is no part of a run and travels nowhere
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from blocktrain.config import Config, build, read_settings, setting
+from blocktrain.core.codec import codec_named, largest_encoded_size
 
 MEGABYTE = 1e6
+BYTES = 4  # of a number that is not encoded
+MANY = 1 << 20  # numbers, of which the first and last bytes of a file are nothing
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class SimulateConfig:
         50.0, "size of one block's weights as they travel down", low=0.0
     )
     update_share: float = setting(
-        1.0, "size of an update as a share of its block's; compressed ones are smaller", low=0.0
+        0.0, "size of an update as a share of its block's; 0: as the run's codec makes it", low=0.0
     )
     steps_per_second: float = setting(1.0, "median speed of a worker", low=1e-6)
     speed_spread: float = setting(
@@ -81,12 +85,21 @@ class Scenario(Config):
 
     @property
     def update_bytes(self) -> float:
-        return self.simulate.update_share * self.block_bytes
+        share = self.simulate.update_share or share_of(self.swarm.codec, self.swarm.kept)
+        return share * self.block_bytes
 
     def merge_seconds(self, updates: int) -> float:
         """To read a version and the updates that make the next."""
         read = self.block_bytes + updates * self.update_bytes
         return read / (self.simulate.merge_megabytes * MEGABYTE)
+
+
+@cache
+def share_of(codec: str, kept: int) -> float:
+    """The size of what a codec makes of a block's numbers, as a share of theirs: at the most, which
+    for `sparse` is a little more than usual."""
+    encoder = codec_named(codec, kept)
+    return largest_encoded_size(encoder, MANY) / (BYTES * MANY) if encoder else 1.0
 
 
 def load_scenario(path: Path | str, overrides: Sequence[str] = ()) -> Scenario:
