@@ -46,7 +46,7 @@ class Rehearsal:
             self.versions.append(Version(0, self._practices[block].weights()))
         self._velocities: list[dict[str, Floats | None]] = [{} for _ in self.versions]
         self._parcels = Parcels(config.swarm)
-        self._stays: Counter[str] = Counter()
+        self._losses: Counter[tuple[str, int]] = Counter()  # of a worker's moments of a block
         # A start goes with its lease, and takes a version nobody builds on any more with it.
         self._starts: WeakKeyDictionary[VirtualLease, Start] = WeakKeyDictionary()
         self._scored: tuple[tuple[int, ...], float] | None = None
@@ -56,10 +56,10 @@ class Rehearsal:
         known = self._starts.get(lease)
         base = known.base if known else self.versions[index]
         before = FrozenVersions(self.versions[:index])
-        self._starts[lease] = Start(base, before, self._stays[lease.worker])
+        self._starts[lease] = Start(base, before, self._losses[lease.worker, index])
 
-    def left(self, worker: str) -> None:
-        self._stays[worker] += 1
+    def left(self, worker: str, block: int) -> None:
+        self._losses[worker, block] += 1
 
     def merged(self, block: VirtualBlock, leases: Sequence[VirtualLease]) -> None:
         parcels = {lease: self._trained(lease) for lease in leases}

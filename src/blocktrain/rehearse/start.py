@@ -19,7 +19,7 @@ class Version:
 class Start:
     base: Version
     before: "FrozenVersions"  # in a cascade
-    stay: int  # of its worker: how often it had left before
+    losses: int  # how often its worker had lost its moments of the block before
 
 
 class FrozenVersions:

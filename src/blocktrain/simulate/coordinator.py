@@ -146,10 +146,11 @@ class VirtualCoordinator:
             return block.to_hand_out > 0
         return block in plan.far_enough_behind(self.blocks, self.lead, held=index)
 
-    def left(self, worker: str, now: float) -> None:
+    def left(self, worker: str, held: int | None, now: float) -> None:
         """It asks no more, until it comes back."""
         self._attendance.seen_last(worker, now)
-        self.learner.left(worker)
+        if held is not None:
+            self.learner.left(worker, held)
 
     def progress(self, lease: VirtualLease, steps_done: int, now: float) -> None:
         """A sign of life."""

@@ -15,8 +15,8 @@ class Learner(Protocol):
         """A worker begins a lease, for the first time or again after an absence."""
         ...
 
-    def left(self, worker: str) -> None:
-        """What this worker had in memory is gone."""
+    def left(self, worker: str, block: int) -> None:
+        """What this worker had in memory, which was of this block, is gone."""
         ...
 
     def merged(self, block: VirtualBlock, leases: Sequence[VirtualLease]) -> None:
@@ -34,7 +34,7 @@ class NothingLearned:
     def taken(self, lease: VirtualLease) -> None:
         pass
 
-    def left(self, worker: str) -> None:
+    def left(self, worker: str, block: int) -> None:
         pass
 
     def merged(self, block: VirtualBlock, leases: Sequence[VirtualLease]) -> None:

@@ -81,8 +81,8 @@ class Lives:
         held = (worker.lease, worker.ready, worker.sending)
         self._begin(worker, Activity.GONE)
         self._tally.present -= 1
+        self._coordinator.left(worker.name, worker.held_block, self._agenda.now)
         worker.restart()
-        self._coordinator.left(worker.name, self._agenda.now)
         self._parked.leave(worker.name)
         if self._chance.happens(self.settings.goodbye_share):
             for lease in held:

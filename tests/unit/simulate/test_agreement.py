@@ -132,9 +132,9 @@ class Mirrored(VirtualCoordinator):
         self.compare()
         return lease
 
-    def left(self, worker: str, now: float) -> None:
+    def left(self, worker: str, held: int | None, now: float) -> None:
         self.move_clock(now)
-        super().left(worker, now)
+        super().left(worker, held, now)
         self.waiting.pop(worker, None)
 
     def progress(self, lease: VirtualLease, steps_done: int, now: float) -> None:
