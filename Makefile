@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev
-INSTALLED := $(VENV)/installed-$(EXTRAS)
-TORCH ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
+INSTALLED = $(VENV)/installed-$(EXTRAS)-$(TORCH)
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 export BLOCKTRAIN_CACHE ?= $(CURDIR)/.cache
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -50,15 +50,15 @@ bench-speed: $(INSTALLED)
 bench-memory: $(INSTALLED)
 	$(BIN)/python bench/memory.py --config configs/demo.toml --out runs/bench-memory
 
-# torch first and pinned to its build for CPUs, which is not on PyPI, but may be in an index that pip is set
-# up for: PyPI's own brings gigabytes of CUDA packages, and is right only where there is an NVIDIA GPU.
+# torch first and pinned: its build for CPUs is not on PyPI, but may be in an index that pip is set up for;
+# PyPI's own brings gigabytes of CUDA packages, and is right only where there is an NVIDIA GPU.
+CPU_BUILDS := --extra-index-url https://download.pytorch.org/whl/cpu
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("blocktrain needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	grep -v '$(if $(filter cuda,$(TORCH)),^torch==,^$$)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt torch 2>/dev/null || \
-		$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt torch \
-			--extra-index-url https://download.pytorch.org/whl/cpu
+	sed '$(if $(filter cuda,$(TORCH)),s/^\(torch==.*\)+cpu/\1/)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt torch $(if $(filter cpu,$(TORCH)),2>/dev/null || \
+		$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt torch $(CPU_BUILDS))
 	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 

@@ -116,7 +116,7 @@ class PlainLoop:
         self.model = PlainModel(config.model, compute.dtype, settings.checkpoint_layers)
         self.model.to(compute.device)
         self.forward: Callable[..., Tensor] = (
-            torch.compile(self.model) if settings.compile else self.model
+            compute.compiled(self.model) if settings.compile else self.model
         )
         self.windows = TrainingWindows(
             corpus.split("train"),

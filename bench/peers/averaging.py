@@ -179,6 +179,8 @@ def print_table(taken: Taken, failures: dict[str, int]) -> None:
 
 def print_pairs(taken: Taken) -> None:
     """The first system against each other one: rounds that both made, in turn."""
+    if not taken:
+        return
     first, *others = taken
     print(f"\n| {first}, against | rounds faster | s less than it, mean and 95% interval |")
     print("|---|---|---|")

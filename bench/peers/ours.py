@@ -135,7 +135,11 @@ class Worker:
     def _holder(self, folder: Path) -> Holder:
         config = from_toml(self.joined.description.config)
         nothing = None  # no text is read
-        return Holder(config, nothing, resolve("cpu", "fp32"), self.transfer, folder)  # type: ignore[arg-type]
+        compute = resolve("cpu", "fp32")
+        return Holder(config, nothing, compute, self.transfer, folder, self._led_astray)  # type: ignore[arg-type]
+
+    def _led_astray(self, text: str) -> None:
+        raise AssertionError(text)
 
 
 def work(invite: str, number: int, folder: Path) -> None:

@@ -144,6 +144,8 @@ class Merger:
                 raise
         # It was to be made up for, and nobody builds on it: without it all go on alike.
         log.warning("block %d: what its versions owe was lost; it goes on without", state.index)
+        with self.run.ledger.write() as tx:
+            tx.forget_owed(state.index, state.version)
         return merge(replace(compression, owed=None))
 
     def _refuse(self, updates: Sequence[PendingUpdate], reason: str) -> None:

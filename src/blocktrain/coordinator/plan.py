@@ -95,7 +95,8 @@ def choose_block(
         if lead:
             return crowd == min(crowds.values())
         to_do_each = [
-            block.to_hand_out / block.total_batches / (crowds[block.index] + 1) for block in open_to
+            block.to_hand_out / block.total_batches / (crowds[block.index] + 1)
+            for block in filter(is_free, open_to)
         ]
         return max(to_do_each) * (crowd + 1) <= own.to_hand_out / own.total_batches + STAY
 

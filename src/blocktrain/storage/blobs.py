@@ -228,7 +228,8 @@ class BlobReader:
 
 class ForwardReader(BlobReader):
     """A file that is read from its start to its end: of a chunk on a disk only the part that is
-    asked for is in memory, and every byte is read and hashed once. That a chunk was altered is
+    asked for is in memory, and hashed as it is read. Who goes back reads its chunk again from the
+    start. That a chunk was altered is
     noticed when all of it was read, and of the last one by `finish`: what was made of it may not
     count until then. A chunk that came over a network stays in memory until it is forgotten."""
 

@@ -194,6 +194,12 @@ class Transaction:
         chosen = update(leases).where(leases.c.id == lease, in_state(leases, "expired"))
         return self._session.changed(chosen.values(state="returned"))
 
+    def forget_owed(self, block: int, version: int) -> None:
+        """What a version owed is lost, and nobody may look for it."""
+        chosen = update(versions).where(versions.c.block == block, versions.c.version == version)
+        self._session.run(chosen.values(owed=None, owed_size=None))
+        self._standing.forget()
+
     def overdue(self, now: float) -> Sequence[Found]:
         return self._session.rows(statements.OVERDUE, now=now)
 

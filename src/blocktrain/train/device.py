@@ -3,7 +3,10 @@
 import importlib.util
 import os
 import shutil
+import sysconfig
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -66,9 +69,13 @@ def _device(name: str) -> torch.device:
     return device
 
 
+@cache
 def _has_triton() -> bool:
-    compilers = (os.environ.get("CC", ""), "cc", "gcc", "clang")
-    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, compilers))
+    """Its own parts are compiled where it is used, with Python's headers."""
+    compilers = (os.environ.get("CC", ""), "gcc", "clang")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    has_compiler = headers.exists() and any(map(shutil.which, compilers))
+    return has_compiler and importlib.util.find_spec("triton") is not None
 
 
 def _fast_bf16(device: torch.device) -> bool:

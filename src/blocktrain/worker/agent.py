@@ -158,7 +158,7 @@ class Agent:
             settings.name, device, self.client.patience(wanted=patience.wanted)
         )
         self._run, self._worker = joined.description.run, joined.worker
-        self._tell("joined", f"joined run {self._run} as worker {self._worker}")
+        self._tell("joined", f"joined run {self._run} as worker {self._worker}, on {device}")
         check_role(joined, "train", settings.folder)
         self._config = _config(joined.description.config, settings.device)
         self._blocks = self._fitting_blocks()
@@ -169,7 +169,7 @@ class Agent:
         corpus = corpora.open(joined.description, self._config.data, patience)
         self._tell("corpus", f"text: {corpus.source}, {len(corpus.splits['train']):,} bytes")
         scratch = settings.folder / self._run
-        settle_what_was_left(scratch, lambda lease: self.client.was_accepted(lease, patience))
+        settle_what_was_left(scratch, self._was_accepted)
         self._block = HeldBlock(
             self._config,
             corpus,
@@ -178,6 +178,16 @@ class Agent:
             scratch,
             lambda text: self._tell("astray", text),
         )
+
+    def _was_accepted(self, lease: str) -> bool | None:
+        """None where nobody can say, within a while in which others are answered."""
+        wanted = self._while_wanted().wanted
+        try:
+            return self.client.was_accepted(lease, self.client.patience(ASK_SECONDS, wanted))
+        except UnreachableError:
+            if not wanted():
+                raise
+            return None
 
     def _fitting_blocks(self) -> tuple[int, ...] | None:
         """The blocks this machine may and can train; None: any."""

@@ -83,6 +83,8 @@ class Uploader:
 
     def abandon(self, reason: str) -> None:
         """Give up what is still being sent, and its lease with it."""
+        if self._abandoned:
+            return
         self._abandoned = True
         if self._thread and self._thread.is_alive() and self._keeper:
             self._keeper.give_back(reason)
@@ -102,7 +104,7 @@ class Uploader:
             faults.reached("sent")
             self._on_receipt(keeper.lease, receipt)
         except (UnreachableError, RefusedError, ProtocolError) as error:
-            may_count = isinstance(error, UnreachableError) and committing.is_set()
+            may_count = committing.is_set() and not isinstance(error, RefusedError)
             if not self._abandoned:
                 self._on_failure(keeper, error, may_count)
             elif not may_count:

@@ -1,23 +1,47 @@
 """What a machine can compute with, and what is compiled for it."""
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from blocktrain.errors import DeviceError
+from blocktrain.train import device
 from blocktrain.train.device import Compute, resolve
 
 LAYER = nn.Linear(2, 2)
+
+
+@pytest.fixture
+def with_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if it were installed; nothing of it is used before a compiled module is called."""
+    (tmp_path / "triton.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    device._has_triton.cache_clear()
+    yield
+    device._has_triton.cache_clear()
 
 
 def test_nothing_is_compiled_for_a_cpu():
     assert resolve("cpu", "fp32").compiled(LAYER) is LAYER
 
 
-def test_without_a_c_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATH", "")
+@pytest.mark.usefixtures("with_triton")
+@pytest.mark.parametrize("compiler", ["gcc", None])
+def test_a_gpu_s_step_is_compiled_where_there_is_a_c_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str | None
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert Compute(torch.device("cuda"), torch.bfloat16).compiled(LAYER) is LAYER
+    if compiler:
+        (tmp_path / compiler).touch(mode=0o755)
+    if not Path(device.sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip("this Python has no headers")
+    compiled = Compute(torch.device("cuda"), torch.bfloat16).compiled(LAYER)
+    assert (compiled is not LAYER) == (compiler is not None)
 
 
 @pytest.mark.gpu

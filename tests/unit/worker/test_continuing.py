@@ -291,11 +291,16 @@ def test_a_worker_started_again_trains_from_what_it_owes_and_tells_it_once(
     np.testing.assert_allclose(learned(script, 1, first) + owed(), ends[1] - version, atol=1e-6)
 
 
-@pytest.mark.parametrize("became", ["pending", "refused", "unknown"])
+@pytest.mark.parametrize("became", ["pending", "refused", "unknown", "never told"])
 def test_a_worker_started_again_asks_what_became_of_the_update_that_was_on_its_way(
-    script: LastWords, watched: Watched, server: FaultServer, tmp_path: Path, became: str
+    script: LastWords,
+    watched: Watched,
+    server: FaultServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    became: str,
 ):
-    """Only where that cannot be known it forgets what it owes."""
+    """Only where that cannot be known it forgets what it owes, and it does not ask for ever."""
     script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
     base = script.first_weights()
     script.answers = [lambda: script.lease(base, 0, 3), script.after(1, Finished)]
@@ -306,6 +311,9 @@ def test_a_worker_started_again_asks_what_became_of_the_update_that_was_on_its_w
     waiting.write_bytes(after)
     if became == "unknown":
         server.faults = [Fault("POST /v1/updates/lease002/commit", status=400)]
+    elif became == "never told":
+        monkeypatch.setattr("blocktrain.worker.agent.ASK_SECONDS", 0.5)
+        server.faults = [Fault("POST /v1/updates/lease002/commit", status=503, times=1000)]
     else:
         script.receipt = Receipt(state=became)  # type: ignore[arg-type]  # one of its states
     script.answers = [Finished]
@@ -349,7 +357,7 @@ def test_a_worker_that_leaves_before_its_update_arrived_still_owes_what_it_owed(
     assert [owed.read_bytes()] == before
 
 
-@pytest.mark.parametrize("lost", ["nothing", "offer", "receipt"])
+@pytest.mark.parametrize("lost", ["nothing", "offer", "receipt", "what it says"])
 def test_what_is_owed_is_forgotten_only_where_nobody_knows_whether_an_update_arrived(
     script: LastWords,
     watched: Watched,
@@ -369,6 +377,8 @@ def test_what_is_owed_is_forgotten_only_where_nobody_knows_whether_an_update_arr
     def next_answers_are_cut() -> Lease:
         if lost in routes:
             server.faults = [Fault(routes[lost], cut_after=0, times=1000)]
+        elif lost == "what it says":
+            server.faults = [Fault(routes["receipt"], status=200, body=b"{}")]
         return script.lease(base, 3, 3)
 
     def on_event(event: WorkerEvent) -> None:
@@ -383,8 +393,8 @@ def test_what_is_owed_is_forgotten_only_where_nobody_knows_whether_an_update_arr
     watched.on_event = on_event
     assert watched.run()
     told = [event.text for event in watched.events if event.kind == "refused"]
-    assert ["update not sent" in text for text in told] == ([True] if lost in routes else [])
-    assert owed.exists() == (lost != "receipt")
+    assert ["update not sent" in text for text in told] == ([] if lost == "nothing" else [True])
+    assert owed.exists() == (lost in ("nothing", "offer"))
     if owed.exists():
         assert (owed.read_bytes() == before[-1]) == (lost == "offer")
     assert not list(owed.parent.glob("residual-0.safetensors.*"))
