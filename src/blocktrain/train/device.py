@@ -26,10 +26,15 @@ class Compute:
             return f"{torch.cuda.get_device_name(self.device)}, {kind}"
         return f"{self.device.type}, {torch.get_num_threads()} threads, {kind}"
 
+    @property
+    def compiles(self) -> bool:
+        """Whether compiling is faster, and this machine can do it: a CPU gains nothing, and a GPU
+        needs Triton, which needs a C compiler."""
+        return self.device.type == "cuda" and _has_triton()
+
     def compiled(self, module: nn.Module) -> nn.Module:
-        """The module as torch.compile has it, where that is faster and this machine can do it: a
-        CPU gains nothing, and a GPU needs Triton, which needs a C compiler."""
-        if self.device.type != "cuda" or not _has_triton():
+        """The module as torch.compile has it, where there is anything to gain."""
+        if not self.compiles:
             return module
         compiled: nn.Module = torch.compile(module)  # type: ignore[assignment]
         return compiled
