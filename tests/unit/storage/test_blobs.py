@@ -142,33 +142,31 @@ def test_reading_forward_loads_what_comes_whole_once(blobs: Blobs, blob: Blob):
     assert counting.loads == 3
 
 
+def damaged(folder: Path, place: int, damage: str = "flipped") -> ForwardReader:
+    """A file of which a byte was altered, or one of its chunks ends before that."""
+    blobs = Blobs(LocalChunks(folder, sync=False))
+    blob = blobs.write([DATA])
+    index, inside = divmod(place, CHUNK_BYTES)
+    path = folder / place_of(blobs.recipe(blob.name).chunks[index])
+    data = bytearray(path.read_bytes())
+    data[inside] ^= 1
+    path.write_bytes(data[:inside] if damage == "cut" else data)
+    return blobs.forward_reader(blob)
+
+
 @pytest.mark.parametrize("place", [0, CHUNK_BYTES - 1, CHUNK_BYTES, SIZE - 1])
 @pytest.mark.parametrize("damage", ["flipped", "cut"])
 def test_who_reads_forward_notices_what_was_altered_before_the_end(
     tmp_path: Path, place: int, damage: str
 ):
-    blobs = Blobs(LocalChunks(tmp_path, sync=False))
-    blob = blobs.write([DATA])
-    index, inside = divmod(place, CHUNK_BYTES)
-    path = tmp_path / place_of(blobs.recipe(blob.name).chunks[index])
-    data = bytearray(path.read_bytes())
-    data[inside] ^= 1
-    path.write_bytes(data[:inside] if damage == "cut" else data)
     with pytest.raises(CorruptFileError):
-        read_on(blobs.forward_reader(blob))
+        read_on(damaged(tmp_path, place, damage))
 
 
 @pytest.mark.parametrize("place", [0, CHUNK_BYTES - 1, CHUNK_BYTES, SIZE - 1])
 def test_who_finishes_early_notices_what_was_altered_behind(tmp_path: Path, place: int):
-    blobs = Blobs(LocalChunks(tmp_path, sync=False))
-    blob = blobs.write([DATA])
-    index, inside = divmod(place, CHUNK_BYTES)
-    path = tmp_path / place_of(blobs.recipe(blob.name).chunks[index])
-    data = bytearray(path.read_bytes())
-    data[inside] ^= 1
-    path.write_bytes(data)
-    reader = blobs.forward_reader(blob)
-    reader.read(index * CHUNK_BYTES, 12)
+    reader = damaged(tmp_path, place)
+    reader.read(place // CHUNK_BYTES * CHUNK_BYTES, 12)
     with pytest.raises(CorruptFileError):
         reader.finish()
 
