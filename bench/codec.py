@@ -18,12 +18,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from blocktrain.core.codec import FRAME_NUMBERS, Codec, Decoder, encode
-from blocktrain.core.codec_dense import Bf16, Int8
-from blocktrain.core.codec_numbers import Floats
-from blocktrain.core.codec_sparse import Sparse
+from blocktrain.codec.dense import Bf16, Floats, Int8
+from blocktrain.codec.frames import FRAME_NUMBERS, Codec, UpdateDecoder, encode
+from blocktrain.codec.sparse import Sparse
 from blocktrain.errors import RunError
-from blocktrain.storage.run_dir import RunDir, Version, load_tensors
+from blocktrain.storage.run_dir import RunDir, SavedVersion, load_tensors
 
 T = TypeVar("T")
 
@@ -38,7 +37,9 @@ class Measured:
 
 def measure(update: Floats, codec: Codec, rounds: int) -> Measured:
     encoding, data = timed(lambda: b"".join(encode(update, codec)), rounds)
-    decoder = Decoder(lambda start, length: data[start : start + length], len(data), update.size)
+    decoder = UpdateDecoder(
+        lambda start, length: data[start : start + length], len(data), update.size
+    )
     found = np.empty_like(update)
     decoding, _ = timed(lambda: decode_into(found, decoder), rounds)
     megabytes = update.nbytes / 1e6
@@ -48,7 +49,7 @@ def measure(update: Floats, codec: Codec, rounds: int) -> Measured:
     )  # fmt: skip
 
 
-def decode_into(numbers: Floats, decoder: Decoder) -> None:
+def decode_into(numbers: Floats, decoder: UpdateDecoder) -> None:
     for index, frame in enumerate(decoder.frames()):
         numbers[index * FRAME_NUMBERS : (index + 1) * FRAME_NUMBERS] = frame
 
@@ -81,7 +82,7 @@ def learned(run: Path) -> Iterator[tuple[str, Floats]]:
         yield f"block {index}, {steps} steps", difference(block.path, *last_two)
 
 
-def difference(folder: Path, before: Version, after: Version) -> Floats:
+def difference(folder: Path, before: SavedVersion, after: SavedVersion) -> Floats:
     """All tensors of a block in the order of their names, one behind the other."""
     old, new = (load_tensors(folder, version.weights) for version in (before, after))
     return np.concatenate([(new[name] - old[name]).reshape(-1) for name in sorted(new)])

@@ -27,11 +27,11 @@ import torch._dynamo
 from torch import Tensor
 
 from blocktrain.config import Config
-from blocktrain.core.vocabulary import BYTES
 from blocktrain.data.corpus import Corpus
 from blocktrain.train.device import Compute
 from blocktrain.train.lockstep import Board
 from blocktrain.train.trainer import BlockTrainer
+from blocktrain.vocabulary import BYTES
 from plain import PlainLoop
 
 CORPUS_BYTES = 1 << 24

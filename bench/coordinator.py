@@ -27,6 +27,8 @@ from urllib.parse import urlsplit
 import numpy as np
 from sqlalchemy import Connection, Engine, Table, insert, text
 
+from blocktrain.ledger.ledger import Ledger
+from blocktrain.ledger.schema import events, leases, updates
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
@@ -39,12 +41,10 @@ from blocktrain.protocol.messages import (
     Recipe,
     UpdateClaim,
     UpdateOffer,
+    whole_update_head,
 )
-from blocktrain.protocol.tensors import encode
-from blocktrain.protocol.whole import head
 from blocktrain.storage.chunks import LocalChunks, name_of
-from blocktrain.storage.ledger import Ledger
-from blocktrain.storage.schema import events, leases, updates
+from blocktrain.storage.tensor_file import encode
 from coordinator_server import BLOCKS, Running, found, most_memory, server
 from quality import provenance
 
@@ -85,7 +85,9 @@ class Worker:
         )
         offer = UpdateOffer(claim=claim, signature=self.key.sign_update(claim))
         if self.whole:
-            self._ask("POST", "/v1/updates/whole", head(offer) + b"".join(chunks.values()))
+            self._ask(
+                "POST", "/v1/updates/whole", whole_update_head(offer) + b"".join(chunks.values())
+            )
             return
         missing = json.loads(self._post("/v1/updates", offer.model_dump_json()))["missing"]
         for name in missing:

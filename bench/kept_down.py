@@ -19,24 +19,24 @@ from typing import Any
 
 import numpy as np
 
+from blocktrain.codec.dense import Floats
+from blocktrain.codec.frames import encode_with_residual
+from blocktrain.codec.sparse import Sparse
 from blocktrain.config import Config, load_config
-from blocktrain.core.codec_feedback import encode_and_owe
-from blocktrain.core.codec_numbers import Floats
-from blocktrain.core.codec_sparse import Sparse
-from blocktrain.core.merge import Outer
 from blocktrain.data.corpus import Corpus, load_corpus
 from blocktrain.data.windows import evaluation_windows
 from blocktrain.model.stack import assemble, initial_block, new_block
-from blocktrain.protocol import tensors
+from blocktrain.numerics.merge import Outer
 from blocktrain.protocol.messages import Blob, Lease
+from blocktrain.storage import tensor_file
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
-from blocktrain.storage.merging import Compression, Merged, Update, merge_blobs
+from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_blobs
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.assemble import load_block
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
-from blocktrain.worker.lease_trainer import LeaseTrainer
+from blocktrain.worker.local_block import LeaseTrainer
 from quality import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,17 +57,17 @@ class Worker:
         self.codec = Sparse(kept) if kept else None
         self.owed = np.zeros(numbers, np.float32)
 
-    def update(self, lease: Lease, base: Tensors, blobs: Blobs) -> Update:
+    def update(self, lease: Lease, base: Tensors, blobs: Blobs) -> MergeInput:
         trained = self.trainer.run(lease, base, _nobody, lambda _: None, lambda: False)
         assert trained is not None
         if self.codec is None:
-            return Update(lease.lease, blobs.write(tensors.encode(trained.weights)), 1.0)
+            return MergeInput(lease.lease, blobs.write(tensor_file.encode(trained.weights)), 1.0)
         learned = [np.subtract(trained.weights[name], base[name]).ravel() for name in sorted(base)]
         left_out: list[Floats] = []
         news = np.concatenate(learned) + self.owed
-        blob = blobs.write(encode_and_owe(self.codec, news, left_out.append))
+        blob = blobs.write(encode_with_residual(self.codec, news, left_out.append))
         self.owed = np.concatenate(left_out)
-        return Update(lease.lease, blob, 1.0, encoded=True)
+        return MergeInput(lease.lease, blob, 1.0, encoded=True)
 
 
 def _nobody(predecessor: object) -> Tensors:
@@ -84,7 +84,7 @@ def train(
             name: p.detach().numpy() for name, p in initial_block(config, 0).named_parameters()
         }
         numbers = sum(tensor.size for tensor in start.values())
-        merged = Merged(blobs.write(tensors.encode(start)), None)
+        merged = Merged(blobs.write(tensor_file.encode(start)), None)
         crew = [
             Worker(config, corpus, kept, numbers, Path(scratch) / str(number))
             for number in range(workers)
@@ -119,7 +119,7 @@ def _lease(number: int, place: int, workers: int, steps: int, base: Blob) -> Lea
 
 
 def _read(blobs: Blobs, blob: Blob) -> Tensors:
-    return tensors.decode(bytearray(b"".join(blobs.reader(blob).stream())))
+    return tensor_file.decode(bytearray(b"".join(blobs.reader(blob).stream())))
 
 
 def _norm(weights: Tensors) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from blocktrain.rehearse.rehearsal import rehearse
+from blocktrain.simulate.learning import simulate_learning
 from blocktrain.simulate.report import Report
 from blocktrain.simulate.scenario import Scenario, load_scenario
 from quality import provenance
@@ -56,7 +56,7 @@ def name_of(scenario: Scenario) -> str:
 
 def played(scenario: Scenario) -> dict[str, Any]:
     began = time.process_time()
-    report = rehearse(scenario)
+    report = simulate_learning(scenario)
     return {"found": asdict(report), "cpu_seconds": time.process_time() - began, **numbers(report)}
 
 

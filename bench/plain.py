@@ -16,13 +16,13 @@ from torch.nn.functional import cross_entropy, pad, rms_norm, scaled_dot_product
 from torch.utils.checkpoint import checkpoint
 
 from blocktrain.config import Config, ModelConfig
-from blocktrain.core.seeds import mixed_seed
-from blocktrain.core.vocabulary import BOS, BYTES, IDS
 from blocktrain.data.corpus import Corpus
 from blocktrain.data.windows import TrainingWindows
+from blocktrain.numerics.sampling import mixed_seed
 from blocktrain.train.device import Compute
-from blocktrain.train.schedule import learning_rate
+from blocktrain.train.optimizer import learning_rate
 from blocktrain.train.trainer import DATA_STREAM
+from blocktrain.vocabulary import BOS, BYTES, IDS
 
 
 def check_like(config: Config) -> None:

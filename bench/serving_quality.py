@@ -14,21 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from blocktrain.core.choice import Sampling
-from blocktrain.core.vocabulary import BOS, MASK
 from blocktrain.model.stack import Stack
-from blocktrain.serve import wire
-from blocktrain.serve.blocks import Blocks, StoredBlocks
-from blocktrain.serve.compute import StageCompute
-from blocktrain.serve.decode import Decoding, Step
-from blocktrain.serve.front import Front
-from blocktrain.serve.local import run_locally
-from blocktrain.serve.request import Account, Request
-from blocktrain.serve.tenants import Limits
-from blocktrain.serve.work import Row, Work, started
+from blocktrain.numerics.sampling import Sampling
+from blocktrain.serve.ring import wire
+from blocktrain.serve.router.decode import Account, Decoding, Proposal, Request
+from blocktrain.serve.router.front import FirstBlock
+from blocktrain.serve.router.local import run_locally
+from blocktrain.serve.stage.batch import Row, SlotLimits, Work, started
+from blocktrain.serve.stage.compute import StageCompute
+from blocktrain.serve.stage.served_blocks import Blocks, StoredBlocks
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import Compute
+from blocktrain.vocabulary import BOS, MASK
 
 GRAM = 4
 AT_ONCE = 64  # requests in a batch
@@ -50,7 +48,7 @@ MODES: dict[str, dict[str, Any]] = {
 class Model:
     """A run's blocks, the first as a router holds it and every other as a stage does."""
 
-    front: Front
+    front: FirstBlock
     stages: Sequence[StageCompute]
 
     @classmethod
@@ -59,12 +57,12 @@ class Model:
 
     @classmethod
     def of(cls, source: Blocks, compute: Compute, readout: str) -> "Model":
-        limits = Limits(AT_ONCE)
+        limits = SlotLimits(AT_ONCE)
         stages = [
             StageCompute.load(source, range(block, block + 1), compute, readout, limits)
             for block in range(1, source.config.units)
         ]
-        return cls(Front.load(source, compute, readout, limits), stages)
+        return cls(FirstBlock.load(source, compute, readout, limits), stages)
 
     @property
     def window(self) -> int:
@@ -196,7 +194,7 @@ def teacher_forced(model: Model, windows_BT: np.ndarray, kind: str) -> tuple[flo
     total, sent = 0.0, 0.0
     for text_T in windows_BT:
         ids = np.array([BOS, *text_T[:-1]], np.uint16)
-        work = model.front.work({0: Step(0, ids, len(ids), 0, Sampling())})
+        work = model.front.work({0: Proposal(0, ids, len(ids), 0, Sampling())})
         sent = wire_bytes(work, kind) / len(ids)
         for stage in model.stages:
             work = stage.step(on_the_wire(work, kind))

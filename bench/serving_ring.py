@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from blocktrain.serve.keys import ROUTER, STAGE, Keyring
+from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring
 from serving_limit import ECHO, STAGES, shares
 
 START_SECONDS, POLL_SECONDS, END_SECONDS = 150.0, 0.2, 10.0

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from blocktrain.config import Config
-from blocktrain.core.seeds import mixed_seed
 from blocktrain.model.block import Block
-from blocktrain.model.hollow import hollow_block, put, settle, shapes
+from blocktrain.model.loading import meta_init_block, put, settle, shapes
+from blocktrain.numerics.sampling import mixed_seed
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import Compute
 
@@ -72,7 +72,7 @@ class SeededBlocks:
 
     def parameters(self) -> int:
         """Of the model as it computes, whether its layers have matrices of their own or not."""
-        blocks = [hollow_block(self.config, block) for block in range(self.config.units)]
+        blocks = [meta_init_block(self.config, block) for block in range(self.config.units)]
         return sum(shape.numel() for block in blocks for shape in shapes(block).values())
 
     def resident_bytes(self, dtype: torch.dtype) -> int:
@@ -83,12 +83,12 @@ class SeededBlocks:
     def matrix(self) -> tuple[int, int]:
         """Outputs and inputs of one of the largest matrices."""
         return max(
-            ((shape[0], shape[1]) for shape in shapes(hollow_block(self.config, 0)).values()),
+            ((shape[0], shape[1]) for shape in shapes(meta_init_block(self.config, 0)).values()),
             key=lambda shape: shape[0] * shape[1],
         )
 
     def _hollow(self, block: int) -> Block:
-        module = hollow_block(self.config, block, "int8" if self.held == "int8" else "full")
+        module = meta_init_block(self.config, block, "int8" if self.held == "int8" else "full")
         if self.held == "logical":
             module.layers = nn.ModuleList([module.layers[0]] * len(module.layers))
         return module
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def hold(args: argparse.Namespace, source: SeededBlocks) -> None:
-    from blocktrain.serve.stage_server import StageSettings, serve_stage
+    from blocktrain.serve.stage.stage_server import StageSettings, serve_stage
 
     first, _, last = args.block.partition("-")
     blocks = range(int(first), int(last or first) + 1)
@@ -134,7 +134,7 @@ def hold(args: argparse.Namespace, source: SeededBlocks) -> None:
 
 
 def route(args: argparse.Namespace, source: SeededBlocks) -> None:
-    from blocktrain.serve.router_server import RouterSettings, serve_router
+    from blocktrain.serve.router.router_server import RouterSettings, serve_router
 
     settings = RouterSettings(
         run=args.run, listen=args.listen, api_keys=(), stages=tuple(args.stages.split(",")),

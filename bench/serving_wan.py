@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.support.wan import Wan, why_not
 
-from blocktrain.serve.keys import ROUTER, STAGE, Keyring
+from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring
 from serving_limit import ECHO, STAGES, rated, request, shares
 
 COMMAND = [sys.executable, "-m", "blocktrain.cli.main"]

@@ -15,8 +15,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from blocktrain.codec.frames import NAMES
 from blocktrain.config import build
-from blocktrain.core.codec import NAMES
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import simulate
 from quality import provenance

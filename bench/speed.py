@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 
 from blocktrain.config import Config, load_config
 from blocktrain.train.device import Compute, resolve
-from blocktrain.train.estimate import estimate
+from blocktrain.train.estimation import estimate
 from contenders import (
     Contender,
     Runner,

@@ -26,12 +26,11 @@ import numpy as np
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import Lease, LeaseRequest, UpdateClaim, UpdateOffer
-from blocktrain.protocol.tensors import header_bytes
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
+from blocktrain.storage.tensor_file import header_bytes
+from blocktrain.worker.bandwidth import Throttle, TrafficCounter
 from blocktrain.worker.client import Client
-from blocktrain.worker.throttle import Throttle
-from blocktrain.worker.traffic import Traffic
 from blocktrain.worker.transfer import Transfer
 from coordinator_server import Running, found, most_memory, server
 from quality import provenance
@@ -51,7 +50,7 @@ class Worker:
         self.joined = self.client.join(f"worker {name}", "none")
         self.cache = Blobs(LocalChunks(folder / f"cache-{name}", sync=False))
         throttle = Throttle(None, self.client.clock)
-        self.transfer = Transfer(self.client, self.cache, throttle, Traffic())
+        self.transfer = Transfer(self.client, self.cache, throttle, TrafficCounter())
         self.draws = np.random.default_rng(1 + name)  # 0 made the block
         lease = self.client.lease(LeaseRequest()).answer
         assert isinstance(lease, Lease)

@@ -21,24 +21,24 @@ from typing import Any
 
 import numpy as np
 
-from blocktrain.protocol.framing import Kind, Message
-from blocktrain.serve.connection import Connection
-from blocktrain.serve.keys import ROUTER, STAGE, Keyring, client_context, server_context
-from blocktrain.serve.meeting import Server, dial
+from blocktrain.protocol.framing import FrameMessage, Kind
+from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring, client_context, server_context
+from blocktrain.serve.ring.connection import RingConnection
+from blocktrain.serve.ring.handshake import RingListener, dial
 from quality import provenance
 
 SIZES = {"64 B": 64, "4 kB": 4096, "1 MB": 1 << 20}
 STAGE_NAME = "stage-1"
 
 
-async def answer(connection: Connection) -> None:
+async def answer(connection: RingConnection) -> None:
     """A STEP comes back as it is; of PREFILLs only one that asks is answered."""
     while True:
         said = await connection.receive()
         if said.kind is Kind.STEP:
-            await connection.send(Message(Kind.RESULT, arrays=said.arrays))
+            await connection.send(FrameMessage(Kind.RESULT, arrays=said.arrays))
         elif said.sequence:
-            await connection.send(Message(Kind.RESULT))
+            await connection.send(FrameMessage(Kind.RESULT))
 
 
 def serve(keys: Path, tls: bool, port: Pipe) -> None:
@@ -46,16 +46,16 @@ def serve(keys: Path, tls: bool, port: Pipe) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         context = server_context(keys, STAGE_NAME) if tls else None
         hello = {"role": STAGE, "name": STAGE_NAME}
-        server = Server(listener, context, lambda: hello, answer, roles=[ROUTER])
+        server = RingListener(listener, context, lambda: hello, answer, roles=[ROUTER])
         port.send(server.port)
         await asyncio.Event().wait()
 
     asyncio.run(live())
 
 
-async def round_trips(connection: Connection, size: int, seconds: float) -> float:
+async def round_trips(connection: RingConnection, size: int, seconds: float) -> float:
     """A second's."""
-    message = Message(Kind.STEP, arrays=(np.zeros(size, np.uint8),))
+    message = FrameMessage(Kind.STEP, arrays=(np.zeros(size, np.uint8),))
     began, done = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         await connection.send(message)
@@ -64,14 +64,14 @@ async def round_trips(connection: Connection, size: int, seconds: float) -> floa
     return done / (time.perf_counter() - began)
 
 
-async def pushed(connection: Connection, size: int, seconds: float) -> float:
+async def pushed(connection: RingConnection, size: int, seconds: float) -> float:
     """Bytes a second."""
-    message = Message(Kind.PREFILL, arrays=(np.zeros(size, np.uint8),))
+    message = FrameMessage(Kind.PREFILL, arrays=(np.zeros(size, np.uint8),))
     began, done = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         await connection.send(message)
         done += 1
-    await connection.send(Message(Kind.PREFILL, sequence=1))
+    await connection.send(FrameMessage(Kind.PREFILL, sequence=1))
     await connection.receive()
     return done * size / (time.perf_counter() - began)
 

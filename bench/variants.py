@@ -30,7 +30,7 @@ from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import resolve
 from blocktrain.train.lockstep import train_in_lockstep
-from blocktrain.train.session import open_session
+from blocktrain.train.run_session import open_session
 from contenders import refuse_eager_fallback
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _train_in_lockstep(
 
 def _train_by_workers(config: Config, folder: Path, workers: int, facts: dict[str, Any]) -> RunDir:
     from blocktrain.cli.local_swarm import LocalSwarm
-    from blocktrain.worker.model_fetch import fetch_model
+    from blocktrain.worker.fetch import fetch_model
 
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "model", ignore_errors=True)  # of an earlier run of this bench

@@ -32,11 +32,9 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.device import resolve
+from blocktrain.worker.bandwidth import Throttle, TrafficCounter
 from blocktrain.worker.client import Client
-from blocktrain.worker.held_block import HeldBlock
-from blocktrain.worker.lease_trainer import LeaseReport, LeaseTrainer, Trained
-from blocktrain.worker.throttle import Throttle
-from blocktrain.worker.traffic import Traffic
+from blocktrain.worker.local_block import LeaseReport, LeaseTrainer, LocalBlock, Trained
 from blocktrain.worker.transfer import Transfer, open_cache
 from coordinator_server import found
 
@@ -65,7 +63,7 @@ class Untrained(LeaseTrainer):
         return Trained(self._weights, 1.0)
 
 
-class Holder(HeldBlock):
+class Holder(LocalBlock):
     def _trainer_of(self, block: int) -> LeaseTrainer:
         self._trainer = self._trainer or Untrained(block)
         return self._trainer
@@ -80,7 +78,7 @@ class Worker:
         self.codec = from_toml(self.joined.description.config).swarm.codec
         cache = open_cache(folder / "chunks")
         throttle = Throttle(None, self.client.clock)
-        self.transfer = Transfer(self.client, cache, throttle, Traffic())
+        self.transfer = Transfer(self.client, cache, throttle, TrafficCounter())
         self.held = self._holder(folder)
         self.expected = np.zeros(0, np.float32)
         self._next_version()

@@ -1,22 +1,25 @@
-"""Settings: a TOML file plus `--set a.b=c`, validated into frozen dataclasses.
-
-Each setting is declared once, with its default, its bounds and a sentence saying what it does;
-an unknown key or a bad value is an error that names it. Reads files, knows nothing else.
-"""
+"""What somebody who mistyped a word may have meant."""
 
 import dataclasses
+import difflib
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import StatisticsError
 from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
-from blocktrain.core.noise import LogNormal, Partition, lognormal_partition
-from blocktrain.core.spelling import meant
 from blocktrain.errors import ConfigError
+from blocktrain.numerics.noise import LogNormal, Partition, lognormal_partition
+
+
+def closest_match(word: str, known: Iterable[str]) -> str | None:
+    """The known word that is nearest, where one is near."""
+    nearest = difflib.get_close_matches(word, list(known), n=1)
+    return nearest[0] if nearest else None
+
 
 KINDS = ("denoise", "cascade", "end_to_end")
 CODECS = ("none", "bf16", "int8", "sparse")
@@ -420,7 +423,7 @@ def _build_section(section: str, kind: Any, values: Any) -> Any:
 
 
 def _instead(word: str, known: Mapping[str, Any]) -> str:
-    guess = meant(word, known)
+    guess = closest_match(word, known)
     return f"did you mean {guess}?" if guess else f"there are {', '.join(known)}"
 
 

@@ -17,30 +17,30 @@ from tests.conftest import ROOT
 from tests.support.postgres import private_server
 from tests.support.processes import Processes, Running, free_port, full_disk
 
+from blocktrain.codec.dense import Int8
 from blocktrain.config import Config, load_config
-from blocktrain.coordinator import plan
-from blocktrain.coordinator.home import Home
+from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.coordinator.operator import Operator
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import claimed
-from blocktrain.core.codec_dense import Int8
-from blocktrain.core.merge import Outer
-from blocktrain.core.swarm import PendingUpdate
 from blocktrain.data.corpus import load_corpus
 from blocktrain.data.windows import evaluation_windows
+from blocktrain.ledger.schema import leases, updates
+from blocktrain.numerics.merge import Outer
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import Blob, Status
 from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.following import follow_blobs
-from blocktrain.storage.merging import Compression, Update, merge_blobs
+from blocktrain.storage.deltas import follow_blobs
+from blocktrain.storage.merging import Compression, MergeInput, merge_blobs
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.storage.schema import leases, updates
+from blocktrain.swarm import plan
+from blocktrain.swarm.state import PendingUpdate
 from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
 from blocktrain.worker.client import Client
-from blocktrain.worker.model_fetch import fetch_model
+from blocktrain.worker.fetch import fetch_model
 
 STEPS = 30
 LEARNED = 4.0  # nats per byte; knowing nothing is ln 256 = 5.5
@@ -58,7 +58,7 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _found(folder: Path, db: str | None = None, *more: str) -> None:
-    Home(folder, db).open_or_found(_config(folder.parent, *more)).ledger.close()
+    CoordinatorFolder(folder, db).open_or_found(_config(folder.parent, *more)).ledger.close()
 
 
 def _config(folder: Path, *more: str) -> Config:
@@ -81,7 +81,7 @@ class Swarm:
     def __init__(self, folder: Path, processes: Processes, db: str | None = None) -> None:
         self.folder, self.processes, self.db = folder, processes, db
         self.ports = ports = (free_port(), free_port())
-        self.run = Home(folder, db).open()
+        self.run = CoordinatorFolder(folder, db).open()
         secret = Operator(self.run.ledger, self.run.clock).invite("train", 100, INVITE_SECONDS)
         addresses = tuple(f"https://127.0.0.1:{port}" for port in ports)
         self.invite = Invite(addresses, secret, self.run.authority.fingerprint, self.run.id)
@@ -248,7 +248,7 @@ def _check_versions_follow(run: Run) -> None:
         waited = pending_of(run, [r for r in sent if (r.block, r.merged_into) == (block, number)])
         factors = plan.chain_factors(waited)
         merged = [
-            Update(
+            MergeInput(
                 row.lease,
                 claimed(row).recipe,
                 row.steps * run.batch_bytes,

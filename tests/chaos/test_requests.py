@@ -34,7 +34,7 @@ from tests.support.cutting_proxy import CuttingProxy
 from tests.support.postgres import private_server
 from tests.support.processes import Processes, Running, free_port, full_disk
 
-from blocktrain.coordinator.home import Home
+from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.coordinator.operator import Operator
 from blocktrain.coordinator.service import ROUND_SECONDS, Service
 from blocktrain.protocol.identity import WorkerKey
@@ -50,13 +50,12 @@ from blocktrain.protocol.messages import (
     Status,
     UploadState,
 )
-from blocktrain.protocol.tensors import decode
-from blocktrain.protocol.trust import pinned_context
+from blocktrain.protocol.tls import pinned_context
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
+from blocktrain.storage.tensor_file import decode
+from blocktrain.worker.bandwidth import Throttle, TrafficCounter
 from blocktrain.worker.client import Client
-from blocktrain.worker.throttle import Throttle
-from blocktrain.worker.traffic import Traffic
 from blocktrain.worker.transfer import Transfer
 
 M = TypeVar("M", bound=Message)
@@ -107,7 +106,7 @@ class Server:
 
     def merged(self) -> list[tuple[str, int, int | None]]:
         """Updates of the run that are in a version: whose, steps, which version."""
-        run = Home(self.folder).open()
+        run = CoordinatorFolder(self.folder).open()
         with closing(run.ledger), run.ledger.read() as tx:
             workers = tx.people.workers()
             return [
@@ -344,7 +343,7 @@ def test_two_coordinators_race_to_merge_every_version(tmp_path: Path):
     with ExitStack() as stack:
         weights = [expected_now, first_weights(1)]
         server = stack.enter_context(made_server(tmp_path, weights=weights))
-        run = Home(server.folder).open()
+        run = CoordinatorFolder(server.folder).open()
         stack.enter_context(closing(run.ledger))
         racers = [server.start(), replace(server, port=free_port()).start()]
         member = join(Service(run))
@@ -394,7 +393,9 @@ def test_an_upload_broken_at_90_percent_goes_on_from_there(what: str, threads: i
             cache = Blobs(LocalChunks(Path(large) / "cache", sync=False))
             for chunk in made.chunks.values():
                 cache.chunks.put(chunk)
-            transfer = Transfer(client, cache, Throttle(None, client.clock), Traffic(), threads)
+            transfer = Transfer(
+                client, cache, Throttle(None, client.clock), TrafficCounter(), threads
+            )
             assert transfer.send(made.offer, client.patience(SECONDS)).state == "pending"
         assert proxy.was_cut
         under_way = 0.005 * TEN_CHUNKS if threads == 1 else threads * CHUNK_BYTES

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from blocktrain.config import Config
-from blocktrain.core.seeds import mixed_seed
 from blocktrain.data.corpus import Corpus
 from blocktrain.data.windows import TrainingWindows
-from blocktrain.model.targets import target_table
+from blocktrain.model.block import target_table
+from blocktrain.numerics.sampling import mixed_seed
 from blocktrain.train.device import resolve
 from blocktrain.train.trainer import BlockTrainer
 

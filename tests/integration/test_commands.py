@@ -27,7 +27,7 @@ SMALL = ["model.layers=2", "model.blocks=2", "model.width=32", "model.window=32"
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a text corpus and a cache of its own."""
     folder = tmp_path_factory.mktemp("home")
-    words = (ROOT / "src/blocktrain/core/noise.py").read_bytes()
+    words = (ROOT / "LICENSE").read_bytes()
     (folder / "corpus.txt").write_bytes(words * 8)
     return folder
 

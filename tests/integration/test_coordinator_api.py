@@ -43,17 +43,20 @@ from tests.support.coordinator import (
 )
 
 from blocktrain.coordinator.api import HELD_BACK_SECONDS
-from blocktrain.coordinator.leases import HeldLease
+from blocktrain.coordinator.leases import LeaseGrant
 from blocktrain.coordinator.members import Caller
+from blocktrain.coordinator.process import own_tls
 from blocktrain.coordinator.run import open_run
-from blocktrain.coordinator.server import own_tls
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.updates import MOMENT
 from blocktrain.errors import UntrustedError
+from blocktrain.ledger.schema import blocks, leases, updates, versions
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
+    LARGEST_BODY,
     PROTOCOL,
+    WHOLE_WEIGHTS_BYTES,
     BlobAnswer,
     Downloaded,
     Event,
@@ -78,12 +81,11 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
     UploadState,
     Wait,
+    whole_update_head,
 )
-from blocktrain.protocol.tensors import decode
-from blocktrain.protocol.trust import pinned_context
-from blocktrain.protocol.whole import LARGEST_BODY, WHOLE_WEIGHTS_BYTES, head
+from blocktrain.protocol.tls import pinned_context
 from blocktrain.storage.chunks import name_of
-from blocktrain.storage.schema import blocks, leases, updates, versions
+from blocktrain.storage.tensor_file import decode
 
 M = TypeVar("M", bound=Message)
 
@@ -157,7 +159,7 @@ class HttpWorker:
     def post_whole(self, made: Made, data: bytes | None = None) -> httpx.Response:
         """By one request; `data` in place of its chunk."""
         (chunk,) = made.chunks.values()
-        body = head(made.offer) + (chunk if data is None else data)
+        body = whole_update_head(made.offer) + (chunk if data is None else data)
         return self.api.http.post("/v1/updates/whole", content=body, headers=self.headers)
 
 
@@ -372,7 +374,7 @@ def asked(api: Api, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     find = api.service.updates.find_held
 
-    def counted(caller: Caller, claim: UpdateClaim) -> HeldLease | Receipt:
+    def counted(caller: Caller, claim: UpdateClaim) -> LeaseGrant | Receipt:
         found.append(claim.lease)
         return find(caller, claim)
 
@@ -781,9 +783,9 @@ def test_a_ledger_that_does_not_answer_is_unavailable(api: Api):
 def flood(api: Api, request_line: str, headers: dict[str, str], most: int) -> tuple[bytes, int]:
     """Send an endless body until the server answers; its answer, and how much was sent."""
     place = urlsplit(api.address)
-    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    whole_update_head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     with socket.create_connection((place.hostname, place.port), timeout=SECONDS) as line:
-        line.sendall(f"{request_line} HTTP/1.1\r\nhost: x\r\n{head}\r\n".encode())
+        line.sendall(f"{request_line} HTTP/1.1\r\nhost: x\r\n{whole_update_head}\r\n".encode())
         line.setblocking(False)
         sent, answer, piece = 0, b"", b"x" * (1 << 16)
         while sent < most and not answer:
@@ -1018,7 +1020,7 @@ def test_metrics_can_be_read_by_prometheus(api: Api):
 
 
 def test_a_page_of_metrics_is_made_once_a_second(api: Api, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("blocktrain.coordinator.metrics.FRESH_SECONDS", 60.0)
+    monkeypatch.setattr("blocktrain.coordinator.reports.FRESH_SECONDS", 60.0)
     first = api.http.get("/metrics").text
     api.join()
     assert api.http.get("/metrics").text == first
@@ -1071,12 +1073,12 @@ SERVE = """
 import sys, time
 from pathlib import Path
 from blocktrain.coordinator.run import open_run
-from blocktrain.coordinator.server import serve
+from blocktrain.coordinator.process import serve
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.updates import MOMENT
-from blocktrain.protocol.listening import bound_socket
+from blocktrain.protocol.addresses import bound_socket
 from blocktrain.storage.chunks import LocalChunks
-from blocktrain.storage.ledger import Ledger
+from blocktrain.ledger.ledger import Ledger
 
 folder = Path(sys.argv[1])
 ledger = Ledger(f"sqlite:///{folder / 'ledger.db'}")

@@ -34,21 +34,14 @@ from tests.support.coordinator import (
 )
 from tests.support.postgres import fresh_database
 
-from blocktrain.coordinator.home import Home
+from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.coordinator.merger import CLAIM_SECONDS
 from blocktrain.coordinator.run import found_run, open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.updates import Updates
 from blocktrain.errors import BlocktrainError, ConfigError, NotFoundError, RefusedError
-from blocktrain.protocol.messages import (
-    Event,
-    Lease,
-    LeaseReturn,
-    Refusal,
-    Score,
-    TokenRequest,
-)
-from blocktrain.storage.ledger import Ledger
+from blocktrain.ledger.ledger import Ledger
+from blocktrain.protocol.messages import Event, Lease, LeaseReturn, Refusal, Score, TokenRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -386,7 +379,7 @@ def test_eight_workers_and_two_coordinators_on_postgresql(tmp_path):
 
 OPEN_MANY = """
 import sys, time
-from blocktrain.storage.ledger import Ledger
+from blocktrain.ledger.ledger import Ledger
 print("ready", flush=True)
 start = float(sys.stdin.readline())
 for number in range(40):
@@ -567,7 +560,7 @@ def test_a_token_request_of_an_impossible_time(tmp_path, clock):
 
 
 def test_a_kill_between_making_the_invite_file_and_filling_it(tmp_path):
-    home = Home(tmp_path)
+    home = CoordinatorFolder(tmp_path)
     (tmp_path / "invite-secret").touch()  # what is left of it
     assert home.invite_secret(lambda: "made") == "made"  # '' for ever
 
@@ -575,7 +568,7 @@ def test_a_kill_between_making_the_invite_file_and_filling_it(tmp_path):
 def test_a_ledger_elsewhere_is_found(tmp_path, clock):
     (tmp_path / "elsewhere").mkdir()
     make_run(tmp_path / "elsewhere", clock=clock).ledger.close()
-    home = Home(tmp_path / "here", f"sqlite:///{tmp_path / 'elsewhere' / 'ledger.db'}")
+    home = CoordinatorFolder(tmp_path / "here", f"sqlite:///{tmp_path / 'elsewhere' / 'ledger.db'}")
     home.open().ledger.close()
 
 
@@ -583,7 +576,7 @@ def test_two_that_found_a_run_at_once(tmp_path, clock, url):
     """Two coordinators with the same new database: one founds, the other finds."""
     files = []
     for block in range(2):
-        from blocktrain.protocol.tensors import encode
+        from blocktrain.storage.tensor_file import encode
 
         files.append(tmp_path / f"{block}")
         files[-1].write_bytes(b"".join(encode(first_weights(block))))
@@ -795,6 +788,6 @@ def test_a_home_that_cannot_open_its_run_leaves_no_connection_behind(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(BlocktrainError):
-            Home(tmp_path, db=url).open()
+            CoordinatorFolder(tmp_path, db=url).open()
         gc.collect()
     assert not [w for w in caught if issubclass(w.category, ResourceWarning)]

@@ -22,12 +22,12 @@ from tests.support.web import listening
 
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError, OverloadedError, UnavailableError
-from blocktrain.model import generate as by_itself
+from blocktrain.model import generation as by_itself
 from blocktrain.model.stack import Stack
-from blocktrain.protocol.listening import bound_socket
-from blocktrain.serve.api import Settings, create_app
-from blocktrain.serve.openai import Limits
-from blocktrain.serve.server import web_server
+from blocktrain.protocol.addresses import bound_socket
+from blocktrain.serve.http.app import Settings, create_app
+from blocktrain.serve.http.http_server import web_server
+from blocktrain.serve.http.openai import RequestLimits
 
 KEY = "a key for tests"
 SETTINGS = Settings(keys=("another", KEY))
@@ -72,7 +72,7 @@ def client(engine: SmallEngine) -> Iterator[OpenAI]:
 
 def alone(stack: Stack, prompt: bytes, count: int, **sampling: Any) -> bytes:
     """What the model says without any server."""
-    return bytes(by_itself.generate(stack, prompt, count, by_itself.Sampling(**sampling)))
+    return bytes(by_itself.generate(stack, prompt, count, by_itself.GenerationOptions(**sampling)))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
@@ -542,7 +542,7 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 def test_no_body_breaks_the_server(engine: SmallEngine):
-    few = replace(SETTINGS, limits=Limits(prompt_bytes=64, output_bytes=4))
+    few = replace(SETTINGS, limits=RequestLimits(prompt_bytes=64, output_bytes=4))
     seen = set()
 
     with served(engine, few) as address, httpx.Client(base_url=address, headers=BEARER) as http:

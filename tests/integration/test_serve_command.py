@@ -17,11 +17,11 @@ from tests.support.processes import Processes, free_port
 from blocktrain.cli.main import cli
 from blocktrain.config import load_config
 from blocktrain.errors import ConfigError
-from blocktrain.model.generate import Sampling, generate
+from blocktrain.model.generation import GenerationOptions, generate
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import resolve
-from blocktrain.train.session import open_session
+from blocktrain.train.run_session import open_session
 
 SECONDS = 60.0  # processes that load torch on a busy machine take their time
 KEY = "a key for tests"
@@ -71,7 +71,7 @@ def test_openais_client_over_tls_is_told_the_models_own_bytes(
     run: Path, pair: Pair, address: str
 ) -> None:
     stack = load_stack(RunDir.open(run), resolve("cpu", "fp32"))
-    text = bytes(generate(stack, b"The ", LONG, Sampling(1.0, seed=5)))
+    text = bytes(generate(stack, b"The ", LONG, GenerationOptions(1.0, seed=5)))
     with OpenAI(
         base_url=f"https://{address}/v1",
         api_key=KEY,

@@ -9,11 +9,11 @@ from tests.support.ring import SECONDS
 from tests.support.serving import CPU
 
 from blocktrain.config import Config
-from blocktrain.serve.blocks import StoredBlocks
-from blocktrain.serve.compute import StageCompute
-from blocktrain.serve.front import Front
-from blocktrain.serve.local import run_locally
-from blocktrain.serve.request import Request, Sampling
+from blocktrain.serve.router.decode import Request, Sampling
+from blocktrain.serve.router.front import FirstBlock
+from blocktrain.serve.router.local import run_locally
+from blocktrain.serve.stage.compute import StageCompute
+from blocktrain.serve.stage.served_blocks import StoredBlocks
 from blocktrain.storage.run_dir import RunDir
 
 PROMPT, WRITTEN, SEED = "The module", 200, 7
@@ -35,7 +35,7 @@ def said_here(run: RunDir, held: str) -> str:
     source = StoredBlocks(run, held)
     stages = [StageCompute.load(source, range(1, run.config.units), CPU)]
     request = Request(PROMPT.encode(), WRITTEN, "ar", sampling=Sampling(1.0, seed=SEED))
-    ((text, _),) = run_locally(Front.load(source, CPU), stages, [request])
+    ((text, _),) = run_locally(FirstBlock.load(source, CPU), stages, [request])
     return text.decode(errors="replace")
 
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from blocktrain.cli.chronicle import FINISHED
-from blocktrain.coordinator.home import Home
-from blocktrain.protocol import tensors
+from blocktrain.cli.display import FINISHED
+from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.protocol.invite import Invite
+from blocktrain.storage import tensor_file
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKTRAIN = [sys.executable, "-m", "blocktrain.cli.main"]
@@ -32,7 +32,7 @@ SECONDS = 90
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    words = (ROOT / "src/blocktrain/core/noise.py").read_bytes()
+    words = (ROOT / "LICENSE").read_bytes()
     (tmp_path / "corpus.txt").write_bytes(words * 8)
     return tmp_path
 
@@ -152,9 +152,12 @@ def test_sparse_both_ways_and_a_worker_that_is_restarted(home: Path):
         call(home, "fetch", told["invite"], "--out", "fetched")
     assert "0.0 MB" not in shown and "kB" in shown and "smaller" in shown
     fetched = load_file(home / "fetched" / "model.safetensors")
-    with closing(Home(home / "coordinator").open().ledger) as ledger, ledger.read() as tx:
+    with (
+        closing(CoordinatorFolder(home / "coordinator").open().ledger) as ledger,
+        ledger.read() as tx,
+    ):
         held = [tx.version(block) for block in range(2)]
-    blobs = Home(home / "coordinator").open().blobs
+    blobs = CoordinatorFolder(home / "coordinator").open().blobs
     for block, moved in enumerate(block["moved"] for block in status["blocks"]):
         whole, made = held[block].weights.size, held[block].version
         assert moved["down_whole"] == whole
@@ -162,7 +165,7 @@ def test_sparse_both_ways_and_a_worker_that_is_restarted(home: Path):
         assert 0 < moved["down_differences"] < made * whole / 50
         assert moved["up_raw"] >= made * whole
         assert moved["up"] < moved["up_raw"] / 30  # last words are longer
-        weights = tensors.decode(b"".join(blobs.reader(held[block].weights).stream()))
+        weights = tensor_file.decode(b"".join(blobs.reader(held[block].weights).stream()))
         for name, tensor in weights.items():
             assert np.array_equal(fetched[f"block.{block}.{name}"], tensor), name
     assert len(status["workers"]) == 2
@@ -170,7 +173,10 @@ def test_sparse_both_ways_and_a_worker_that_is_restarted(home: Path):
 
 
 def version_of(home: Path, block: int) -> int:
-    with closing(Home(home / "coordinator").open().ledger) as ledger, ledger.read() as tx:
+    with (
+        closing(CoordinatorFolder(home / "coordinator").open().ledger) as ledger,
+        ledger.read() as tx,
+    ):
         return tx.block_states()[block].version
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from blocktrain.protocol.certificates import Issuer
+from blocktrain.protocol.tls import Issuer
 
 DAY = 24 * 3600.0
 NOW = 1_800_000_000.0

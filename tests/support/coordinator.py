@@ -20,13 +20,14 @@ from tests.support.web import listening
 from blocktrain.config import Config, from_dict
 from blocktrain.coordinator.api import create_app
 from blocktrain.coordinator.members import Caller
+from blocktrain.coordinator.process import server_config
 from blocktrain.coordinator.run import Run, found_run, open_run
-from blocktrain.coordinator.server import server_config
 from blocktrain.coordinator.service import Service
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import RefusedError
+from blocktrain.ledger.ledger import Ledger
+from blocktrain.protocol.addresses import bound_socket
 from blocktrain.protocol.identity import WorkerKey
-from blocktrain.protocol.listening import bound_socket
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
     PROTOCOL,
@@ -42,9 +43,8 @@ from blocktrain.protocol.messages import (
     UpdateClaim,
     UpdateOffer,
 )
-from blocktrain.protocol.tensors import decode, encode
 from blocktrain.storage.chunks import ChunkStore, LocalChunks, name_of
-from blocktrain.storage.ledger import Ledger
+from blocktrain.storage.tensor_file import decode, encode
 
 Weights = dict[str, npt.NDArray[np.float32]]
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blocktrain.core import readout
-from blocktrain.core.choice import pick
-from blocktrain.core.vocabulary import BOS
 from blocktrain.errors import BlocktrainError
+from blocktrain.model import readout
 from blocktrain.model.stack import Stack
-from blocktrain.serve.request import Account, Piece, Request
+from blocktrain.numerics.sampling import pick
+from blocktrain.serve.router.decode import Account, Piece, Request
+from blocktrain.vocabulary import BOS
 
 
 @dataclass

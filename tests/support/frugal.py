@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from tests.support.coordinator import Member, SetClock, Weights, running
 
+from blocktrain.codec.frames import codec_named, encode
 from blocktrain.coordinator.service import Service
-from blocktrain.core.codec import codec_named, encode
 from blocktrain.protocol.messages import Downloaded, Lease
 
 NUMBERS = 20_000

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from blocktrain.core.faults import VARIABLE
+from blocktrain.faults import VARIABLE
 
 COMMAND = (sys.executable, "-m", "blocktrain.cli.main")
 KILLED = (-9, 137)

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 from tests.support.processes import Processes, Running, free_port
 
-from blocktrain.serve.keys import ROUTER, STAGE, Keyring
+from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring
 
 SECONDS = 90.0  # a process that loads torch on a busy machine takes its time
 

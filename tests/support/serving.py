@@ -5,11 +5,11 @@ from time import monotonic
 
 from blocktrain.config import Config
 from blocktrain.model.stack import Stack
-from blocktrain.serve.compute import StageCompute
-from blocktrain.serve.front import Front
-from blocktrain.serve.local import run_locally
-from blocktrain.serve.request import Request
-from blocktrain.serve.tenants import DEFAULT_LIMITS, Limits
+from blocktrain.serve.router.decode import Request
+from blocktrain.serve.router.front import FirstBlock
+from blocktrain.serve.router.local import run_locally
+from blocktrain.serve.stage.batch import DEFAULT_LIMITS, SlotLimits
+from blocktrain.serve.stage.compute import StageCompute
 from blocktrain.train.device import resolve
 
 CPU = resolve("cpu", "fp32")
@@ -19,18 +19,18 @@ def stage(
     stack: Stack,
     blocks: range,
     readout: str = "product",
-    limits: Limits = DEFAULT_LIMITS,
+    limits: SlotLimits = DEFAULT_LIMITS,
     clock: Callable[[], float] = monotonic,
 ) -> StageCompute:
     modules = stack.blocks[blocks.start : blocks.stop]
     return StageCompute(stack.config, blocks, modules, CPU, readout, limits, clock)
 
 
-def ring(stack: Stack, readout: str = "product") -> tuple[Front, list[StageCompute]]:
+def ring(stack: Stack, readout: str = "product") -> tuple[FirstBlock, list[StageCompute]]:
     """The first block in front; the second alone, then all others together."""
     count = len(stack.blocks)
     cuts = [range(1, min(2, count)), range(2, count)]
-    front = Front(stage(stack, range(1), readout))
+    front = FirstBlock(stage(stack, range(1), readout))
     return front, [stage(stack, blocks, readout) for blocks in cuts if blocks]
 
 

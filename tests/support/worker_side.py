@@ -7,7 +7,7 @@ import httpx
 
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import Joined, RunDescription
-from blocktrain.worker.exchange import IDLE_SECONDS
+from blocktrain.worker.http import IDLE_SECONDS
 from blocktrain.worker.wire import Wire
 
 RUN, WORKER, SECRET = "run00001", "worker01", "c2VjcmV0"

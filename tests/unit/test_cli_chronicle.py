@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.support.coordinator import SetClock, join, running
 
-from blocktrain.cli.chronicle import Chronicle
+from blocktrain.cli.display import Chronicle
 from blocktrain.protocol.messages import LeaseReturn
 
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from blocktrain.cli.durations import duration
+from blocktrain.cli.display import duration
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import pytest
 
-from blocktrain.cli.sizes import size
+from blocktrain.cli.display import size
 
 
 @pytest.mark.parametrize(

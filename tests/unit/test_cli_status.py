@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from blocktrain.cli.status import _shown
+from blocktrain.cli.status_command import _shown
 from blocktrain.protocol.messages import Blob, BlockStatus, Moved, Status, WorkerStatus
 
 STATES = ["away", "training", "waiting"]

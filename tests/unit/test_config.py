@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blocktrain.codec.frames import NAMES
 from blocktrain.config import (
     CODECS,
     Config,
@@ -13,7 +14,6 @@ from blocktrain.config import (
     from_toml,
     load_config,
 )
-from blocktrain.core.codec import NAMES
 from blocktrain.errors import ConfigError
 from blocktrain.simulate.scenario import Scenario, load_scenario
 

@@ -6,8 +6,8 @@ import sys
 import click
 
 from blocktrain import __version__
-from blocktrain.cli.plain import plain
-from blocktrain.core.spelling import meant
+from blocktrain.cli.display import plain
+from blocktrain.config import closest_match
 from blocktrain.errors import BlocktrainError
 
 VERBS = {
@@ -34,6 +34,30 @@ VERBS = {
 }
 
 
+MODULES = {
+    "train": "train_command",
+    "eval": "eval_command",
+    "generate": "model_commands",
+    "export": "model_commands",
+    "info": "model_commands",
+    "fetch": "model_commands",
+    "estimate": "plan_commands",
+    "settings": "plan_commands",
+    "simulate": "simulate_command",
+    "serve": "serve_commands",
+    "stage": "serve_commands",
+    "keys": "serve_commands",
+    "coordinator": "coordinator_command",
+    "worker": "worker_command",
+    "status": "status_command",
+    "invite": "operator_commands",
+    "ban": "operator_commands",
+    "backup": "operator_commands",
+    "restore": "operator_commands",
+    "demo": "demo_command",
+}
+
+
 class LazyGroup(click.Group):
     """Loads a verb's module when it is used, so that --help stays instant."""
 
@@ -43,14 +67,14 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        module = importlib.import_module(f"blocktrain.cli.{cmd_name}")
-        command: click.Command = module.command
+        module = importlib.import_module(f"blocktrain.cli.{MODULES[cmd_name]}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        guess = meant(args[0], VERBS)
+        guess = closest_match(args[0], VERBS)
         if args[0] not in VERBS and guess:
             ctx.fail(f"No such command {args[0]!r}. Did you mean {guess!r}?")
         return super().resolve_command(ctx, args)

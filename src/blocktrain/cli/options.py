@@ -1,17 +1,49 @@
-"""Options that several verbs share."""
+"""Presets by name: `--config demo` finds the demo.toml that ships with the package."""
 
+import math
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
+
+from blocktrain.cli.display import plain
+from blocktrain.config import closest_match
+from blocktrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from blocktrain.worker.client import Client
+
+PACKAGE = Path(__file__).resolve().parent.parent
+# Inside an installed package, or beside src/ in a checkout.
+FOLDERS = (PACKAGE / "presets", PACKAGE.parent.parent / "configs")
+
+
+def resolve_config(path: Path) -> Path:
+    """The path itself, or the preset of that name where no such file exists."""
+    if path.is_file() or path.suffix or len(path.parts) > 1:
+        return path
+    presets = {file.stem: file for folder in FOLDERS for file in sorted(folder.glob("*.toml"))}
+    if path.name not in presets:
+        guess = closest_match(path.name, presets)
+        raise ConfigError(
+            f"no preset and no file {path.name!r};"
+            + (f" did you mean {guess}?" if guess else "")
+            + f" there are {', '.join(presets)}"
+        )
+    return presets[path.name]
 
 
 def place(context: click.Context, option: click.Parameter, text: str) -> str:
     """An option that is HOST:PORT, refused by its name."""
     from blocktrain.errors import ConfigError
-    from blocktrain.serve.meeting import parted
+    from blocktrain.serve.ring.handshake import split_host_port
 
     try:
-        parted(text)
+        split_host_port(text)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from None
     return text
@@ -88,3 +120,35 @@ served_readout = click.option(
     show_default=True,
     help="product: of all blocks' predictions; final: the last one's. The same in a whole ring.",
 )
+
+
+def caller(invite: str) -> "Client":
+    from blocktrain.protocol.identity import WorkerKey
+    from blocktrain.protocol.invite import Invite
+    from blocktrain.worker.client import Client
+
+    client = Client(Invite.decode(invite), WorkerKey.create())
+    client.connection.on_silence = _tell
+    return client
+
+
+def _tell(reason: str, seconds: float) -> None:
+    how_long = "" if math.isinf(seconds) else f" for {seconds:.0f} s"
+    click.echo(f"{plain(reason)}; trying again{how_long}", err=True)
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
+    asked: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -17,20 +17,26 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from blocktrain.coordinator.action import Action, Asked, Server, parsed
-from blocktrain.coordinator.allowance import Allowance
-from blocktrain.coordinator.desk import Desk
-from blocktrain.coordinator.leases import HeldLease
+from blocktrain import faults
+from blocktrain.coordinator.endpoints import (
+    BYTES,
+    AppState,
+    Endpoint,
+    RequestContext,
+    describe,
+    parse_message,
+)
+from blocktrain.coordinator.executor import LedgerExecutor, VerificationQueue
+from blocktrain.coordinator.leases import LeaseGrant
+from blocktrain.coordinator.limits import RateLimiter
 from blocktrain.coordinator.members import TOKEN_SECONDS
-from blocktrain.coordinator.metrics import Metrics
-from blocktrain.coordinator.openapi import BYTES, describe
+from blocktrain.coordinator.reports import CoordinatorMetrics
 from blocktrain.coordinator.service import Service
-from blocktrain.coordinator.updates import Coming
-from blocktrain.coordinator.verifying import Verifying
-from blocktrain.core import faults
+from blocktrain.coordinator.updates import OfferedUpdate
 from blocktrain.errors import BlocktrainError, NotFoundError, ProtocolError, RefusedError
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
+    LARGEST_BODY,
     PROTOCOL,
     BlobAnswer,
     BlockIndex,
@@ -57,8 +63,8 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
     UploadState,
     Wait,
+    split_whole_update,
 )
-from blocktrain.protocol.whole import LARGEST_BODY, split
 from blocktrain.storage.chunks import Opened, at_hand
 
 log = logging.getLogger(__name__)
@@ -80,13 +86,13 @@ CODE_OF = {status: code for code, status in STATUS_OF.items()}
 
 
 def create_app(service: Service) -> Starlette:
-    desk, metrics = Desk(service.run.ledger), Metrics(service.reports)
-    server = Server(
+    desk, metrics = LedgerExecutor(service.run.ledger), CoordinatorMetrics(service.reports)
+    server = AppState(
         service=service,
         desk=desk,
         metrics=metrics,
-        verifying=Verifying(VERIFIED_AT_ONCE),
-        allowance=Allowance(time.monotonic),
+        verifying=VerificationQueue(VERIFIED_AT_ONCE),
+        allowance=RateLimiter(time.monotonic),
         listeners=asyncio.Semaphore(MOST_LISTENERS),
     )
 
@@ -99,13 +105,13 @@ def create_app(service: Service) -> Starlette:
         finally:
             server.desk.stop()
 
-    document = describe(ACTIONS)
+    document = describe(ENDPOINTS)
 
     async def openapi(request: Request) -> Response:
         return JSONResponse(document)
 
     return Starlette(
-        routes=[*(action.route(server) for action in ACTIONS), Route("/openapi.json", openapi)],
+        routes=[*(action.route(server) for action in ENDPOINTS), Route("/openapi.json", openapi)],
         exception_handlers={
             RefusedError: refused,
             NotFoundError: missing,
@@ -125,19 +131,19 @@ def _answer(message: Message) -> Response:
 # Joining
 
 
-async def hello(asked: Asked) -> Response:
+async def hello(asked: RequestContext) -> Response:
     return _answer(Hello(run=asked.service.run.id, protocols=(PROTOCOL,)))
 
 
-async def authority(asked: Asked) -> Response:
+async def authority(asked: RequestContext) -> Response:
     return PlainTextResponse(asked.service.run.authority.certificate_pem)
 
 
-async def join(asked: Asked) -> Response:
+async def join(asked: RequestContext) -> Response:
     return _answer(await asked.desk.ask(asked.service.members.join, await asked.message(Join)))
 
 
-async def token(asked: Asked) -> Response:
+async def token(asked: RequestContext) -> Response:
     told = await asked.message(TokenRequest)
     return _answer(await asked.desk.ask(asked.service.members.renew, told))
 
@@ -145,7 +151,7 @@ async def token(asked: Asked) -> Response:
 # Leases
 
 
-async def lease(asked: Asked) -> Response:
+async def lease(asked: RequestContext) -> Response:
     """Whoever would be told to ask again soon is answered when there is something to say, or after
     a while: a version is then with its workers as soon as it is made."""
     wanted, claim = await asked.message(LeaseRequest), asked.service.leases.claim
@@ -165,13 +171,13 @@ async def lease(asked: Asked) -> Response:
     return _answer(answer)
 
 
-async def progress(asked: Asked) -> Response:
+async def progress(asked: RequestContext) -> Response:
     held, told = asked.at("lease"), await asked.message(LeaseProgress)
     leases = asked.service.leases
     return _answer(await asked.desk.ask(leases.progress, asked.caller, held, told))
 
 
-async def give_back(asked: Asked) -> Response:
+async def give_back(asked: RequestContext) -> Response:
     held, told = asked.at("lease"), await asked.message(LeaseReturn)
     leases = asked.service.leases
     return _answer(await asked.desk.ask(leases.give_back, asked.caller, held, told))
@@ -180,7 +186,7 @@ async def give_back(asked: Asked) -> Response:
 # Updates
 
 
-async def offer(asked: Asked) -> Response:
+async def offer(asked: RequestContext) -> Response:
     offered, updates = await asked.message(UpdateOffer), asked.service.updates
     claim = offered.claim
     if not await asked.desk.ask(updates.offer, asked.caller, offered):
@@ -188,16 +194,16 @@ async def offer(asked: Asked) -> Response:
     return _answer(await run_in_threadpool(updates.upload_state, claim.lease, claim.recipe))
 
 
-async def whole(asked: Asked) -> Response:
+async def whole(asked: RequestContext) -> Response:
     """A small update: offered, sent and committed by one request."""
     updates, most = asked.service.updates, asked.service.run.description.whole_bytes
     try:
-        text, data = split(await asked.body(LARGEST_BODY))
+        text, data = split_whole_update(await asked.body(LARGEST_BODY))
     except ProtocolError as error:
         raise RefusedError("malformed", str(error)) from None
     if len(data) > most:
         raise RefusedError("too_large", f"updates of more than {most} bytes are sent in chunks")
-    offered = parsed(UpdateOffer, text)
+    offered = parse_message(UpdateOffer, text)
     held = await _held(asked, offered.claim)
     if isinstance(held, Receipt):
         return _answer(held)
@@ -210,14 +216,14 @@ async def whole(asked: Asked) -> Response:
     return _settled(asked, receipt)
 
 
-async def _held(asked: Asked, claim: UpdateClaim) -> HeldLease | Receipt:
+async def _held(asked: RequestContext, claim: UpdateClaim) -> LeaseGrant | Receipt:
     updates = asked.service.updates
     if known := updates.held(asked.caller, claim.lease):
         return known
     return await asked.desk.ask(updates.find_held, asked.caller, claim)
 
 
-async def put_chunk(asked: Asked) -> Response:
+async def put_chunk(asked: RequestContext) -> Response:
     name, upload = asked.at("name"), asked.required("lease", Identifier)
     updates = asked.service.updates
     coming = await _coming(asked, upload)
@@ -233,14 +239,14 @@ async def put_chunk(asked: Asked) -> Response:
     return Response(status_code=204)
 
 
-async def _coming(asked: Asked, lease: str) -> Coming | Receipt:
+async def _coming(asked: RequestContext, lease: str) -> OfferedUpdate | Receipt:
     updates = asked.service.updates
     if known := updates.coming(asked.caller, lease):
         return known
     return await asked.desk.ask(updates.find, asked.caller, lease)
 
 
-async def commit(asked: Asked) -> Response:
+async def commit(asked: RequestContext) -> Response:
     sent, updates = asked.at("lease"), asked.service.updates
     coming = await _coming(asked, sent)
     if isinstance(coming, Receipt):
@@ -253,7 +259,7 @@ async def commit(asked: Asked) -> Response:
     return _settled(asked, await asked.verifying.once(sent, settled))
 
 
-def _settled(asked: Asked, receipt: Receipt) -> Response:
+def _settled(asked: RequestContext, receipt: Receipt) -> Response:
     faults.reached("settled")
     asked.service.wake()
     return _answer(receipt)
@@ -262,21 +268,21 @@ def _settled(asked: Asked, receipt: Receipt) -> Response:
 # Blobs
 
 
-async def blob(asked: Asked) -> Response:
+async def blob(asked: RequestContext) -> Response:
     try:
         return _answer(await run_in_threadpool(asked.service.reports.blob, asked.at("name")))
     except ProtocolError as error:  # a chunk, but no recipe
         raise NotFoundError(str(error)) from None
 
 
-async def differences(asked: Asked) -> Response:
+async def differences(asked: RequestContext) -> Response:
     block = asked.required("block", BlockIndex)
     after, to = asked.required("after", Count), asked.required("to", Count)
     reports = asked.service.reports
     return _answer(await run_in_threadpool(reports.differences, block, after, to))
 
 
-async def get_chunk(asked: Asked) -> Response:
+async def get_chunk(asked: RequestContext) -> Response:
     """Not checked against its name here: whoever asks for it does that anyway."""
     name = asked.at("name")
     file, size = await run_in_threadpool(asked.service.run.chunks.open, name)
@@ -316,18 +322,18 @@ async def _pieces(file: Opened, start: int, end: int) -> AsyncIterator[bytes | m
 # Reports
 
 
-async def run(asked: Asked) -> Response:
+async def run(asked: RequestContext) -> Response:
     return _answer(asked.service.run.description)
 
 
-async def status(asked: Asked) -> Response:
+async def status(asked: RequestContext) -> Response:
     reader = asked.reader
     if reader and reader.role == "evaluate":  # whose way to wait for versions this is
         await asked.desk.ask(asked.service.members.note, reader)
     return _answer(await run_in_threadpool(asked.service.reports.status))
 
 
-async def events(asked: Asked) -> Response:
+async def events(asked: RequestContext) -> Response:
     told = asked.request.headers.get("last-event-id", "")
     start = int(told) if NUMBER.fullmatch(told) else asked.parameter("after", Count)
     if start is None:
@@ -337,7 +343,7 @@ async def events(asked: Asked) -> Response:
     return StreamingResponse(_event_stream(asked, start), media_type="text/event-stream")
 
 
-async def _event_stream(asked: Asked, after: int) -> AsyncIterator[str]:
+async def _event_stream(asked: RequestContext, after: int) -> AsyncIterator[str]:
     """Server-sent events; a comment now and then keeps the line open and notices who has left. It
     ends when a token would: whoever listens shows again that he may, and goes on from there."""
     until = time.monotonic() + TOKEN_SECONDS
@@ -353,52 +359,52 @@ async def _event_stream(asked: Asked, after: int) -> AsyncIterator[str]:
             await asyncio.sleep(EVENT_POLL_SECONDS)
 
 
-async def score(asked: Asked) -> Response:
+async def score(asked: RequestContext) -> Response:
     told = await asked.message(Score)
     await asked.desk.ask(asked.service.reports.score, asked.caller, told)
     return Response(status_code=204)
 
 
-async def metrics(asked: Asked) -> Response:
+async def metrics(asked: RequestContext) -> Response:
     text, kind = await run_in_threadpool(asked.metrics.page)
     return Response(text, media_type=kind)
 
 
-ACTIONS = (
-    Action("GET", "/v1/hello", "anyone", hello, gives=Hello),
-    Action("GET", "/v1/ca", "anyone", authority, gives="text/plain"),
-    Action("POST", "/v1/join", "anyone", join, takes=Join, gives=Joined),
-    Action("POST", "/v1/token", "anyone", token, takes=TokenRequest, gives=Token),
-    Action("POST", "/v1/lease", "worker", lease, takes=LeaseRequest, gives=LeaseAnswer),
-    Action(
+ENDPOINTS = (
+    Endpoint("GET", "/v1/hello", "anyone", hello, gives=Hello),
+    Endpoint("GET", "/v1/ca", "anyone", authority, gives="text/plain"),
+    Endpoint("POST", "/v1/join", "anyone", join, takes=Join, gives=Joined),
+    Endpoint("POST", "/v1/token", "anyone", token, takes=TokenRequest, gives=Token),
+    Endpoint("POST", "/v1/lease", "worker", lease, takes=LeaseRequest, gives=LeaseAnswer),
+    Endpoint(
         "POST", "/v1/lease/{lease}/progress", "worker", progress,
         takes=LeaseProgress, gives=LeaseState,
     ),
-    Action(
+    Endpoint(
         "POST", "/v1/lease/{lease}/return", "worker", give_back,
         takes=LeaseReturn, gives=LeaseState, cost=GIVING_BACK,
     ),
-    Action("POST", "/v1/updates", "worker", offer, takes=UpdateOffer, gives=UploadState),
-    Action("POST", "/v1/updates/whole", "worker", whole, takes="bytes", gives=Receipt),
-    Action(
+    Endpoint("POST", "/v1/updates", "worker", offer, takes=UpdateOffer, gives=UploadState),
+    Endpoint("POST", "/v1/updates/whole", "worker", whole, takes="bytes", gives=Receipt),
+    Endpoint(
         "PUT", "/v1/chunks/{name}", "worker", put_chunk,
         takes="bytes", parameters=(("lease", Identifier, True),),
     ),
-    Action("POST", "/v1/updates/{lease}/commit", "worker", commit, gives=Receipt),
-    Action("GET", "/v1/blobs/{name}", "reader", blob, gives=BlobAnswer),
-    Action(
+    Endpoint("POST", "/v1/updates/{lease}/commit", "worker", commit, gives=Receipt),
+    Endpoint("GET", "/v1/blobs/{name}", "reader", blob, gives=BlobAnswer),
+    Endpoint(
         "GET", "/v1/differences", "reader", differences, gives=Differences,
         parameters=(("block", BlockIndex, True), ("after", Count, True), ("to", Count, True)),
     ),
-    Action("GET", "/v1/chunks/{name}", "reader", get_chunk, gives=BYTES),
-    Action("GET", "/v1/run", "reader", run, gives=RunDescription),
-    Action("GET", "/v1/status", "reader", status, gives=Status),
-    Action(
+    Endpoint("GET", "/v1/chunks/{name}", "reader", get_chunk, gives=BYTES),
+    Endpoint("GET", "/v1/run", "reader", run, gives=RunDescription),
+    Endpoint("GET", "/v1/status", "reader", status, gives=Status),
+    Endpoint(
         "GET", "/v1/events", "reader", events,
         gives="text/event-stream", parameters=(("after", Count, False),),
     ),
-    Action("POST", "/v1/scores", "worker", score, takes=Score),
-    Action("GET", "/metrics", "anyone", metrics, gives="text/plain"),
+    Endpoint("POST", "/v1/scores", "worker", score, takes=Score),
+    Endpoint("GET", "/metrics", "anyone", metrics, gives="text/plain"),
 )  # fmt: skip
 
 

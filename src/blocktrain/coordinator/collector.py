@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from blocktrain.coordinator import plan
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import claimed
-from blocktrain.storage.transaction import Transaction
+from blocktrain.ledger.transaction import Transaction
+from blocktrain.swarm import plan
 
 # Seconds: a chunk that nothing has referred to yet may be of an upload or a merge under way.
 COLLECT_AFTER = 3600.0

@@ -2,13 +2,14 @@
 
 from typing import NamedTuple
 
-from blocktrain.coordinator import plan, traffic
-from blocktrain.coordinator.attendance import Attendance
+from blocktrain.coordinator import traffic
+from blocktrain.coordinator.limits import LruCache
 from blocktrain.coordinator.members import Caller, Members
-from blocktrain.coordinator.recent import Recent
 from blocktrain.coordinator.run import Run
-from blocktrain.core.swarm import BlockState
 from blocktrain.errors import RefusedError
+from blocktrain.ledger.prepared import Found
+from blocktrain.ledger.schema import HELD
+from blocktrain.ledger.transaction import Transaction, Version
 from blocktrain.protocol import tokens
 from blocktrain.protocol.messages import (
     Finished,
@@ -21,12 +22,12 @@ from blocktrain.protocol.messages import (
     Predecessor,
     Wait,
 )
-from blocktrain.storage.prepared import Found
-from blocktrain.storage.schema import HELD
-from blocktrain.storage.transaction import Transaction, Version
+from blocktrain.swarm import plan
+from blocktrain.swarm.attendance import Attendance
+from blocktrain.swarm.state import BlockState
 
 
-class HeldLease(NamedTuple):
+class LeaseGrant(NamedTuple):
     """Enough of a lease to tell whether an update is its worker's to send, and fits."""
 
     worker: str
@@ -37,7 +38,7 @@ class HeldLease(NamedTuple):
 
 
 class Leases:
-    def __init__(self, run: Run, members: Members, handed_out: Recent[HeldLease]) -> None:
+    def __init__(self, run: Run, members: Members, handed_out: LruCache[LeaseGrant]) -> None:
         self.run, self.members, self._handed_out = run, members, handed_out
         self._attendance = Attendance(run.config.swarm)
 
@@ -111,7 +112,7 @@ class Leases:
         return LeaseState(open=False, seconds_left=0.0, reason=f"this lease is {held.state}")
 
     def give_back(self, caller: Caller, lease: str, told: LeaseReturn) -> LeaseState:
-        traffic.check(told.downloads, self.run.config.units)
+        traffic.check_downloads(told.downloads, self.run.config.units)
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
@@ -119,7 +120,7 @@ class Leases:
             held = own_lease(tx, caller, lease, told.fence)
             in_time = tx.move_lease(lease, "returned")
             if in_time or _is_heard_late(tx, lease):
-                traffic.count(tx, caller.worker, {}, told.downloads)
+                traffic.count_traffic(tx, caller.worker, {}, told.downloads)
             if in_time:
                 tx.give_back_range(held.block, held.first_batch, held.steps)
                 tx.records.add_event(now, "returned", caller.worker, held.block, told.reason)
@@ -182,7 +183,7 @@ class Leases:
 
     def _described(self, tx: Transaction, lease: Found, worker: Found, now: float) -> Lease:
         base = tx.version(lease.block, lease.base_version)
-        held = HeldLease(worker.id, worker.public_key, lease.fence, lease.steps, base)
+        held = LeaseGrant(worker.id, worker.public_key, lease.fence, lease.steps, base)
         self._handed_out.remember(lease.id, held)
         return Lease(
             lease=lease.id,

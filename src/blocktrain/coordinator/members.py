@@ -4,16 +4,10 @@ from dataclasses import dataclass
 
 from blocktrain.coordinator.run import Run
 from blocktrain.errors import RefusedError
+from blocktrain.ledger.prepared import Found
+from blocktrain.ledger.transaction import Transaction
 from blocktrain.protocol import identity, tokens
-from blocktrain.protocol.messages import (
-    PROTOCOL,
-    Join,
-    Joined,
-    Token,
-    TokenRequest,
-)
-from blocktrain.storage.prepared import Found
-from blocktrain.storage.transaction import Transaction
+from blocktrain.protocol.messages import PROTOCOL, Join, Joined, Token, TokenRequest
 
 TOKEN_SECONDS = 3600
 CLOCK_SKEW = 300.0

@@ -5,14 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from blocktrain.coordinator import plan
+from blocktrain import faults
+from blocktrain.codec.frames import codec_named
 from blocktrain.coordinator.collector import Collector
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import claimed
-from blocktrain.core import faults
-from blocktrain.core.codec import codec_named
-from blocktrain.core.merge import Outer
-from blocktrain.core.swarm import BlockState, PendingUpdate
 from blocktrain.errors import (
     BlocktrainError,
     CorruptFileError,
@@ -20,9 +17,12 @@ from blocktrain.errors import (
     NotFoundError,
     ProtocolError,
 )
+from blocktrain.ledger.transaction import Transaction, Version
+from blocktrain.numerics.merge import Outer
 from blocktrain.protocol.messages import Blob, Recipe, UpdateClaim
-from blocktrain.storage.merging import Compression, Merged, Update, merge_blobs
-from blocktrain.storage.transaction import Transaction, Version
+from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_blobs
+from blocktrain.swarm import plan
+from blocktrain.swarm.state import BlockState, PendingUpdate
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,12 @@ class Merger:
         return True
 
     def _merged(
-        self, state: BlockState, current: Version, sources: Sequence[Update], *, final: bool = False
+        self,
+        state: BlockState,
+        current: Version,
+        sources: Sequence[MergeInput],
+        *,
+        final: bool = False,
     ) -> Merged:
         swarm = self.run.config.swarm
         outer = Outer(swarm.outer_rate, swarm.outer_momentum)
@@ -206,16 +211,16 @@ class Merger:
         update: PendingUpdate,
         claim: UpdateClaim,
         factor: float,
-    ) -> Update:
+    ) -> MergeInput:
         """An update as the merge sees it: what it ends at, what it started from, what it counts."""
         share = factor * plan.weight(self.run.config.swarm, state.version, update.base_version)
         covered = update.steps * self.run.batch_bytes
         if claim.codec != "none":
-            return Update(update.lease, claim.recipe, covered, share=share, encoded=True)
+            return MergeInput(update.lease, claim.recipe, covered, share=share, encoded=True)
         start = None
         if update.base_version != state.version:
             start = tx.version(state.index, update.base_version).weights
-        return Update(update.lease, claim.recipe, covered, start, share)
+        return MergeInput(update.lease, claim.recipe, covered, start, share)
 
     def _finish(self) -> None:
         now = self.run.clock()
@@ -225,6 +230,6 @@ class Merger:
                 log.info("the run is finished")
 
 
-def _chunks_of(updates: Sequence[Update]) -> list[str]:
+def _chunks_of(updates: Sequence[MergeInput]) -> list[str]:
     recipes = [update.end for update in updates if isinstance(update.end, Recipe)]
     return [chunk for recipe in recipes for chunk in recipe.chunks]

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from blocktrain.errors import RefusedError
+from blocktrain.ledger.ledger import Ledger
+from blocktrain.ledger.prepared import Found
+from blocktrain.ledger.schema import HELD, LIVE
+from blocktrain.ledger.transaction import Transaction
 from blocktrain.protocol import tokens
 from blocktrain.protocol.messages import Role
-from blocktrain.storage.ledger import Ledger
-from blocktrain.storage.prepared import Found
-from blocktrain.storage.schema import HELD, LIVE
-from blocktrain.storage.transaction import Transaction
 
 
 class InviteState(NamedTuple):

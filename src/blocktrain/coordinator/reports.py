@@ -1,10 +1,23 @@
 """What can be seen of a run from outside: status, events, scores."""
 
+import math
+import threading
+import time
+from collections import Counter as Counted
+from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
 from blocktrain.coordinator import traffic
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
-from blocktrain.core.swarm import BlockState
 from blocktrain.errors import RefusedError
+from blocktrain.ledger.prepared import Found
+from blocktrain.ledger.transaction import Transaction
 from blocktrain.protocol.messages import (
     MOST_DIFFERENCES,
     BlobAnswer,
@@ -17,8 +30,7 @@ from blocktrain.protocol.messages import (
     WorkerState,
     WorkerStatus,
 )
-from blocktrain.storage.prepared import Found
-from blocktrain.storage.transaction import Transaction
+from blocktrain.swarm.state import BlockState
 
 LOST_AFTER = 90.0  # seconds without a word from a worker that has something to do
 AWAY_AFTER = 20.0  # from one that has not: it would have asked again
@@ -35,8 +47,8 @@ class Reports:
         with self.run.ledger.read() as tx:
             row = tx.run()
             moved = tx.records.traffic()
-            of_blocks = traffic.summed((block, here) for (_, block), here in moved.items())
-            of_workers = traffic.summed((worker, here) for (worker, _), here in moved.items())
+            of_blocks = traffic.sum_traffic((block, here) for (_, block), here in moved.items())
+            of_workers = traffic.sum_traffic((worker, here) for (worker, _), here in moved.items())
             blocks = tuple(
                 self._block(tx, state, of_blocks.get(state.index, traffic.NOTHING))
                 for state in tx.block_states()
@@ -98,12 +110,12 @@ class Reports:
         scored = self.run.config.units if told.block is None else 1
         if len(told.versions) != scored:
             raise RefusedError("malformed", f"versions: {scored} expected, one for each block")
-        traffic.check(told.downloads, self.run.config.units)
+        traffic.check_downloads(told.downloads, self.run.config.units)
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.lock_blocks()
             self.members.seen(tx, caller, now)
-            traffic.count(tx, caller.worker, {}, told.downloads)
+            traffic.count_traffic(tx, caller.worker, {}, told.downloads)
             tx.records.add_score(
                 block=told.block,
                 versions=told.versions,
@@ -163,3 +175,86 @@ def _state(
     if row.role == "evaluate":  # says nothing while it scores
         return "away" if silent > LOST_AFTER else "waiting"
     return "away" if finished or silent > AWAY_AFTER else "waiting"
+
+
+FRESH_SECONDS = 1.0  # anybody may ask, and a page is a look at everything
+
+
+class CoordinatorMetrics:
+    def __init__(self, reports: Reports) -> None:
+        self._page, self._made_at = b"", -math.inf
+        self._one_at_a_time = threading.Lock()
+        self._registry = CollectorRegistry()
+        self._registry.register(_State(reports))
+        moved = Counter(
+            "blocktrain_chunk_bytes", "Chunk bytes moved", ["direction"], registry=self._registry
+        )
+        self._received, self._sent = moved.labels("received"), moved.labels("sent")
+
+    def received(self, size: int) -> None:
+        self._received.inc(size)
+
+    def sent(self, size: int) -> None:
+        self._sent.inc(size)
+
+    def page(self) -> tuple[bytes, str]:
+        with self._one_at_a_time:
+            if time.monotonic() - self._made_at > FRESH_SECONDS:
+                self._page, self._made_at = generate_latest(self._registry), time.monotonic()
+            return self._page, CONTENT_TYPE_LATEST
+
+
+BLOCK_GAUGES: dict[str, tuple[str, Callable[[BlockStatus], float | None]]] = {
+    "version": ("Version a block stands at", lambda block: block.version),
+    "bytes_trained": ("Bytes merged into a block", lambda block: block.bytes_trained),
+    "replicas": ("Workers on a block", lambda block: block.replicas),
+    "pending_updates": ("Updates waiting to be merged", lambda block: block.pending_updates),
+    "participation": ("Share of leases met in time", lambda block: block.participation),
+    "ce": ("Cross entropy on valid", lambda block: block.ce),
+}
+
+
+def _moved_bytes(blocks: Sequence[BlockStatus], codec: str) -> Iterator[Metric]:
+    family = CounterMetricFamily(
+        "blocktrain_moved_bytes",
+        "Bytes of updates up and of versions down, as workers report these",
+        labels=["block", "direction", "codec"],
+    )
+    raw = CounterMetricFamily(
+        "blocktrain_moved_raw_bytes",
+        "What the same would have been whole, in fp32",
+        labels=["block", "direction"],
+    )
+    for block in blocks:
+        moved, index = block.moved, str(block.index)
+        counts = Counted({("up", codec): moved.up, ("down", "none"): moved.down_whole})
+        counts["down", codec] += moved.down_differences
+        for labels, count in counts.items():
+            family.add_metric([index, *labels], count)
+        raw.add_metric([index, "up"], moved.up_raw)
+        raw.add_metric([index, "down"], moved.down_raw)
+    yield family
+    yield raw
+
+
+class _State(Collector):
+    def __init__(self, reports: Reports) -> None:
+        self._reports = reports
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())  # nothing is read before somebody asks
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._reports.status()
+        for name, (text, value) in BLOCK_GAUGES.items():
+            family = GaugeMetricFamily(f"blocktrain_block_{name}", text, labels=["block"])
+            for block in status.blocks:
+                found = value(block)
+                if found is not None:
+                    family.add_metric([str(block.index)], found)
+            yield family
+        yield from _moved_bytes(status.blocks, self._reports.run.config.swarm.codec)
+        workers = GaugeMetricFamily("blocktrain_workers", "Workers by state", labels=["state"])
+        for state in get_args(WorkerState):
+            workers.add_metric([state], sum(w.state == state for w in status.workers))
+        yield workers

@@ -9,16 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocktrain.config import Config, from_toml
-from blocktrain.coordinator.authority import Authority
 from blocktrain.data.corpus import Bytes, Corpus
 from blocktrain.errors import NotFoundError
+from blocktrain.ledger.ledger import Ledger
+from blocktrain.ledger.prepared import Found
 from blocktrain.protocol import tokens
-from blocktrain.protocol.messages import PROTOCOL, Blob, RunDescription
-from blocktrain.protocol.whole import WHOLE_BYTES, WHOLE_WEIGHTS_BYTES
+from blocktrain.protocol.messages import (
+    PROTOCOL,
+    WHOLE_BYTES,
+    WHOLE_WEIGHTS_BYTES,
+    Blob,
+    RunDescription,
+)
+from blocktrain.protocol.tls import Authority
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import ChunkStore
-from blocktrain.storage.ledger import Ledger
-from blocktrain.storage.prepared import Found
 
 PIECE_BYTES = 1 << 20
 

@@ -8,12 +8,12 @@ import time
 from sqlalchemy.exc import DBAPIError
 
 from blocktrain.coordinator.collector import Collector
-from blocktrain.coordinator.leases import HeldLease, Leases
+from blocktrain.coordinator.executor import Notifier
+from blocktrain.coordinator.leases import LeaseGrant, Leases
+from blocktrain.coordinator.limits import LruCache
 from blocktrain.coordinator.members import Members
 from blocktrain.coordinator.merger import Merger
-from blocktrain.coordinator.news import News
 from blocktrain.coordinator.operator import Operator
-from blocktrain.coordinator.recent import Recent
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import Updates
@@ -33,12 +33,12 @@ class Service:
         self.run = run
         self.operator = Operator(run.ledger, run.clock)
         self.members = Members(run)
-        handed_out: Recent[HeldLease] = Recent(MOST_REMEMBERED)
+        handed_out: LruCache[LeaseGrant] = LruCache(MOST_REMEMBERED)
         self.leases = Leases(run, self.members, handed_out)
         self.updates = Updates(run, self.members, handed_out)
         self.collector = Collector(run)
         self.merger = Merger(run, self.collector)
-        self.versions_made = News()
+        self.versions_made = Notifier()
         self.reports = Reports(run, self.members)
         self._stop, self._wake = threading.Event(), threading.Event()
         self._rounds = threading.Thread(target=self._make_rounds, name="rounds", daemon=True)

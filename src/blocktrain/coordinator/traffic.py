@@ -13,8 +13,8 @@ from typing import TypeVar
 from pydantic import TypeAdapter
 
 from blocktrain.errors import RefusedError
+from blocktrain.ledger.transaction import Transaction
 from blocktrain.protocol.messages import Downloaded, Moved
-from blocktrain.storage.transaction import Transaction
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -22,30 +22,30 @@ NOTHING = Moved()
 _DOWNLOADS = TypeAdapter(tuple[Downloaded, ...])
 
 
-def check(downloads: Iterable[Downloaded], units: int) -> None:
+def check_downloads(downloads: Iterable[Downloaded], units: int) -> None:
     for told in downloads:
         if told.block >= units:
             raise RefusedError("malformed", f"downloads: there is no block {told.block}")
 
 
-def to_json(downloads: Sequence[Downloaded]) -> str | None:
+def downloads_to_json(downloads: Sequence[Downloaded]) -> str | None:
     return _DOWNLOADS.dump_json(tuple(downloads)).decode() if downloads else None
 
 
-def from_json(text: str | None) -> tuple[Downloaded, ...]:
+def downloads_from_json(text: str | None) -> tuple[Downloaded, ...]:
     return _DOWNLOADS.validate_json(text) if text else ()
 
 
-def count(
+def count_traffic(
     tx: Transaction, worker: str, uploaded: Mapping[int, Moved], downloads: Iterable[Downloaded]
 ) -> None:
     """Add what a worker uploaded, by block, and what it says it downloaded."""
     downloaded = ((told.block, _moved(told)) for told in downloads)
-    for block, moved in summed(chain(uploaded.items(), downloaded)).items():
+    for block, moved in sum_traffic(chain(uploaded.items(), downloaded)).items():
         tx.records.count_traffic(worker, block, moved)
 
 
-def summed(parts: Iterable[tuple[Key, Moved]]) -> dict[Key, Moved]:
+def sum_traffic(parts: Iterable[tuple[Key, Moved]]) -> dict[Key, Moved]:
     """All that was moved under the same key, together."""
     sums: dict[Key, Counter[str]] = defaultdict(Counter)
     for key, moved in parts:

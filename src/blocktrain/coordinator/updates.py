@@ -6,14 +6,17 @@ may take its time.
 
 from typing import NamedTuple
 
-from blocktrain.coordinator import plan, traffic
-from blocktrain.coordinator.leases import HeldLease, own_lease
+from blocktrain import faults
+from blocktrain.codec.frames import Codec, codec_named, largest_encoded_size, top_k_of_final_update
+from blocktrain.coordinator import traffic
+from blocktrain.coordinator.leases import LeaseGrant, own_lease
+from blocktrain.coordinator.limits import LruCache
 from blocktrain.coordinator.members import Caller, Members
-from blocktrain.coordinator.recent import Recent
 from blocktrain.coordinator.run import Run
-from blocktrain.core import faults
-from blocktrain.core.codec import Codec, codec_named, kept_in_last_words, largest_encoded_size
 from blocktrain.errors import ProtocolError, RefusedError
+from blocktrain.ledger.prepared import Found
+from blocktrain.ledger.schema import HELD
+from blocktrain.ledger.transaction import Transaction, Version
 from blocktrain.protocol import identity
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
@@ -24,13 +27,11 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
     UploadState,
 )
-from blocktrain.protocol.tensors import TensorSpec
 from blocktrain.storage.chunks import Incoming, name_of
 from blocktrain.storage.merging import check_encoded, check_update
-from blocktrain.storage.prepared import Found
-from blocktrain.storage.schema import HELD
-from blocktrain.storage.transaction import Transaction, Version
+from blocktrain.storage.tensor_file import TensorSpec
 from blocktrain.storage.weights_file import magnitude, weights_form
+from blocktrain.swarm import plan
 
 URL_SECONDS = 3600
 BYTES_OF_A_NUMBER = 4
@@ -40,7 +41,7 @@ ROUNDING = 1e-4  # of sums of many float32
 MOMENT = 5.0  # seconds: so long a worker that was banned may go on sending what it had offered
 
 
-class Coming(NamedTuple):
+class OfferedUpdate(NamedTuple):
     """An update that was offered and is on its way in."""
 
     worker: str
@@ -59,16 +60,16 @@ class _Read(NamedTuple):
 
 
 class Updates:
-    def __init__(self, run: Run, members: Members, handed_out: Recent[HeldLease]) -> None:
+    def __init__(self, run: Run, members: Members, handed_out: LruCache[LeaseGrant]) -> None:
         self.run, self.members, self._handed_out = run, members, handed_out
         self._forms: dict[int, list[TensorSpec]] = {}
-        self._coming: Recent[Coming] = Recent(MOST_COMING)  # by lease: see `coming`
+        self._coming: LruCache[OfferedUpdate] = LruCache(MOST_COMING)  # by lease: see `coming`
         self._read: dict[int, _Read] = {}  # by block
 
     def offer(self, caller: Caller, offer: UpdateOffer) -> bool:
         """Take down what a worker is about to send; whether it is to be sent."""
         claim, now = offer.claim, self.run.clock()
-        traffic.check(offer.downloads, self.run.config.units)
+        traffic.check_downloads(offer.downloads, self.run.config.units)
         with self.run.ledger.write() as tx:
             tx.expect_update(caller.worker, claim.lease)
             worker = self.members.seen(tx, caller, now)
@@ -89,7 +90,7 @@ class Updates:
         missing = self._missing(lease, recipe)
         return UploadState(missing=missing, urls=self._put_urls(lease, missing))
 
-    def coming(self, caller: Caller, lease: str) -> Coming | None:
+    def coming(self, caller: Caller, lease: str) -> OfferedUpdate | None:
         """An update whose offer was looked up a moment ago, without asking the ledger again. It
         may have been settled since: then its chunks are collected like any that nobody needs."""
         known = self._coming.get(lease)
@@ -104,7 +105,7 @@ class Updates:
             raise RefusedError("malformed", str(error)) from None
         faults.reached("chunk-stored")
 
-    def find(self, caller: Caller, lease: str) -> Receipt | Coming:
+    def find(self, caller: Caller, lease: str) -> Receipt | OfferedUpdate:
         """What became of an update, or what is still to come of it."""
         with self.run.ledger.read() as tx:
             self.members.check_welcome(tx, caller)
@@ -114,7 +115,7 @@ class Updates:
             base = tx.version(offered.block, offered.base_version)
             return self._remember(claimed(offered), offered.steps, base)
 
-    def verify(self, coming: Coming) -> str:
+    def verify(self, coming: OfferedUpdate) -> str:
         """What is wrong with the bytes that were sent; empty where nothing is."""
         if missing := self._missing(coming.lease, coming.recipe):
             raise RefusedError("conflict", f"{len(missing)} chunks are missing")
@@ -150,12 +151,12 @@ class Updates:
 
     # Small ones, in one request
 
-    def held(self, caller: Caller, lease: str) -> HeldLease | None:
+    def held(self, caller: Caller, lease: str) -> LeaseGrant | None:
         """A lease that was handed out here a moment ago, without asking the ledger."""
         known = self._handed_out.get(lease)
         return known if known and known.worker == caller.worker else None
 
-    def find_held(self, caller: Caller, claim: UpdateClaim) -> HeldLease | Receipt:
+    def find_held(self, caller: Caller, claim: UpdateClaim) -> LeaseGrant | Receipt:
         """The same from the ledger; the receipt of an update that is settled."""
         with self.run.ledger.read() as tx:
             worker = self.members.check_welcome(tx, caller)
@@ -164,14 +165,14 @@ class Updates:
             if known and known.state != "offered":
                 return _receipt(known)
             base = tx.version(lease.block, lease.base_version)
-            return HeldLease(worker.id, worker.public_key, lease.fence, lease.steps, base)
+            return LeaseGrant(worker.id, worker.public_key, lease.fence, lease.steps, base)
 
-    def take_whole(self, held: HeldLease, offer: UpdateOffer, data: memoryview) -> str:
+    def take_whole(self, held: LeaseGrant, offer: UpdateOffer, data: memoryview) -> str:
         """Store an update that came whole; what is wrong with its numbers, empty where nothing is.
         Of whoever cannot show that it is his to send, and fits, nothing is stored; of one lease, no
         more than it takes to settle it."""
         claim = offer.claim
-        traffic.check(offer.downloads, self.run.config.units)
+        traffic.check_downloads(offer.downloads, self.run.config.units)
         self._check_named(claim, held.worker)
         if claim.fence != held.fence:
             raise RefusedError("conflict", "the fencing token is not this lease's")
@@ -184,7 +185,7 @@ class Updates:
         return self._fault(claim.recipe, held.base, held.steps)
 
     def settle_whole(
-        self, caller: Caller, held: HeldLease, offer: UpdateOffer, fault: str
+        self, caller: Caller, held: LeaseGrant, offer: UpdateOffer, fault: str
     ) -> Receipt:
         """Take it down and count it or refuse it, at once; asked again, the same answer."""
         now, claim = self.run.clock(), offer.claim
@@ -202,10 +203,10 @@ class Updates:
             offered = known or _take_down(tx, offer, lease)
             return self._close(tx, lease, offered, claim.recipe.size, held.base, fault, now)
 
-    def _remember(self, claim: UpdateClaim, steps: int, base: Version) -> Coming:
+    def _remember(self, claim: UpdateClaim, steps: int, base: Version) -> OfferedUpdate:
         chunks = frozenset(claim.recipe.chunks)
         now = self.run.clock()
-        coming = Coming(claim.worker, claim.lease, claim.recipe, chunks, steps, base, now)
+        coming = OfferedUpdate(claim.worker, claim.lease, claim.recipe, chunks, steps, base, now)
         self._coming.remember(claim.lease, coming)
         return coming
 
@@ -248,8 +249,10 @@ class Updates:
         """Of an update that was sent and verified: its bytes, its lease, whether it counts."""
         moved = {lease.block: Moved(up=size, up_raw=started_from.weights.size)}
         # Who has given the lease back has told then what it downloaded.
-        downloads = () if lease.state == "returned" else traffic.from_json(offered.downloads)
-        traffic.count(tx, lease.worker, moved, downloads)
+        downloads = (
+            () if lease.state == "returned" else traffic.downloads_from_json(offered.downloads)
+        )
+        traffic.count_traffic(tx, lease.worker, moved, downloads)
         in_time = lease.state in HELD
         tx.move_lease_if_held(lease.id, "submitted")
         version, base = tx.block_version(lease.block), _base_of(tx, lease)
@@ -276,9 +279,9 @@ class Updates:
         counts = plan.weight(swarm, version, base) > 0.0
         own = in_time or (counts and tx.reclaim_range(lease.block, lease.first_batch, lease.steps))
         match plan.refusal(swarm, version, base, text_is_its_own=own):
-            case plan.Refusal.TOO_STALE:
+            case plan.UpdateRefusal.TOO_STALE:
                 return f"it is {version - base} versions behind, more than {swarm.most_stale}"
-            case plan.Refusal.HANDED_OUT_AGAIN:
+            case plan.UpdateRefusal.HANDED_OUT_AGAIN:
                 return f"the lease was {lease.state} and its text handed out again"
             case None:
                 return ""
@@ -308,7 +311,7 @@ class Updates:
     def _largest_codec(self) -> Codec | None:
         """The run's, as it keeps the most: any update may be a worker's last."""
         swarm = self.run.config.swarm
-        return codec_named(swarm.codec, kept_in_last_words(swarm.kept))
+        return codec_named(swarm.codec, top_k_of_final_update(swarm.kept))
 
     def _missing(self, lease: str, recipe: Recipe) -> tuple[str, ...]:
         """Chunks not here yet, in order; what lies in quarantine is verified and taken in."""
@@ -348,7 +351,7 @@ def _take_down(tx: Transaction, offer: UpdateOffer, lease: Found) -> Found:
         offer=offer.claim.model_dump_json(),
         signature=offer.signature,
         loss=offer.claim.loss,
-        downloads=traffic.to_json(offer.downloads),
+        downloads=traffic.downloads_to_json(offer.downloads),
         continues=lease.continues,
     )
 

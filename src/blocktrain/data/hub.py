@@ -20,8 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
 
-from blocktrain.data.budget import Budget
-from blocktrain.data.splits import SPLITS, split_of
+from blocktrain.data.splits import SPLITS, Budget, split_of
 from blocktrain.errors import DataError
 
 FOLDER = "hub"

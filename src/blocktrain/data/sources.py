@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocktrain.data import hub, stdlib_text
-from blocktrain.data.budget import Budget
-from blocktrain.data.splits import SPLITS, split_of
+from blocktrain.data.splits import SPLITS, Budget, split_of
 from blocktrain.errors import DataError
 
 CHUNK = 1 << 20

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from blocktrain.core.seeds import mixed_seed
-from blocktrain.core.vocabulary import BOS
 from blocktrain.data.corpus import Bytes
+from blocktrain.numerics.sampling import mixed_seed
+from blocktrain.vocabulary import BOS
 
 Ids = npt.NDArray[np.int16]
 Indices = npt.NDArray[np.uint64]

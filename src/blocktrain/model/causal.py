@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig
-from blocktrain.core.vocabulary import BYTES
 from blocktrain.model.block import Block, new_layers, typed
 from blocktrain.model.kv_cache import BlockCache, BlockMemory, LayerMemory
 from blocktrain.model.layer import Layer, Linear, Rotation, rms_norm
+from blocktrain.vocabulary import BYTES
 
 # A zero-initialised head behind a gain learns at the pace of the layers under AdamW.
 CAUSAL_GAIN = 8.0

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig, ObjectiveConfig
-from blocktrain.core.noise import Preconditioning
-from blocktrain.core.vocabulary import BYTES
 from blocktrain.model.block import Block, typed
 from blocktrain.model.kv_cache import BlockMemory, LayerMemory
 from blocktrain.model.layer import MODULATIONS, Context, Layer, Linear, Rotation, rms_norm
+from blocktrain.numerics.noise import Preconditioning
+from blocktrain.vocabulary import BYTES
 
 Modulation = tuple[Tensor, ...]
 

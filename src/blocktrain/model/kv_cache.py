@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Held(NamedTuple):
+class CachedPositions(NamedTuple):
     """What queries at the newest positions read, and how much of it each may see."""
 
     k_BHTK: Tensor
@@ -31,7 +31,7 @@ class LayerMemory(Protocol):
         """The last `count` inputs before these, then these; remembers them."""
         ...
 
-    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> Held:
+    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> CachedPositions:
         """Add new positions."""
         ...
 
@@ -56,7 +56,7 @@ class LayerCache:
     def positions(self, count: int) -> slice:
         return slice(self.length, self.length + count)
 
-    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> Held:
+    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> CachedPositions:
         past, new = self.length, k_BHTK.size(2)
         end = past + new
         self._k = _with_room(self._k, k_BHTK, end)
@@ -67,7 +67,7 @@ class LayerCache:
         mask = None
         if past and new > 1:
             mask = torch.ones(new, end, dtype=torch.bool, device=k_BHTK.device).tril(past)
-        return Held(self._k[:, :, :end], self._v[:, :, :end], past == 0, mask)
+        return CachedPositions(self._k[:, :, :end], self._v[:, :, :end], past == 0, mask)
 
     def extend_tail(self, h_BTD: Tensor, count: int) -> Tensor:
         tail = self._tail

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocktrain.model.kv_cache import Held, LayerMemory
+from blocktrain.model.kv_cache import CachedPositions, LayerMemory
 
 MODULATIONS = 6  # shift, scale and gate, for the attention and for the MLP
 
@@ -29,7 +29,7 @@ class Rotation(NamedTuple):
 class Context(NamedTuple):
     """What the clean stream offers the noisy one at one layer."""
 
-    held: Held
+    held: CachedPositions
     local_BTD: Tensor | float
 
 
@@ -156,7 +156,7 @@ class Layer(nn.Module):
     ) -> Context:
         k = rotate(rms_norm(self._split(k_BTD)), by).transpose(1, 2)
         v = self._split(v_BTD).transpose(1, 2)
-        held = cache.append(k, v) if cache is not None else Held(k, v, True, None)
+        held = cache.append(k, v) if cache is not None else CachedPositions(k, v, True, None)
         return Context(held, local_BTD)
 
     def _attend(self, q_BTD: Tensor, context: Context, by: Rotation) -> Tensor:

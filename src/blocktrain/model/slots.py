@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from blocktrain.config import ModelConfig
-from blocktrain.model.kv_cache import Held
+from blocktrain.model.kv_cache import CachedPositions
 
 FIRST_SLOTS, FIRST_ROOM = 1, 64
 KEPT_PER_POSITION = 3  # keys, values and inputs of the local filter
@@ -83,12 +83,12 @@ class SlotLayerView:
         self.at.write(pool, self.at.inputs_N, h_BTD)
         return torch.cat([before, h_BTD], dim=1)
 
-    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> Held:
+    def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> CachedPositions:
         at, layer = self.at, self.layer
         at.write(layer.k_STD, at.written_N, k_BHTK.transpose(1, 2))
         at.write(layer.v_STD, at.written_N, v_BHTK.transpose(1, 2))
         k, v = self._by_head(layer.k_STD), self._by_head(layer.v_STD)
-        return Held(k, v, at.causal, at.mask_B1QT)
+        return CachedPositions(k, v, at.causal, at.mask_B1QT)
 
     def _by_head(self, pool_STD: Tensor) -> Tensor:
         chosen = self.at.chosen(pool_STD)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.config import Config
-from blocktrain.core.noise import euler_step, precondition
-from blocktrain.core.seeds import mixed_seed
 from blocktrain.errors import ConfigError
+from blocktrain.model.block import target_table
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import BlockContext, DenoisingBlock, Modulation, NoiseLevel
 from blocktrain.model.kv_cache import BlockCache
-from blocktrain.model.targets import target_table
+from blocktrain.numerics.noise import euler_step, precondition
+from blocktrain.numerics.sampling import mixed_seed
 
 INIT_STREAM = 1
 

@@ -72,7 +72,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
+class FrameMessage:
     """`size` is that of the frame a received message came in."""
 
     kind: Kind
@@ -88,7 +88,7 @@ def largest_frame(limit: int) -> int:
     return HEAD.size + MOST_ARRAYS * ENTRY.size + limit
 
 
-def encode(message: Message) -> list[Buffer]:
+def encode(message: FrameMessage) -> list[Buffer]:
     """The frame in parts; contiguous arrays are parts as they lie, without a copy."""
     if len(message.arrays) > MOST_ARRAYS:
         raise FrameError(f"a message has {len(message.arrays)} arrays; {MOST_ARRAYS} may be sent")
@@ -126,7 +126,7 @@ class _Head(NamedTuple):
     checksum: int
 
 
-class Decoder:
+class FrameDecoder:
     """Takes a stream in pieces of any size. After a `FrameError` it is of no more use.
 
     `limit` bounds what meta and payload of one frame may take; it may be changed at any time and
@@ -144,7 +144,7 @@ class Decoder:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
-        self._messages: deque[Message] = deque()
+        self._messages: deque[FrameMessage] = deque()
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._direct = False  # the buffer given out last is the body itself
         self._expect_head()
@@ -168,7 +168,7 @@ class Decoder:
         else:
             self.feed(self._staging[:count])
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[FrameMessage]:
         """Those that are complete, each once."""
         while self._messages:
             yield self._messages.popleft()
@@ -210,7 +210,7 @@ class Decoder:
             start = _filled_up(end)
         size = HEAD.size + len(self._table) + len(body)
         self._messages.append(
-            Message(head.kind, head.request, head.sequence, meta, tuple(arrays), size)
+            FrameMessage(head.kind, head.request, head.sequence, meta, tuple(arrays), size)
         )
         self._expect_head()
 

@@ -1,10 +1,10 @@
-"""A worker's key, and what it signs: its updates, and its requests for a new token.
+"""Bytes as text in the alphabet A-Z a-z 0-9 - _, without padding (RFC 4648, section 5).
 
-The key is Ed25519 and never leaves the worker. What is signed is one canonical text per claim
-(docs/PROTOCOL.md), opened by a line that names its purpose, so that a signature given for one
-purpose is worth nothing for another. Knows nothing of who may sign what.
+One text for one value: what the standard library forgives (foreign characters, padding, stray
+bits in the last character) is refused here, so that a changed character is never read past.
 """
 
+import base64
 import json
 import os
 import struct
@@ -16,8 +16,21 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from blocktrain.errors import ConfigError, CorruptFileError
-from blocktrain.protocol import base64url
 from blocktrain.protocol.messages import UpdateClaim
+
+
+def base64url_encode(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode("ascii")
+
+
+def base64url_decode(text: str) -> bytes:
+    """The bytes, or ValueError."""
+    padded = text.encode("ascii") + b"=" * (-len(text) % 4)
+    data = base64.b64decode(padded, altchars=b"-_", validate=True)
+    if base64url_encode(data) != text:
+        raise ValueError("not the one way to write these bytes")
+    return data
+
 
 UPDATE_DOMAIN = b"blocktrain/1/update\n"
 JOIN_DOMAIN = b"blocktrain/1/join\n"
@@ -58,16 +71,16 @@ class WorkerKey:
 
     @property
     def public(self) -> str:
-        return base64url.encode(self._key.public_key().public_bytes_raw())
+        return base64url_encode(self._key.public_key().public_bytes_raw())
 
     def sign_update(self, claim: UpdateClaim) -> str:
-        return base64url.encode(self._key.sign(update_text(claim)))
+        return base64url_encode(self._key.sign(update_text(claim)))
 
     def sign_token_request(self, run: str, worker: str, time: int) -> str:
-        return base64url.encode(self._key.sign(token_request_text(run, worker, time)))
+        return base64url_encode(self._key.sign(token_request_text(run, worker, time)))
 
     def sign_join(self, run: str, invite: str) -> str:
-        return base64url.encode(self._key.sign(join_text(run, invite)))
+        return base64url_encode(self._key.sign(join_text(run, invite)))
 
     def _pem(self) -> bytes:
         return self._key.private_bytes(
@@ -118,8 +131,8 @@ def _compact(fields: dict[str, object]) -> bytes:
 
 def _verify(public_key: str, text: bytes, signature: str) -> bool:
     try:
-        key = Ed25519PublicKey.from_public_bytes(base64url.decode(public_key))
-        key.verify(base64url.decode(signature), text)
+        key = Ed25519PublicKey.from_public_bytes(base64url_decode(public_key))
+        key.verify(base64url_decode(signature), text)
     except (ValueError, InvalidSignature):
         return False
     return True

@@ -15,7 +15,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from blocktrain.errors import InviteError
-from blocktrain.protocol import base64url
+from blocktrain.protocol import identity
 
 VERSION = 1
 MOST_ADDRESSES = 16
@@ -62,7 +62,7 @@ class Invite:
     def encode(self) -> str:
         prefix = f"bt{VERSION}_"
         payload = self._payload()
-        return prefix + base64url.encode(payload + _checksum(prefix, payload))
+        return prefix + identity.base64url_encode(payload + _checksum(prefix, payload))
 
     @classmethod
     def decode(cls, text: str) -> "Invite":
@@ -155,7 +155,7 @@ def _checksum(prefix: str, payload: bytes) -> bytes:
 
 def _checked(prefix: str, body: str) -> bytes:
     try:
-        data = base64url.decode(body)
+        data = identity.base64url_decode(body)
     except ValueError:
         raise InviteError(MISTYPED) from None
     payload, checksum = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from blocktrain.errors import ProtocolError
+
 PROTOCOL = 1
 CHUNK_BYTES = 8 * 1024 * 1024
 MOST_CHUNKS = 1 << 16  # of one blob: 512 GiB
@@ -325,3 +327,27 @@ class Refusal(Message):
         "slow_down", "unavailable", "internal",
     ]  # fmt: skip
     reason: str
+
+
+WHOLE_BYTES = 1024 * 1024  # the largest update that may travel so
+# Without a codec a worker gets its next lease once the one before is known to be offered: larger
+# ones are offered first, so that a slow line does not keep it from training.
+WHOLE_WEIGHTS_BYTES = 64 * 1024
+LARGEST_OFFER = 64 * 1024
+PREFIX_BYTES = 4
+LARGEST_BODY = PREFIX_BYTES + LARGEST_OFFER + WHOLE_BYTES
+
+
+def whole_update_head(offer: UpdateOffer) -> bytes:
+    """What goes before the data."""
+    text = offer.model_dump_json().encode()
+    return len(text).to_bytes(PREFIX_BYTES, "little") + text
+
+
+def split_whole_update(body: bytes) -> tuple[bytes, memoryview]:
+    """The offer's JSON, and the data."""
+    length = int.from_bytes(body[:PREFIX_BYTES], "little")
+    start = PREFIX_BYTES + length
+    if not 0 < length <= LARGEST_OFFER or start > len(body):
+        raise ProtocolError("the body does not begin with an offer and its length")
+    return body[PREFIX_BYTES:start], memoryview(body)[start:]

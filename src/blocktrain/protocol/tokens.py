@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from blocktrain.errors import RefusedError
-from blocktrain.protocol import base64url
+from blocktrain.protocol import identity
 
 DOMAIN = b"blocktrain/1/bearer\n"
 SECRET_BYTES = 24
@@ -32,12 +32,12 @@ class TokenClaims:
 
 def issue(secret: bytes, worker: str, role: str, now: float, seconds: int) -> str:
     claims = json.dumps([worker, role, int(now) + seconds], separators=(",", ":")).encode()
-    return f"{base64url.encode(claims)}.{base64url.encode(_mac(secret, claims))}"
+    return f"{identity.base64url_encode(claims)}.{identity.base64url_encode(_mac(secret, claims))}"
 
 
 def check(secret: bytes, token: str, now: float) -> TokenClaims:
     try:
-        claims, mac = (base64url.decode(part) for part in token.split("."))
+        claims, mac = (identity.base64url_decode(part) for part in token.split("."))
     except ValueError:
         raise RefusedError("unauthorized", "this is not a token") from None
     if not hmac.compare_digest(mac, _mac(secret, claims)):
@@ -58,7 +58,7 @@ def hash_secret(secret: str) -> str:
 
 
 def new_secret(random_bytes: RandomBytes = secrets.token_bytes) -> str:
-    return base64url.encode(random_bytes(SECRET_BYTES))
+    return identity.base64url_encode(random_bytes(SECRET_BYTES))
 
 
 def new_identifier(random_bytes: RandomBytes = secrets.token_bytes) -> str:

@@ -7,7 +7,7 @@ simulation without one plays on all the same.
 from collections.abc import Sequence
 from typing import Protocol
 
-from blocktrain.simulate.block import VirtualBlock, VirtualLease
+from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
 
 
 class Learner(Protocol):

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from blocktrain.simulate.scenario import MEGABYTE, SimulateConfig
-from blocktrain.simulate.worker import VirtualWorker
+from blocktrain.simulate.virtual_worker import VirtualWorker
 
 Draws = npt.NDArray[np.float64]
 

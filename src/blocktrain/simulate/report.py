@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from blocktrain.simulate.agenda import Agenda
-from blocktrain.simulate.coordinator import VirtualCoordinator
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.tally import Sample, Tally
-from blocktrain.simulate.worker import Activity
+from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
+from blocktrain.simulate.virtual_worker import Activity
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from blocktrain.coordinator import plan
 from blocktrain.simulate.agenda import Agenda
-from blocktrain.simulate.block import VirtualBlock, VirtualLease
-from blocktrain.simulate.coordinator import VirtualCoordinator
+from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
+from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
+from blocktrain.swarm import plan
 
 
-class Rounds:
+class VirtualRounds:
     def __init__(
         self,
         agenda: Agenda,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from blocktrain.codec.frames import codec_named, largest_encoded_size
 from blocktrain.config import Config, build, read_settings, setting
-from blocktrain.core.codec import codec_named, largest_encoded_size
 
 MEGABYTE = 1e6
 BYTES = 4  # of a number that is not encoded

@@ -1,13 +1,13 @@
 """A run from its first lease to its last version, on a virtual clock."""
 
 from blocktrain.simulate.agenda import Agenda
-from blocktrain.simulate.coordinator import VirtualCoordinator
 from blocktrain.simulate.learner import Learner
-from blocktrain.simulate.lives import Lives
 from blocktrain.simulate.population import draw_workers
 from blocktrain.simulate.report import Report, report_of
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.tally import Tally
+from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
+from blocktrain.simulate.virtual_workers import VirtualWorkers
 
 
 def simulate(scenario: Scenario, coordinator: VirtualCoordinator | None = None) -> Report:
@@ -15,7 +15,7 @@ def simulate(scenario: Scenario, coordinator: VirtualCoordinator | None = None) 
     settings, agenda, tally = scenario.simulate, Agenda(), Tally()
     coordinator = coordinator or new_coordinator(scenario)
     workers = draw_workers(settings)
-    Lives(scenario, agenda, coordinator, workers, tally)
+    VirtualWorkers(scenario, agenda, coordinator, workers, tally)
 
     def sample() -> None:
         tally.sample(coordinator, agenda.now)

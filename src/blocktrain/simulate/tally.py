@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from blocktrain.simulate.coordinator import VirtualCoordinator
-from blocktrain.simulate.worker import Activity, VirtualWorker
+from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
+from blocktrain.simulate.virtual_worker import Activity, VirtualWorker
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from blocktrain.errors import ProtocolError, RunError
 from blocktrain.protocol.messages import CHUNK_BYTES, MOST_CHUNKS, Blob, Recipe
 from blocktrain.storage.chunks import Buffer, ChunkStore, Incoming, Opened, altered, verified
-from blocktrain.storage.shelf import ShelfFile
+from blocktrain.storage.shelf import CachedChunkFile
 
 SKIPPED_BYTES = 256 * 1024  # at a time, of what is only hashed
 KEPT_AT_ONCE = 4  # chunks of one file that are on their way to the disk
@@ -172,7 +172,7 @@ class BlobReader:
         file, size = self._chunks.open(name)
         with file:
             self._check_size(index, size)
-            if isinstance(file, ShelfFile):  # hashed when it came, and in memory ever since
+            if isinstance(file, CachedChunkFile):  # hashed when it came, and in memory ever since
                 yield from map(file.view, lengths)
             else:
                 yield from self._read_parts(file, name, lengths)
@@ -206,7 +206,7 @@ class BlobReader:
         self._held = None  # two chunks at a time are one too many
         file, size = self._chunks.open(self._recipe.chunks[index])
         with file:
-            if isinstance(file, ShelfFile):
+            if isinstance(file, CachedChunkFile):
                 self._check_size(index, size)
                 file.seek(start)
                 return file.read(length)

@@ -25,18 +25,12 @@ from urllib.request import url2pathname
 
 from blake3 import blake3
 
-from blocktrain.errors import (
-    ConfigError,
-    CorruptFileError,
-    NotFoundError,
-    ProtocolError,
-    RunError,
-)
+from blocktrain.errors import ConfigError, CorruptFileError, NotFoundError, ProtocolError, RunError
 from blocktrain.protocol.messages import CHUNK_BYTES
-from blocktrain.storage.shelf import Place, Shelf, ShelfFile
+from blocktrain.storage.shelf import CachedChunkFile, CacheSlot, ChunkCache
 
 Buffer = bytes | bytearray | memoryview
-Opened = FileIO | BytesIO | ShelfFile
+Opened = FileIO | BytesIO | CachedChunkFile
 
 NAME = re.compile(r"[0-9a-f]{64}")
 COMPARED_BYTES = 1024 * 1024  # at a time
@@ -119,7 +113,7 @@ def name_of(data: Buffer) -> str:
     return blake3(data).hexdigest()
 
 
-def open_chunks(url: str, shelf: Shelf | None = None) -> ChunkStore:
+def open_chunks(url: str, shelf: ChunkCache | None = None) -> ChunkStore:
     """The store at a path, a file:// URL, or s3://BUCKET/PREFIX?endpoint=URL&region=NAME. `shelf`:
     what a disk's newest chunks are held by."""
     scheme, separator, _ = url.partition("://")
@@ -147,10 +141,10 @@ class LocalChunks:
     takes_from_anyone = False
 
     def __init__(
-        self, folder: Path, sync: bool = True, spares: int = 0, shelf: Shelf | None = None
+        self, folder: Path, sync: bool = True, spares: int = 0, shelf: ChunkCache | None = None
     ) -> None:
         self.folder = folder
-        self._sync, self._shelf = sync, shelf or Shelf(0)
+        self._sync, self._shelf = sync, shelf or ChunkCache(0)
         self._partial, self._spare = folder / "partial", folder / "spare"
         with self._translated():
             for needed in (self._partial, self._spare):
@@ -233,7 +227,7 @@ class LocalChunks:
             scratch.unlink(missing_ok=True)
             raise
 
-    def _write_place(self, name: str, place: Place) -> None:
+    def _write_place(self, name: str, place: CacheSlot) -> None:
         whole = -(-place.size // SECTOR_BYTES) * SECTOR_BYTES
         place.memory[place.size : whole] = bytes(whole - place.size)
         scratch = self._scratch()
@@ -326,10 +320,10 @@ class _IncomingInMemory:
     """Hashed and written when it is whole, in the thread that keeps it: where it is received one
     thread moves the bytes of all. From then on it is held by a shelf."""
 
-    def __init__(self, store: LocalChunks, shelf: Shelf, place: Place) -> None:
+    def __init__(self, store: LocalChunks, shelf: ChunkCache, place: CacheSlot) -> None:
         self.size = 0
         self._store, self._shelf = store, shelf
-        self._place: Place | None = place
+        self._place: CacheSlot | None = place
 
     def __enter__(self) -> Self:
         return self

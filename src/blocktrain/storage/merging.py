@@ -1,26 +1,25 @@
-"""Merging whole files: from a version and its updates to the next version, chunk by chunk.
+"""Items that a thread of their own makes, while whoever asks for them works on those before.
 
-Beside the sums of a chunk, a few pieces of the updates that are read at once are in memory; where
-encoded ones come over a network, a chunk of each of these. So it grows neither with the files nor
-with the number of updates. Chunks are made side by side by a few threads; where a codec reads or
-writes from start to end, one thread adds up and another makes the next version of it. How numbers
-are merged is the business of `core.merge`, and how a version is cut down to what a small
-difference leads to, that of `core.following`.
+Numpy, hashing and files let other threads run meanwhile, so that two processors are busy with one
+merge. Knows nothing of what the items are.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
+from typing import TypeVar
 
 import numpy as np
 
-from blocktrain.core.codec import FRAME_NUMBERS, Codec, Decoder, enclose
-from blocktrain.core.following import compress
-from blocktrain.core.merge import (
+from blocktrain.codec.delta import encode_delta
+from blocktrain.codec.frames import FRAME_NUMBERS, Codec, UpdateDecoder, enclose
+from blocktrain.errors import DivergedError, ProtocolError
+from blocktrain.numerics.merge import (
     Doubles,
     Floats,
     Outer,
@@ -29,11 +28,9 @@ from blocktrain.core.merge import (
     finite_floats,
     outer_step,
 )
-from blocktrain.errors import DivergedError, ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Recipe
-from blocktrain.protocol.tensors import TensorSpec, canonical
 from blocktrain.storage.blobs import BlobReader, Blobs, BlobWriter, ForwardReader
-from blocktrain.storage.read_ahead import read_ahead
+from blocktrain.storage.tensor_file import TensorSpec, canonical
 from blocktrain.storage.weights_file import (
     check_form,
     chunk_cuts,
@@ -44,6 +41,19 @@ from blocktrain.storage.weights_file import (
     weights_form,
 )
 
+Item = TypeVar("Item")
+
+
+def read_ahead(items: Iterator[Item], most: int) -> Iterator[Item]:
+    """The same items in the same order, at most so many of them ahead; a failure comes where the
+    item would have come."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = deque(thread.submit(next, items, None) for _ in range(most))
+        while (item := coming.popleft().result()) is not None:
+            coming.append(thread.submit(next, items, None))
+            yield item
+
+
 AHEAD = 8  # pieces that are added up before they are needed
 MADE_AT_ONCE = 3  # chunks: one is on its way to the disk while others keep processors busy
 MADE_NUMBERS = 2 * FRAME_NUMBERS  # at a time, by threads side by side: with less they would meet
@@ -52,7 +62,7 @@ NOTHING = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
-class Update:
+class MergeInput:
     """A block's weights after training, and for a late update those it was trained from. Or, where
     it is `encoded`, what was learned, by `core.codec`."""
 
@@ -98,7 +108,7 @@ def check_encoded(reader: BlobReader, form: Sequence[TensorSpec], most: Codec) -
     """The same of what was learned; refused where it is encoded by another codec than `most`, or
     keeps more, or does not decode to as many finite numbers as the block has."""
     numbers = number_count(form)
-    decoder = Decoder(reader.read, reader.size, numbers)
+    decoder = UpdateDecoder(reader.read, reader.size, numbers)
     found = decoder.codec
     if found.code != most.code or found.parameter > most.parameter:
         raise ProtocolError(f"the update is encoded by {found}; the most is {most}")
@@ -110,7 +120,7 @@ def check_encoded(reader: BlobReader, form: Sequence[TensorSpec], most: Codec) -
 def merge_blobs(
     blobs: Blobs,
     current: Blob,
-    updates: Sequence[Update],
+    updates: Sequence[MergeInput],
     velocity: Blob | None,
     outer: Outer,
     compression: Compression | None = None,
@@ -200,7 +210,7 @@ class _Files:
         cls,
         blobs: Blobs,
         current: Blob,
-        updates: Sequence[Update],
+        updates: Sequence[MergeInput],
         velocity: Blob | None,
         owed: Blob | None,
     ) -> "_Files":
@@ -215,10 +225,10 @@ class _Files:
             check_form(reader, form)
             return reader
 
-        def opened(update: Update) -> _Weights | _Learned:
+        def opened(update: MergeInput) -> _Weights | _Learned:
             if update.encoded:
                 file = blobs.forward_reader(update.end)
-                decoder = Decoder(file.read, file.size, number_count(form))
+                decoder = UpdateDecoder(file.read, file.size, number_count(form))
                 if are_too_many:
                     file.forget()
                 return _Learned(file, decoder, update.weight, update.share)
@@ -257,7 +267,7 @@ class _Files:
                 file.chunk(index)
 
 
-def _are_too_many(updates: Sequence[Update]) -> bool:
+def _are_too_many(updates: Sequence[MergeInput]) -> bool:
     """Whether the encoded ones would hold more than as many chunks as are read at once, where these
     come whole over a network. Then each is fetched again for every chunk that is made, as those of
     whole updates are."""
@@ -296,7 +306,7 @@ class _Learned:
     """An update that is what was learned; fresh or late, it is added to the newest weights."""
 
     file: ForwardReader
-    decoder: Decoder
+    decoder: UpdateDecoder
     weight: float
     share: float
     needs_current = True
@@ -426,7 +436,7 @@ def _compressed(
 ) -> Iterator[tuple[int, bytes]]:
     """The encoded difference, frame by frame; weights and debts are written on the way."""
     for current, target in frames:
-        frame = compress(current, target, codec)
+        frame = encode_delta(current, target, codec)
         weights.write(frame.following.data)
         debts.write(frame.owed.data)
         yield current.size, frame.difference

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from blocktrain.config import Config, load_config
 from blocktrain.errors import CorruptFileError, RunError
-from blocktrain.protocol.tensors import encode
+from blocktrain.storage.tensor_file import encode
 
 FORMAT = 1
 KEPT_VERSIONS = 2
@@ -45,7 +45,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class Version:
+class SavedVersion:
     step: int
     bytes_seen: int
     valid_ce: float | None
@@ -226,13 +226,13 @@ class BlockDir:
         except filelock.Timeout:
             return True
 
-    def versions(self) -> list[Version]:
+    def versions(self) -> list[SavedVersion]:
         return [_version(entry) for entry in self._manifest().get("versions", [])]
 
     def finished(self) -> bool:
         return bool(self._manifest().get("finished", False))
 
-    def current(self) -> Version:
+    def current(self) -> SavedVersion:
         """The version the block stands at: the newest, or the best once one was chosen."""
         manifest = self._manifest()
         versions = [_version(entry) for entry in manifest.get("versions", [])]
@@ -278,7 +278,7 @@ class BlockDir:
         weights = store_tensors(self.path / f"v{step:06d}.safetensors", snapshot.weights)
         state = store_tensors(self.path / f"state-{step:06d}.safetensors", snapshot.state)
         earlier = [v for v in self.versions() if v.step < step]
-        kept = [*earlier, Version(step, snapshot.bytes_seen, snapshot.valid_ce, weights)]
+        kept = [*earlier, SavedVersion(step, snapshot.bytes_seen, snapshot.valid_ce, weights)]
         kept = [v for v in kept if v in kept[-KEPT_VERSIONS:] or v.step == snapshot.chosen]
         manifest = {
             "format": FORMAT,
@@ -397,8 +397,8 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     scratch.replace(path)
 
 
-def _version(entry: dict[str, Any]) -> Version:
-    return Version(**{**entry, "weights": StoredFile(**entry["weights"])})
+def _version(entry: dict[str, Any]) -> SavedVersion:
+    return SavedVersion(**{**entry, "weights": StoredFile(**entry["weights"])})
 
 
 def _whole_lines(path: Path) -> Iterable[dict[str, Any]]:

@@ -14,7 +14,7 @@ from blocktrain.protocol.messages import CHUNK_BYTES
 from blocktrain.storage.memory import own_memory
 
 
-class Place:
+class CacheSlot:
     """Room for one chunk; its memory begins where a page does."""
 
     def __init__(self) -> None:
@@ -23,18 +23,18 @@ class Place:
         self.readers = 0
 
 
-class Shelf:
+class ChunkCache:
     def __init__(self, places: int) -> None:
         self._lock = threading.Lock()
         self._not_made, self._places = places, places
-        self._empty: list[Place] = []
-        self._held: dict[str, Place] = {}  # the oldest first
+        self._empty: list[CacheSlot] = []
+        self._held: dict[str, CacheSlot] = {}  # the oldest first
 
     def suits(self, size: int) -> bool:
         """Whether a file of this size may be here as a whole, with others beside it."""
         return size <= self._places * CHUNK_BYTES // 2
 
-    def empty_place(self) -> Place | None:
+    def empty_place(self) -> CacheSlot | None:
         """For a chunk that comes, until it is kept or given back. None: all are in use."""
         with self._lock:
             place = self._unused_place()
@@ -42,11 +42,11 @@ class Shelf:
             place.size = 0  # what was there before is not of this chunk
         return place
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: CacheSlot) -> None:
         with self._lock:
             self._empty.append(place)
 
-    def keep(self, name: str, place: Place) -> None:
+    def keep(self, name: str, place: CacheSlot) -> None:
         """The place holds this chunk from now on."""
         with self._lock:
             if name in self._held:
@@ -54,14 +54,14 @@ class Shelf:
             else:
                 self._held[name] = place
 
-    def open(self, name: str) -> "ShelfFile | None":
+    def open(self, name: str) -> "CachedChunkFile | None":
         """The chunk to be read, if it is here."""
         with self._lock:
             place = self._held.get(name)
             if place is None:
                 return None
             place.readers += 1
-            return ShelfFile(self, name, place)
+            return CachedChunkFile(self, name, place)
 
     def forget(self, name: str) -> None:
         with self._lock:
@@ -69,27 +69,27 @@ class Shelf:
             if place and not place.readers:
                 self._empty.append(place)
 
-    def close(self, name: str, place: Place) -> None:
+    def close(self, name: str, place: CacheSlot) -> None:
         """Somebody has read it."""
         with self._lock:
             place.readers -= 1
             if not place.readers and self._held.get(name) is not place:
                 self._empty.append(place)
 
-    def _unused_place(self) -> Place | None:
+    def _unused_place(self) -> CacheSlot | None:
         if self._empty:
             return self._empty.pop()
         if self._not_made:
             self._not_made -= 1
-            return Place()
+            return CacheSlot()
         oldest = next((name for name, place in self._held.items() if not place.readers), None)
         return self._held.pop(oldest) if oldest else None
 
 
-class ShelfFile(RawIOBase):
+class CachedChunkFile(RawIOBase):
     """A chunk that stays where it is until it is closed."""
 
-    def __init__(self, shelf: Shelf, name: str, place: Place) -> None:
+    def __init__(self, shelf: ChunkCache, name: str, place: CacheSlot) -> None:
         self.size, self._at = place.size, 0
         self._shelf, self._name, self._place = shelf, name, place
 

@@ -11,12 +11,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from blocktrain.core.codec import FRAME_NUMBERS, framed
-from blocktrain.core.codec_numbers import Floats
+from blocktrain.codec.dense import Floats
+from blocktrain.codec.frames import FRAME_NUMBERS, framed
 from blocktrain.errors import ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES
-from blocktrain.protocol.tensors import TensorSpec, canonical, check_like, parse_header
 from blocktrain.storage.blobs import BlobReader
+from blocktrain.storage.tensor_file import TensorSpec, canonical, check_like, parse_header
 
 FLOAT = np.dtype("<f4")
 

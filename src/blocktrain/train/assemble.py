@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from blocktrain.errors import RunError
-from blocktrain.model import hollow
+from blocktrain.model import loading
 from blocktrain.model.stack import Stack, assemble
 from blocktrain.storage.run_dir import RunDir, Tensors
 from blocktrain.train.device import Compute
@@ -20,15 +20,15 @@ def load_unit(
 ) -> nn.Module:
     """One of a run's blocks, on the device; the others are not read, and of this one no more than
     a tensor is held beside it at a time."""
-    block, origin = hollow.hollow_block(run.config, unit, held), str(run.path)
-    missing = hollow.shapes(block)
+    block, origin = loading.meta_init_block(run.config, unit, held), str(run.path)
+    missing = loading.shapes(block)
     for name, weight in run.read_block(unit):
         stored = torch.from_numpy(weight)
         _check_shape(name, stored.shape, missing.pop(name, None), origin)
-        hollow.put(block, name, stored.to(compute.device), dtype)
+        loading.put(block, name, stored.to(compute.device), dtype)
     for name in missing:
         _check_shape(name, None, missing[name], origin)
-    return hollow.settle(block, compute.device, compute.dtype)
+    return loading.settle(block, compute.device, compute.dtype)
 
 
 def load_block(module: nn.Module, weights: Tensors, origin: str) -> None:

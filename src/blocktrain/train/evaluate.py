@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.config import Config
-from blocktrain.core import readout
-from blocktrain.core.noise import precondition
-from blocktrain.core.seeds import mixed_seed
 from blocktrain.data.corpus import Bytes
 from blocktrain.data.windows import Ids, evaluation_windows, shifted
+from blocktrain.model import readout
+from blocktrain.model.block import target_table
 from blocktrain.model.denoising import NoiseLevel
 from blocktrain.model.stack import DenoisingStack, Stack
-from blocktrain.model.targets import target_table
-from blocktrain.train.prefix import Prefix
+from blocktrain.numerics.noise import precondition
+from blocktrain.numerics.sampling import mixed_seed
+from blocktrain.train.cascade import Prefix
 
 Reading = tuple[str, str, int]  # start, readout, draws
 
@@ -32,7 +32,7 @@ FITTED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Score:
+class ModelScore:
     """One way of reading the model, and its cross entropy in nats per byte."""
 
     start: str
@@ -51,7 +51,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    scores: list[Score]
+    scores: list[ModelScore]
     windows: int
     window: int
     digest: str
@@ -60,7 +60,7 @@ class Evaluation:
     draft_agreement: float | None = None
 
     @property
-    def default(self) -> Score:
+    def default(self) -> ModelScore:
         """The reading a user gets when none is named: product, from the mean where there is a
         start; or the one there is."""
         for score in self.scores:
@@ -91,7 +91,7 @@ def evaluate(
             sums[key] = sums.get(key, 0.0) + float(nll)
         on_scored(len(batch))
     scores = [
-        Score(start, name, total / windows.size, count)
+        ModelScore(start, name, total / windows.size, count)
         for (start, name, count), total in sums.items()
     ]
     count, window = windows.shape

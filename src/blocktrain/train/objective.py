@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.config import Config
-from blocktrain.core.noise import mean_weight, precondition
-from blocktrain.core.vocabulary import BYTES, MASK
 from blocktrain.data.corpus import Bytes
 from blocktrain.data.windows import Ids, shifted
+from blocktrain.model.block import target_table
 from blocktrain.model.denoising import NoiseLevel
-from blocktrain.model.targets import target_table
+from blocktrain.numerics.noise import mean_weight, precondition
+from blocktrain.vocabulary import BYTES, MASK
 
 WRONG_BYTES_RATE = 0.3  # of the bytes after the cut, in a sequence whose context is corrupted
 

@@ -1,11 +1,6 @@
-"""How a gradient becomes a step: AdamW, or Muon for the matrices of the layers beside it.
+"""The learning rate as a pure function of the step: linear warm-up, then a cosine to a floor."""
 
-Muon steps along the momentum with all its singular values made alike: one moment in memory instead
-of two, and no direction of a matrix starves. Where `found_inf` is set on an optimizer, its step
-leaves weights and moments as they are; nothing in a step waits for the host, so that a CUDA graph
-can hold it. Knows nothing of losses or schedules: the rate is a tensor that others fill.
-"""
-
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -14,6 +9,14 @@ from torch import Tensor, nn
 
 from blocktrain.config import TrainConfig
 from blocktrain.model.layer import Layer, Linear
+
+
+def learning_rate(step: int, settings: TrainConfig) -> float:
+    warm = min(1.0, (step + 1) / settings.warmup) if settings.warmup else 1.0
+    progress = min(1.0, step / settings.steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return settings.lr * warm * (settings.lr_floor + (1.0 - settings.lr_floor) * cosine)
+
 
 NOT_DECAYED = ("taps", "sigma_in", "log_scale")
 MOMENTUM = 0.95

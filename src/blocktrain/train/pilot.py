@@ -10,10 +10,10 @@ import math
 import torch
 
 from blocktrain.config import Config
-from blocktrain.core.noise import LogNormal, fitted_partition
-from blocktrain.core.seeds import mixed_seed
 from blocktrain.data.corpus import Corpus
 from blocktrain.data.windows import evaluation_windows, shifted
+from blocktrain.numerics.noise import LogNormal, fitted_partition
+from blocktrain.numerics.sampling import mixed_seed
 from blocktrain.train.device import Compute
 from blocktrain.train.objective import Denoise
 from blocktrain.train.trainer import BlockTrainer

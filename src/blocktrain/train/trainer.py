@@ -19,21 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.config import Config
-from blocktrain.core.seeds import mixed_seed
 from blocktrain.data.corpus import Corpus
 from blocktrain.data.windows import TrainingWindows, evaluation_windows
 from blocktrain.errors import DivergedError, RunError
 from blocktrain.model.stack import initial_block
+from blocktrain.numerics.sampling import mixed_seed
 from blocktrain.storage.run_dir import BlockDir, RunDir, Snapshot, Tensors
 from blocktrain.train.assemble import load_block
-from blocktrain.train.device import Compute
+from blocktrain.train.cascade import Predecessors, Published
+from blocktrain.train.device import Compute, GraphedStep
 from blocktrain.train.evaluate import solo_ce
-from blocktrain.train.graph import GraphedStep
 from blocktrain.train.objective import Batch, new_objective
-from blocktrain.train.optimizer import moment_shapes, new_optimizer
-from blocktrain.train.predecessors import Predecessors
-from blocktrain.train.prefix import Published
-from blocktrain.train.schedule import learning_rate
+from blocktrain.train.optimizer import learning_rate, moment_shapes, new_optimizer
 
 DATA_STREAM, STEP_STREAM = 2, 3
 REPORT_EVERY = 10

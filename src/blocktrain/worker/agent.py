@@ -34,22 +34,30 @@ from blocktrain.protocol.messages import (
     Wait,
 )
 from blocktrain.train.device import resolve
-from blocktrain.train.estimate import memory_of
+from blocktrain.train.estimation import memory_of
+from blocktrain.worker.bandwidth import Throttle, TrafficCounter
 from blocktrain.worker.client import Client
-from blocktrain.worker.corpus_cache import CorpusCache
-from blocktrain.worker.course import Course
-from blocktrain.worker.events import Kind, WorkerEvent
-from blocktrain.worker.held_block import HeldBlock, Learned, Update
-from blocktrain.worker.idleness import Idleness, of_this_machine
-from blocktrain.worker.keeper import Keeper
-from blocktrain.worker.kept_residual import settle_what_was_left
-from blocktrain.worker.lease_trainer import LeaseReport, Trained
-from blocktrain.worker.own_folder import alone_in
-from blocktrain.worker.retry import Patience
-from blocktrain.worker.role import check_role
-from blocktrain.worker.settings import WorkerSettings
-from blocktrain.worker.throttle import Throttle
-from blocktrain.worker.traffic import Traffic
+from blocktrain.worker.clock import LeaseTimer
+from blocktrain.worker.heartbeat import LeaseHeartbeat
+from blocktrain.worker.http import Patience
+from blocktrain.worker.local_block import (
+    EncodedUpdate,
+    LearnedDelta,
+    LeaseReport,
+    LocalBlock,
+    Trained,
+)
+from blocktrain.worker.machine import (
+    Idleness,
+    Kind,
+    WorkerEvent,
+    WorkerSettings,
+    check_role,
+    lock_folder,
+    of_this_machine,
+)
+from blocktrain.worker.residual import settle_leftover_residuals
+from blocktrain.worker.text import CorpusCache
 from blocktrain.worker.transfer import Transfer, open_cache
 from blocktrain.worker.uploader import Uploader
 
@@ -80,7 +88,7 @@ class Agent:
         self._idleness = idleness
         if settings.idle_only and not idleness:
             self._idleness = of_this_machine(self._clock)
-        self._traffic = Traffic()
+        self._traffic = TrafficCounter()
         cache = open_cache(settings.folder / "chunks")
         throttle = Throttle(settings.max_bandwidth, self._clock)
         self._transfer = Transfer(client, cache, throttle, self._traffic)
@@ -91,7 +99,9 @@ class Agent:
             self._on_send_failure,
             self._on_unsent,
         )
-        self._trained: tuple[Learned, Keeper] | None = None  # whose update is to be made yet
+        self._trained: tuple[LearnedDelta, LeaseHeartbeat] | None = (
+            None  # whose update is to be made yet
+        )
         self._contribution = 0
         self._started_at = self._clock.monotonic()
         self._training_seconds = 0.0
@@ -108,7 +118,7 @@ class Agent:
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Work until the run is over. False: stopped before that."""
         self._asked_to_stop = should_stop
-        with alone_in(self.settings.folder, self._transfer.cache):
+        with lock_folder(self.settings.folder, self._transfer.cache):
             try:
                 finished = self._work()
             finally:
@@ -169,8 +179,8 @@ class Agent:
         corpus = corpora.open(joined.description, self._config.data, patience)
         self._tell("corpus", f"text: {corpus.source}, {len(corpus.splits['train']):,} bytes")
         scratch = settings.folder / self._run
-        settle_what_was_left(scratch, self._was_accepted)
-        self._block = HeldBlock(
+        settle_leftover_residuals(scratch, self._was_accepted)
+        self._block = LocalBlock(
             self._config,
             corpus,
             compute,
@@ -249,7 +259,7 @@ class Agent:
 
     def _take(self, lease: Lease) -> None:
         """Train a lease and have its update sent, or give it back."""
-        keeper = Keeper(self.client, lease)
+        keeper = LeaseHeartbeat(self.client, lease)
         if not self._block.can_train(lease):
             self._give_back(keeper, "what it continues was lost when the worker started again")
             return
@@ -273,10 +283,10 @@ class Agent:
         else:
             self._give_back(keeper, self._stop_reason())
 
-    def _train(self, lease: Lease, keeper: Keeper) -> Trained | None:
+    def _train(self, lease: Lease, keeper: LeaseHeartbeat) -> Trained | None:
         last = lease.first_batch + lease.steps - 1
         self._tell("leased", f"block {lease.block}, batches {lease.first_batch} to {last}", lease)
-        course, trained_before = Course(lease.steps, self._clock), self._training_seconds
+        course, trained_before = LeaseTimer(lease.steps, self._clock), self._training_seconds
 
         def on_report(report: LeaseReport) -> None:
             course.reached(report.steps_done)
@@ -301,7 +311,7 @@ class Agent:
         self._forget_all_but(lease)
         return trained
 
-    def _hand_in(self, lease: Lease, trained: Trained, keeper: Keeper) -> None:
+    def _hand_in(self, lease: Lease, trained: Trained, keeper: LeaseHeartbeat) -> None:
         """See to it that an update is made. One that is encoded is made while the block is trained
         on, and says more if nothing of its block is left: so that is asked first."""
         if self._block.encodes:
@@ -328,7 +338,7 @@ class Agent:
 
         self._uploader.start(prepare, keeper)
 
-    def _offer(self, keeper: Keeper, update: Update) -> UpdateOffer:
+    def _offer(self, keeper: LeaseHeartbeat, update: EncodedUpdate) -> UpdateOffer:
         lease = keeper.lease
         claim = UpdateClaim(
             run=self._run,
@@ -358,7 +368,9 @@ class Agent:
             late = f" ({receipt.reason})" if receipt.reason else ""
             self._tell("accepted", f"block {lease.block}: {lease.steps} steps sent{late}", lease)
 
-    def _on_send_failure(self, keeper: Keeper, error: BlocktrainError, may_count: bool) -> None:
+    def _on_send_failure(
+        self, keeper: LeaseHeartbeat, error: BlocktrainError, may_count: bool
+    ) -> None:
         self._block.settled(keeper.lease, accepted=None if may_count else False)
         self._failures, self._last_failure = self._failures + 1, error
         self._tell("refused", f"update not sent: {error}", keeper.lease)
@@ -367,12 +379,12 @@ class Agent:
     def _on_unsent(self, lease: Lease) -> None:
         self._block.settled(lease, accepted=False)
 
-    def _give_back(self, keeper: Keeper, reason: str) -> None:
+    def _give_back(self, keeper: LeaseHeartbeat, reason: str) -> None:
         keeper.downloads = self._take_downloads()
         self._return(keeper, reason)
         self._tell("returned", f"lease given back: {reason}", keeper.lease)
 
-    def _return(self, keeper: Keeper, reason: str) -> None:
+    def _return(self, keeper: LeaseHeartbeat, reason: str) -> None:
         """What was downloaded is told with it; where nobody hears that, with what comes next."""
         if not keeper.give_back(reason):
             self._block.versions.put_back(keeper.downloads)
@@ -439,7 +451,7 @@ class Agent:
                 return
             self._clock.sleep(min(left, POLL_SECONDS))
 
-    def _tell_training(self, lease: Lease, course: Course, report: LeaseReport) -> None:
+    def _tell_training(self, lease: Lease, course: LeaseTimer, report: LeaseReport) -> None:
         now = self._clock.monotonic()
         if now - self._told_at < TELL_SECONDS and report.steps_done < lease.steps:
             return

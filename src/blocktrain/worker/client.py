@@ -17,6 +17,7 @@ from blocktrain.errors import ProtocolError, RefusedError
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import (
+    LARGEST_OFFER,
     PROTOCOL,
     BlobAnswer,
     Differences,
@@ -37,12 +38,16 @@ from blocktrain.protocol.messages import (
     TokenRequest,
     UpdateOffer,
     UploadState,
+    whole_update_head,
 )
-from blocktrain.protocol.whole import LARGEST_OFFER, head
 from blocktrain.worker.clock import Clock
-from blocktrain.worker.connection import Connection, OpenHttp
-from blocktrain.worker.exchange import open_http, whole_answer
-from blocktrain.worker.retry import Patience
+from blocktrain.worker.http import (
+    CoordinatorConnection,
+    OpenHttp,
+    Patience,
+    open_http,
+    whole_answer,
+)
 
 PROTOCOLS = (PROTOCOL,)
 RENEW_AFTER = 0.8  # of a token's life
@@ -70,7 +75,7 @@ class Client:
         self.invite, self.key = invite, key
         self.clock = clock or Clock()
         self.random = random or Random()
-        self.connection = Connection(invite, http, self.clock, self.random)
+        self.connection = CoordinatorConnection(invite, http, self.clock, self.random)
         self.worker: str | None = None
         self._joined_as: tuple[str, str] | None = None
         self._whole_bytes = 0
@@ -137,7 +142,7 @@ class Client:
         """Whether an update may go with its offer."""
         recipe = offer.claim.recipe
         small = len(recipe.chunks) == 1 and recipe.size <= self._whole_bytes
-        return small and len(head(offer)) <= LARGEST_OFFER
+        return small and len(whole_update_head(offer)) <= LARGEST_OFFER
 
     def send_whole(
         self,
@@ -147,7 +152,7 @@ class Client:
         patience: Patience,
     ) -> Receipt:
         """Offer, send and commit an update; `data` is asked for at every attempt."""
-        path, before = "/v1/updates/whole", head(offer)
+        path, before = "/v1/updates/whole", whole_update_head(offer)
         length = {"Content-Length": str(len(before) + size)}
 
         def attempt(http: httpx.Client, address: str, headers: dict[str, str]) -> bytes:

@@ -12,21 +12,17 @@ from blocktrain.data.corpus import Bytes
 from blocktrain.data.windows import evaluation_windows
 from blocktrain.errors import RefusedError, UnreachableError
 from blocktrain.model.stack import Stack, assemble, new_block
-from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Score, Status
+from blocktrain.storage import tensor_file
 from blocktrain.train.assemble import load_block
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.evaluate import Evaluation, evaluate
+from blocktrain.worker.bandwidth import Throttle, TrafficCounter
 from blocktrain.worker.client import Client
-from blocktrain.worker.corpus_cache import CorpusCache
-from blocktrain.worker.events import Kind, WorkerEvent
-from blocktrain.worker.own_folder import alone_in
-from blocktrain.worker.retry import Patience
-from blocktrain.worker.role import check_role
-from blocktrain.worker.room import Room
-from blocktrain.worker.settings import WorkerSettings
-from blocktrain.worker.throttle import Throttle
-from blocktrain.worker.traffic import Traffic
+from blocktrain.worker.http import Patience
+from blocktrain.worker.local_block import ReceiveBuffer
+from blocktrain.worker.machine import Kind, WorkerEvent, WorkerSettings, check_role, lock_folder
+from blocktrain.worker.text import CorpusCache
 from blocktrain.worker.transfer import Transfer, open_cache
 from blocktrain.worker.versions import Versions
 
@@ -44,7 +40,7 @@ class Evaluator:
     ) -> None:
         self.client, self.settings, self.windows = client, settings, windows
         self._on_event = on_event
-        self._traffic = Traffic()
+        self._traffic = TrafficCounter()
         cache = open_cache(settings.folder / "chunks")
         throttle = Throttle(settings.max_bandwidth, client.clock)
         self._transfer = Transfer(client, cache, throttle, self._traffic)
@@ -58,7 +54,7 @@ class Evaluator:
         def leaving() -> bool:
             return should_stop() or self._is_late()
 
-        with alone_in(self.settings.folder, self._transfer.cache):
+        with lock_folder(self.settings.folder, self._transfer.cache):
             try:
                 finished = self._work(leaving)
             except UnreachableError:  # a question that was given up
@@ -136,13 +132,13 @@ class Evaluator:
         return _versions_of(self.client.status(patience))
 
     def _stack(self, config: Config, compute: Compute, status: Status, patience: Patience) -> Stack:
-        blocks, room = [], Room()
+        blocks, room = [], ReceiveBuffer()
         for block in status.blocks:
             module = new_block(config, block.index)
             data = room.of(block.weights.size)
             self._versions.read(block.index, block.version, block.weights, patience, data)
             named = f"version {block.version} of block {block.index}"
-            load_block(module, tensors.decode(data), named)
+            load_block(module, tensor_file.decode(data), named)
             module.compute_dtype = compute.dtype
             blocks.append(module.to(compute.device))
         self._transfer.keep_only(block.weights for block in status.blocks)

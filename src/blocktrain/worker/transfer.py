@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import httpx
 import numpy as np
 
-from blocktrain.core import faults
+from blocktrain import faults
 from blocktrain.errors import (
     CorruptFileError,
     ProtocolError,
@@ -29,13 +29,9 @@ from blocktrain.errors import (
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Receipt, Recipe, UpdateOffer
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks, Opened, name_of
+from blocktrain.worker.bandwidth import PresignedUrls, Throttle, TrafficCounter, run_in_parallel
 from blocktrain.worker.client import Client
-from blocktrain.worker.crew import side_by_side
-from blocktrain.worker.exchange import exchange, pieces
-from blocktrain.worker.links import Links
-from blocktrain.worker.retry import PassingError, Patience
-from blocktrain.worker.throttle import Throttle
-from blocktrain.worker.traffic import Traffic
+from blocktrain.worker.http import PassingError, Patience, exchange, pieces
 
 THREADS = 4
 LINK_SECONDS = 15.0  # that a place other than the coordinator may fail to answer
@@ -74,7 +70,7 @@ class Transfer:
         client: Client,
         cache: Blobs,
         throttle: Throttle,
-        traffic: Traffic,
+        traffic: TrafficCounter,
         threads: int = THREADS,
         link_seconds: float = LINK_SECONDS,
     ) -> None:
@@ -146,7 +142,7 @@ class Transfer:
             missing = list(dict.fromkeys(state.missing))
             if not set(missing) <= set(recipe.chunks):
                 raise ProtocolError("the coordinator asks for chunks that the update does not have")
-            links = Links(
+            links = PresignedUrls(
                 state.urls, lambda: self.client.offer(offer, patience).urls, self.client.clock
             )
             self._put_chunks(missing, offer.claim.lease, links, patience)
@@ -174,7 +170,7 @@ class Transfer:
         recipe = answer.recipe
         if self.cache.add_recipe(recipe) != blob:
             raise ProtocolError(f"the coordinator sent another blob than {blob.name}")
-        links = Links(
+        links = PresignedUrls(
             answer.urls, lambda: self.client.blob(blob.name, patience).urls, self.client.clock
         )
 
@@ -184,9 +180,11 @@ class Transfer:
             self._get_chunk(name, room, links, patience.also(still_wanted))
             sink.put(index, name, room)
 
-        side_by_side(get, sink.missing(recipe), self._threads)
+        run_in_parallel(get, sink.missing(recipe), self._threads)
 
-    def _get_chunk(self, name: str, room: memoryview, links: Links, patience: Patience) -> None:
+    def _get_chunk(
+        self, name: str, room: memoryview, links: PresignedUrls, patience: Patience
+    ) -> None:
         """Fill the room with a chunk that has the hash it is named by."""
         arriving = _Arriving(room)
 
@@ -198,7 +196,9 @@ class Transfer:
 
         self._by_link_or_coordinator(name, "", links, patience, attempt)
 
-    def _put_chunks(self, names: list[str], lease: str, links: Links, patience: Patience) -> None:
+    def _put_chunks(
+        self, names: list[str], lease: str, links: PresignedUrls, patience: Patience
+    ) -> None:
         def put(name: str, still_wanted: Callable[[], bool]) -> None:
             both = patience.also(still_wanted)
 
@@ -208,13 +208,13 @@ class Transfer:
             self._by_link_or_coordinator(name, f"?lease={lease}", links, both, attempt)
             faults.reached("chunk-sent")
 
-        side_by_side(put, names, self._threads)
+        run_in_parallel(put, names, self._threads)
 
     def _by_link_or_coordinator(
         self,
         name: str,
         query: str,
-        links: Links,
+        links: PresignedUrls,
         patience: Patience,
         attempt: Callable[[httpx.Client, str, dict[str, str]], Result],
     ) -> Result:

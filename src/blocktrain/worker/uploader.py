@@ -3,17 +3,17 @@
 import threading
 from collections.abc import Callable
 
-from blocktrain.core import faults
+from blocktrain import faults
 from blocktrain.errors import BlocktrainError, ProtocolError, RefusedError, UnreachableError
 from blocktrain.protocol.messages import Lease, Receipt, UpdateOffer
-from blocktrain.worker.keeper import Keeper
+from blocktrain.worker.heartbeat import LeaseHeartbeat
 from blocktrain.worker.transfer import Transfer
 
 POLL_SECONDS = 0.2
 END_SECONDS = 2.0  # for what was abandoned to come to its end
 
 OnReceipt = Callable[[Lease, Receipt], None]
-OnFailure = Callable[[Keeper, BlocktrainError, bool], None]
+OnFailure = Callable[[LeaseHeartbeat, BlocktrainError, bool], None]
 OnUnsent = Callable[[Lease], None]
 
 
@@ -34,7 +34,7 @@ class Uploader:
         self._on_receipt, self._on_failure = on_receipt, on_failure
         self._on_unsent = on_unsent
         self._thread: threading.Thread | None = None
-        self._keeper: Keeper | None = None
+        self._keeper: LeaseHeartbeat | None = None
         self._broken: Exception | None = None
         self._abandoned = False
         self._offered = threading.Event()
@@ -50,7 +50,7 @@ class Uploader:
         keeper = self._keeper
         return keeper.lease if self.busy and keeper else None
 
-    def start(self, prepare: Callable[[], UpdateOffer], keeper: Keeper) -> None:
+    def start(self, prepare: Callable[[], UpdateOffer], keeper: LeaseHeartbeat) -> None:
         """Begin to send what `prepare` makes; the lease is kept until the update is committed."""
         assert not self.busy, "one update at a time"
         self._keeper = keeper
@@ -90,7 +90,7 @@ class Uploader:
             self._keeper.give_back(reason)
             self._thread.join(END_SECONDS)
 
-    def _send(self, prepare: Callable[[], UpdateOffer], keeper: Keeper) -> None:
+    def _send(self, prepare: Callable[[], UpdateOffer], keeper: LeaseHeartbeat) -> None:
         client = self._transfer.client
         patience = client.patience(self._seconds, lambda: not self._abandoned)
         began = client.clock.monotonic()

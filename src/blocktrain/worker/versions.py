@@ -17,19 +17,19 @@ from pydantic import TypeAdapter, ValidationError
 
 from blocktrain.errors import CorruptFileError, DivergedError, ProtocolError, RefusedError
 from blocktrain.protocol.messages import MOST_DOWNLOADS, Blob, Downloaded
-from blocktrain.storage.following import follow_blobs
+from blocktrain.storage.deltas import follow_blobs
 from blocktrain.storage.run_dir import write_atomically
-from blocktrain.worker.retry import Patience
+from blocktrain.worker.http import Patience
 from blocktrain.worker.transfer import Transfer
 
 
 @dataclass(frozen=True)
-class Held:
+class CachedVersion:
     version: int
     weights: Blob
 
 
-_FILE = TypeAdapter(dict[int, Held])
+_FILE = TypeAdapter(dict[int, CachedVersion])
 
 
 class Versions:
@@ -133,7 +133,7 @@ class Versions:
         yield
         if not was_here:
             self._count(block, raw=weights.size)
-        self._note(block, Held(version, weights))
+        self._note(block, CachedVersion(version, weights))
 
     @contextmanager
     def _counted(self, block: int, kind: str) -> Iterator[None]:
@@ -145,13 +145,13 @@ class Versions:
             if moved := self._transfer.traffic.down - before:
                 self._count(block, **{kind: moved})
 
-    def _note(self, block: int, held: Held) -> None:
+    def _note(self, block: int, held: CachedVersion) -> None:
         if self._differ and self._held.get(block) != held:
             self._held[block] = held
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, _FILE.dump_json(self._held))
 
-    def _noted(self) -> dict[int, Held]:
+    def _noted(self) -> dict[int, CachedVersion]:
         """A cache: what cannot be read is as good as nothing held."""
         try:
             return _FILE.validate_json(self._path.read_bytes())

@@ -10,7 +10,7 @@ import torch
 from tests.support.models import awake_stack
 
 from blocktrain.config import load_config
-from blocktrain.core.vocabulary import BOS
+from blocktrain.vocabulary import BOS
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "bench"))  # the benches import each other by name

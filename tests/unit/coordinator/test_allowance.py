@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.coordinator.allowance import AT_ONCE, MANY_CALLERS, PER_SECOND, Allowance
+from blocktrain.coordinator.limits import AT_ONCE, MANY_CALLERS, PER_SECOND, RateLimiter
 from blocktrain.errors import RefusedError
 
 REQUESTS = st.lists(st.tuples(st.floats(0.0, 30.0), st.floats(1.0, 500.0)), max_size=200)
@@ -19,7 +19,7 @@ class Clock:
         return self.now
 
 
-def spent(allowance: Allowance, caller: str, cost: float) -> bool:
+def spent(allowance: RateLimiter, caller: str, cost: float) -> bool:
     try:
         allowance.spend(caller, cost)
     except RefusedError as refused:
@@ -29,7 +29,7 @@ def spent(allowance: Allowance, caller: str, cost: float) -> bool:
 
 def test_whoever_asks_in_a_loop_is_slowed_down_and_the_others_are_not():
     clock = Clock()
-    allowance = Allowance(clock)
+    allowance = RateLimiter(clock)
     assert all(spent(allowance, "loop", 10.0) for _ in range(int(AT_ONCE / 10)))
     assert not spent(allowance, "loop", 10.0)
     assert spent(allowance, "another", 10.0)
@@ -40,7 +40,7 @@ def test_whoever_asks_in_a_loop_is_slowed_down_and_the_others_are_not():
 
 def test_what_was_refused_costs_nothing():
     clock = Clock()
-    allowance = Allowance(clock)
+    allowance = RateLimiter(clock)
     allowance.spend("loop", AT_ONCE)
     for _ in range(100):
         with pytest.raises(RefusedError):
@@ -52,7 +52,7 @@ def test_what_was_refused_costs_nothing():
 @given(REQUESTS)
 def test_never_more_than_what_there_was_and_what_came_since(requests: list[tuple[float, float]]):
     clock = Clock()
-    allowance = Allowance(clock)
+    allowance = RateLimiter(clock)
     granted = []
     for pause, cost in requests:
         clock.now += pause
@@ -67,7 +67,7 @@ def test_never_more_than_what_there_was_and_what_came_since(requests: list[tuple
 
 def test_callers_who_are_gone_are_forgotten():
     clock = Clock()
-    allowance = Allowance(clock)
+    allowance = RateLimiter(clock)
     for number in range(MANY_CALLERS):
         allowance.spend(str(number), 1.0)
     clock.now += 10.0

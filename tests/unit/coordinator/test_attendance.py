@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.attendance import Attendance
-from blocktrain.coordinator.plan import MILLIONTH
+from blocktrain.swarm.attendance import Attendance
+from blocktrain.swarm.plan import MILLIONTH
 
 SWARM = SwarmConfig(lease_seconds=30.0, most_steps=100)
 SECONDS = 60.0  # two leases

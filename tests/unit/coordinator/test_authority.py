@@ -9,8 +9,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from blocktrain.coordinator.authority import Authority
 from blocktrain.errors import ConfigError, CorruptFileError
+from blocktrain.protocol.tls import Authority
 
 NOW = 1_800_000_000.5
 THEN = datetime(2027, 1, 15, 8, 0, tzinfo=UTC)

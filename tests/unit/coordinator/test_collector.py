@@ -18,8 +18,8 @@ from tests.support.coordinator import (
 
 from blocktrain.coordinator.collector import COLLECT_AFTER, FETCH_SECONDS, Collector
 from blocktrain.coordinator.service import Service
+from blocktrain.ledger.ledger import Ledger
 from blocktrain.storage.chunks import place_of
-from blocktrain.storage.ledger import Ledger
 
 
 def stored(service: Service) -> set[str]:

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 import pytest
 from tests.support.coordinator import SetClock, running, served
 
-from blocktrain.coordinator import connection
-from blocktrain.worker.exchange import IDLE_SECONDS
+from blocktrain.coordinator import process
+from blocktrain.worker.http import IDLE_SECONDS
 
 HELLO = b"GET /v1/hello HTTP/1.1\r\nHost: here\r\n\r\n"
 SHORT = 0.3
@@ -37,8 +37,8 @@ def was_closed(line: socket.socket, within: float) -> bool:
 
 
 def test_few_connections_are_kept_for_long(address, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connection, "MANY", 2)
-    monkeypatch.setattr(connection, "IDLE_SECONDS_OF_MANY", SHORT)
+    monkeypatch.setattr(process, "MANY", 2)
+    monkeypatch.setattr(process, "IDLE_SECONDS_OF_MANY", SHORT)
     with opened(address) as first, opened(address) as second:
         assert not was_closed(first, within=3 * SHORT)
         first.settimeout(5.0)
@@ -48,8 +48,8 @@ def test_few_connections_are_kept_for_long(address, monkeypatch: pytest.MonkeyPa
 
 
 def test_of_many_those_are_closed_that_nobody_uses(address, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connection, "MANY", 1)
-    monkeypatch.setattr(connection, "IDLE_SECONDS_OF_MANY", SHORT)
+    monkeypatch.setattr(process, "MANY", 1)
+    monkeypatch.setattr(process, "IDLE_SECONDS_OF_MANY", SHORT)
     with opened(address) as first, opened(address) as second:
         began = time.monotonic()
         assert was_closed(second, within=5.0)
@@ -58,4 +58,4 @@ def test_of_many_those_are_closed_that_nobody_uses(address, monkeypatch: pytest.
 
 
 def test_workers_let_go_first():
-    assert IDLE_SECONDS < connection.IDLE_SECONDS
+    assert IDLE_SECONDS < process.IDLE_SECONDS

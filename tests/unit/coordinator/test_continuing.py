@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from tests.support.coordinator import Member, SetClock, first_weights, join, running, weights_now
 from tests.support.frugal import KEPT, block_weights, frugal
 
-from blocktrain.coordinator.plan import (
+from blocktrain.codec.frames import codec_named, encode, top_k_of_final_update
+from blocktrain.coordinator.service import Service
+from blocktrain.protocol.messages import Finished, Lease, LeaseProgress, Wait
+from blocktrain.swarm.plan import (
     base_of,
     chain_factors,
     choose_block,
     may_continue,
     place_in_schedule,
 )
-from blocktrain.coordinator.service import Service
-from blocktrain.core.codec import codec_named, encode, kept_in_last_words
-from blocktrain.core.swarm import BlockState, PendingUpdate
-from blocktrain.protocol.messages import Finished, Lease, LeaseProgress, Wait
+from blocktrain.swarm.state import BlockState, PendingUpdate
 
 NUMBERS = 24  # of a block
 STEPS = {"steps_per_second": 0.2}  # leases of 6
@@ -197,7 +197,7 @@ def test_last_words_are_taken_while_others_go_on_with_the_block(tmp_path: Path, 
     with frugal(tmp_path, clock) as service:
         member = join(service)
         lease = member.lease(blocks=(0,), **STEPS)
-        coder = codec_named("sparse", kept_in_last_words(KEPT))
+        coder = codec_named("sparse", top_k_of_final_update(KEPT))
         assert coder is not None
         data = b"".join(encode(block_weights(1)["w"], coder))
         made = member.signer.update_of_bytes(lease, data, codec="sparse")

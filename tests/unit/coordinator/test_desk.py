@@ -13,9 +13,9 @@ import pytest
 import sqlalchemy as sql
 from tests.support.postgres import fresh_database
 
-from blocktrain.coordinator.desk import MOST_AT_ONCE, Desk
+from blocktrain.coordinator.executor import MOST_AT_ONCE, LedgerExecutor
 from blocktrain.errors import RefusedError, UnreachableError
-from blocktrain.storage.ledger import Ledger
+from blocktrain.ledger.ledger import Ledger
 
 NOW = 1_700_000_000.0
 
@@ -36,8 +36,8 @@ def local(tmp_path: Path) -> Iterator[Ledger]:
 
 
 @contextmanager
-def working(ledger: Ledger) -> Iterator[Desk]:
-    desk = Desk(ledger)
+def working(ledger: Ledger) -> Iterator[LedgerExecutor]:
+    desk = LedgerExecutor(ledger)
     desk.start()
     try:
         yield desk
@@ -60,7 +60,7 @@ class Held:
         self._go.set()
 
 
-async def together(desk: Desk, *calls: Callable[[], Any]) -> list[Any]:
+async def together(desk: LedgerExecutor, *calls: Callable[[], Any]) -> list[Any]:
     """What these answer who wait at the desk at the same time; errors among them."""
     held = Held()
     first = asyncio.create_task(desk.ask(held))
@@ -101,7 +101,7 @@ def fail(error: Exception) -> Any:
 
 
 def test_an_answer_comes_once_it_is_on_disk(ledger: Ledger):
-    async def ask(desk: Desk) -> None:
+    async def ask(desk: LedgerExecutor) -> None:
         other = Ledger(ledger.engine.url.render_as_string(hide_password=False))
         for number in range(5):
             assert await desk.ask(note, ledger, str(number)) == str(number)
@@ -113,7 +113,7 @@ def test_an_answer_comes_once_it_is_on_disk(ledger: Ledger):
 
 
 def test_everybody_gets_their_own_answer_in_any_order(local: Ledger):
-    async def ask(desk: Desk) -> None:
+    async def ask(desk: LedgerExecutor) -> None:
         async def one(number: int) -> tuple[int, int]:
             await asyncio.sleep(random.Random(number).random() / 50)
             return number, await desk.ask(lambda: number * number)
@@ -248,7 +248,7 @@ def test_errors_do_not_grow(local: Ledger):
         with local.read() as tx:
             tx._session.connection.exec_driver_sql("SELECT nothing")
 
-    async def ask(desk: Desk) -> list[int]:
+    async def ask(desk: LedgerExecutor) -> list[int]:
         depths = []
         for _ in range(5):
             with pytest.raises(UnreachableError) as raised:
@@ -285,7 +285,7 @@ def test_after_a_lost_connection_later_questions_succeed():
 def test_one_who_leaves_does_no_harm(ledger: Ledger):
     complaints: list[Any] = []
 
-    async def ask(desk: Desk) -> list[Any]:
+    async def ask(desk: LedgerExecutor) -> list[Any]:
         asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
         held = Held()
         first = asyncio.create_task(desk.ask(held))
@@ -310,7 +310,7 @@ def test_one_who_leaves_does_no_harm(ledger: Ledger):
 def test_a_loop_that_has_ended_does_no_harm(local: Ledger):
     held = Held()
 
-    async def leave(desk: Desk) -> None:
+    async def leave(desk: LedgerExecutor) -> None:
         task = asyncio.create_task(desk.ask(held))
         await asyncio.to_thread(held.begun.wait, 20)
         task.cancel()
@@ -324,7 +324,7 @@ def test_a_loop_that_has_ended_does_no_harm(local: Ledger):
 def test_two_loops_in_two_threads_may_ask(ledger: Ledger):
     begun, found = threading.Barrier(2), {}
 
-    async def ask(desk: Desk, name: str) -> None:
+    async def ask(desk: LedgerExecutor, name: str) -> None:
         begun.wait()
         details = [f"{name}{number}" for number in range(40)]
         found[name] = await asyncio.gather(*(desk.ask(note, ledger, each) for each in details))
@@ -344,7 +344,7 @@ def test_two_loops_in_two_threads_may_ask(ledger: Ledger):
 
 
 def test_an_answer_is_given_in_the_loop_that_asked(local: Ledger):
-    async def ask(desk: Desk) -> None:
+    async def ask(desk: LedgerExecutor) -> None:
         asker, worker = threading.get_ident(), await desk.ask(threading.get_ident)
         assert threading.get_ident() == asker != worker
 
@@ -359,7 +359,7 @@ def test_an_answer_is_given_in_the_loop_that_asked(local: Ledger):
 def test_stop_answers_what_was_asked_before(local: Ledger, number: int):
     details = [str(each) for each in range(number)]
 
-    async def ask(desk: Desk) -> list[Any]:
+    async def ask(desk: LedgerExecutor) -> list[Any]:
         held = Held()
         first = asyncio.create_task(desk.ask(held))
         await asyncio.to_thread(held.begun.wait, 20)
@@ -373,7 +373,7 @@ def test_stop_answers_what_was_asked_before(local: Ledger, number: int):
         assert await first == "held"
         return await asyncio.gather(*asked)
 
-    desk = Desk(local)
+    desk = LedgerExecutor(local)
     desk.start()
     assert asyncio.run(ask(desk)) == details
     assert not desk._thread.is_alive()
@@ -381,7 +381,7 @@ def test_stop_answers_what_was_asked_before(local: Ledger, number: int):
 
 
 def test_stop_without_a_question_ends_the_thread(local: Ledger):
-    desk = Desk(local)
+    desk = LedgerExecutor(local)
     desk.start()
     desk.stop()
     assert not desk._thread.is_alive()
@@ -395,7 +395,7 @@ def test_others_write_to_the_same_ledger_meanwhile(ledger: Ledger):
     mine = [f"mine {number}" for number in range(40)]
     theirs = [f"theirs {number}" for number in range(40)]
 
-    async def ask(desk: Desk) -> None:
+    async def ask(desk: LedgerExecutor) -> None:
         await asyncio.gather(*(desk.ask(note, ledger, each) for each in theirs))
 
     with working(ledger) as desk:

@@ -13,7 +13,7 @@ from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import MOST_DIFFERENCES, Blob
 from blocktrain.storage.chunks import LocalChunks, place_of
-from blocktrain.storage.following import follow_blobs
+from blocktrain.storage.deltas import follow_blobs
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 import sqlalchemy as sql
 from tests.support.coordinator import Made, Member, SetClock, join, running
 
+from blocktrain.codec.frames import codec_named, encode
 from blocktrain.coordinator.service import Service
-from blocktrain.core.codec import codec_named, encode
+from blocktrain.ledger import driver
 from blocktrain.protocol.messages import Lease, LeaseProgress, LeaseReturn, Receipt, Score
-from blocktrain.storage import driver
 
 NUMBERS = 24  # of a block
 GROWING = ("leases", "updates", "events")  # tables with a row for all that ever was

@@ -9,10 +9,10 @@ import pytest
 from tests.support.coordinator import swarm_config, tensors_of
 
 from blocktrain.config import Config
-from blocktrain.coordinator.home import Home
+from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.errors import ConfigError, DataError, NotFoundError, RunError
+from blocktrain.ledger.ledger import Ledger
 from blocktrain.model.stack import initial_block
-from blocktrain.storage.ledger import Ledger
 
 
 def config_for(folder: Path) -> Config:
@@ -20,19 +20,19 @@ def config_for(folder: Path) -> Config:
 
 
 @pytest.fixture(scope="module")
-def founded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Home, Config]]:
+def founded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CoordinatorFolder, Config]]:
     """A run in a folder, its first weights made by a process of their own."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "text.txt").write_text("some words to learn from\n" * 1000)
     config = config_for(folder)
-    home = Home(folder / "coordinator")
+    home = CoordinatorFolder(folder / "coordinator")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BLOCKTRAIN_CACHE", str(folder / "cache"))
         home.open_or_found(config).ledger.close()
         yield home, config
 
 
-def test_a_founded_run_is_found_again(founded: tuple[Home, Config]):
+def test_a_founded_run_is_found_again(founded: tuple[CoordinatorFolder, Config]):
     home, config = founded
     first, second = home.open(), home.open_or_found(config)
     assert first.id == second.id
@@ -42,7 +42,9 @@ def test_a_founded_run_is_found_again(founded: tuple[Home, Config]):
     second.ledger.close()
 
 
-def test_its_first_versions_are_the_models_initialization(founded: tuple[Home, Config]):
+def test_its_first_versions_are_the_models_initialization(
+    founded: tuple[CoordinatorFolder, Config],
+):
     """The same on every machine: a function of the settings."""
     home, config = founded
     run = home.open()
@@ -61,7 +63,7 @@ def test_its_first_versions_are_the_models_initialization(founded: tuple[Home, C
 @pytest.mark.skipif(os.name == "nt", reason="there are no such permissions")
 @pytest.mark.parametrize("ledger", [None, "elsewhere/ledger.db"])
 def test_its_folder_is_for_the_operator_alone(tmp_path: Path, ledger: str | None):
-    home = Home(tmp_path / "new", ledger and f"sqlite:///{tmp_path / ledger}")
+    home = CoordinatorFolder(tmp_path / "new", ledger and f"sqlite:///{tmp_path / ledger}")
     before = os.umask(0)
     try:
         with pytest.raises(DataError):
@@ -71,34 +73,39 @@ def test_its_folder_is_for_the_operator_alone(tmp_path: Path, ledger: str | None
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
 
 
-def test_other_settings_are_another_run(founded: tuple[Home, Config]):
+def test_other_settings_are_another_run(founded: tuple[CoordinatorFolder, Config]):
     home, config = founded
     with pytest.raises(ConfigError, match="other settings"):
         home.open_or_found(config.with_settings(train__steps=41))
 
 
-def test_who_only_needs_the_ledger_makes_no_folder(founded: tuple[Home, Config], tmp_path: Path):
+def test_who_only_needs_the_ledger_makes_no_folder(
+    founded: tuple[CoordinatorFolder, Config], tmp_path: Path
+):
     """As with `invite list --db`, called anywhere."""
-    operator = Home(tmp_path / "here", founded[0].db).operator()
+    operator = CoordinatorFolder(tmp_path / "here", founded[0].db).operator()
     assert operator.invites() == []
     operator.ledger.close()
     assert not (tmp_path / "here").exists()
 
 
 def test_a_folder_without_a_run_is_told_so(tmp_path: Path):
-    for opened in (Home(tmp_path / "nothing").open, Home(tmp_path / "nothing").operator):
+    for opened in (
+        CoordinatorFolder(tmp_path / "nothing").open,
+        CoordinatorFolder(tmp_path / "nothing").operator,
+    ):
         with pytest.raises(ConfigError, match="holds no run"):
             opened()
     with pytest.raises(NotFoundError, match="no run yet"):
-        Home(tmp_path / "nothing", f"sqlite:///{tmp_path / 'empty.db'}").operator()
+        CoordinatorFolder(tmp_path / "nothing", f"sqlite:///{tmp_path / 'empty.db'}").operator()
     assert not (tmp_path / "nothing").exists()
 
 
 def test_settings_whose_weights_cannot_be_made_found_nothing(
-    founded: tuple[Home, Config], tmp_path: Path
+    founded: tuple[CoordinatorFolder, Config], tmp_path: Path
 ):
     _, config = founded
-    home = Home(tmp_path / "new")
+    home = CoordinatorFolder(tmp_path / "new")
     broken = config.with_settings(train__warm_start=str(tmp_path / "no-run"))
     with pytest.raises(RunError, match=r"cannot make the first weights: .*no-run"):
         home.open_or_found(broken)
@@ -109,7 +116,7 @@ def test_settings_whose_weights_cannot_be_made_found_nothing(
 
 
 def test_the_first_invite_is_made_once_and_kept_for_the_operator(tmp_path: Path):
-    home = Home(tmp_path / "new")
+    home = CoordinatorFolder(tmp_path / "new")
     made = iter(["first", "second"])
     assert [home.invite_secret(lambda: next(made)) for _ in range(2)] == ["first", "first"]
     if os.name != "nt":

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from tests.support.coordinator import Member, SetClock, join, running, weights_now
 
-from blocktrain.coordinator.plan import IDLE_WAIT, MERGE_WAIT
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.messages import (
@@ -16,6 +15,7 @@ from blocktrain.protocol.messages import (
     LeaseState,
     Wait,
 )
+from blocktrain.swarm.plan import IDLE_WAIT, MERGE_WAIT
 
 
 def progress(member: Member, lease: Lease, fence: int | None = None) -> LeaseState:

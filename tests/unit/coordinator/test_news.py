@@ -1,12 +1,12 @@
 import asyncio
 import threading
 
-from blocktrain.coordinator.news import News
+from blocktrain.coordinator.executor import Notifier
 
 
 def test_news_from_another_thread_is_heard_by_all_who_wait():
     async def wait() -> None:
-        news = News()
+        news = Notifier()
         expected = [news.expected() for _ in range(3)]
         thread = threading.Thread(target=news.tell)
         thread.start()
@@ -21,8 +21,8 @@ def test_news_from_another_thread_is_heard_by_all_who_wait():
 
 
 def test_whoever_waits_no_longer_is_forgotten():
-    async def leave() -> News:
-        news = News()
+    async def leave() -> Notifier:
+        news = Notifier()
         news.expected().cancel()
         await asyncio.sleep(0)
         assert not news._expected

@@ -11,23 +11,22 @@ import schemathesis
 from pydantic import TypeAdapter
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
-from blocktrain.coordinator.action import IN_PATH, Action
-from blocktrain.coordinator.api import ACTIONS
-from blocktrain.coordinator.openapi import SCHEMES, describe
+from blocktrain.coordinator.api import ENDPOINTS
+from blocktrain.coordinator.endpoints import IN_PATH, SCHEMES, Endpoint, describe
 from blocktrain.protocol.messages import BlockIndex, Count, Identifier, Message
 
-DOCUMENT = describe(ACTIONS)
+DOCUMENT = describe(ENDPOINTS)
 each_action = pytest.mark.parametrize(
-    "action", ACTIONS, ids=lambda action: f"{action.method} {action.path}"
+    "action", ENDPOINTS, ids=lambda action: f"{action.method} {action.path}"
 )
 
 
-def operation(action: Action) -> dict[str, Any]:
+def operation(action: Endpoint) -> dict[str, Any]:
     found: dict[str, Any] = DOCUMENT["paths"][action.path][action.method.lower()]
     return found
 
 
-def parameters(action: Action) -> dict[tuple[str, str], dict[str, Any]]:
+def parameters(action: Endpoint) -> dict[tuple[str, str], dict[str, Any]]:
     return {(each["in"], each["name"]): each for each in operation(action)["parameters"]}
 
 
@@ -58,7 +57,7 @@ def test_it_is_a_valid_openapi_document():
 
 def test_every_schema_in_it_is_a_valid_json_schema():
     schemas = list(DOCUMENT["components"]["schemas"].values())
-    schemas += [each["schema"] for action in ACTIONS for each in operation(action)["parameters"]]
+    schemas += [each["schema"] for action in ENDPOINTS for each in operation(action)["parameters"]]
     assert len(schemas) > 25
     for schema in schemas:
         jsonschema_rs.meta.validate(
@@ -74,18 +73,18 @@ def test_it_names_every_action_and_nothing_else():
     described = {
         (path, method) for path, methods in DOCUMENT["paths"].items() for method in methods
     }
-    assert described == {(action.path, action.method.lower()) for action in ACTIONS}
-    assert len(described) == len(ACTIONS) > 15
+    assert described == {(action.path, action.method.lower()) for action in ENDPOINTS}
+    assert len(described) == len(ENDPOINTS) > 15
 
 
 def test_a_reader_of_openapi_finds_every_action():
     schema = schemathesis.openapi.from_dict(DOCUMENT)
     found = {each.ok().label for each in schema.get_all_operations()}
-    assert found == {f"{action.method} {action.path}" for action in ACTIONS}
+    assert found == {f"{action.method} {action.path}" for action in ENDPOINTS}
 
 
 def test_every_operation_has_a_name_of_its_own():
-    names = [operation(action)["operationId"] for action in ACTIONS]
+    names = [operation(action)["operationId"] for action in ENDPOINTS]
     assert len(set(names)) == len(names)
 
 
@@ -97,7 +96,7 @@ def test_every_reference_resolves_and_every_schema_is_referred_to():
 
 
 @each_action
-def test_every_part_of_a_path_is_described(action: Action):
+def test_every_part_of_a_path_is_described(action: Endpoint):
     for name in re.findall(r"{(\w+)}", action.path):
         told = parameters(action)["path", name]
         assert told["required"] is True
@@ -110,7 +109,7 @@ def test_every_part_of_a_path_is_described(action: Action):
 def test_what_follows_the_question_mark_is_described():
     told = {
         (action.path, name): (each["required"], each["schema"])
-        for action in ACTIONS
+        for action in ENDPOINTS
         for (place, name), each in parameters(action).items()
         if place == "query"
     }
@@ -124,7 +123,7 @@ def test_what_follows_the_question_mark_is_described():
 
 
 @each_action
-def test_what_is_taken_and_given_is_described(action: Action):
+def test_what_is_taken_and_given_is_described(action: Endpoint):
     told = operation(action)
     assert ("requestBody" in told) == (action.takes is not None)
     if isinstance(action.takes, type):
@@ -141,7 +140,7 @@ def test_what_is_taken_and_given_is_described(action: Action):
 
 
 @each_action
-def test_what_is_taken_and_given_has_the_fields_of_its_message(action: Action):
+def test_what_is_taken_and_given_has_the_fields_of_its_message(action: Endpoint):
     for kind in (action.takes, action.gives):
         if isinstance(kind, type) and issubclass(kind, Message):
             schema = DOCUMENT["components"]["schemas"][kind.__name__]
@@ -149,7 +148,7 @@ def test_what_is_taken_and_given_has_the_fields_of_its_message(action: Action):
 
 
 @each_action
-def test_who_may_ask_is_described(action: Action):
+def test_who_may_ask_is_described(action: Endpoint):
     told = [name for each in operation(action)["security"] for name in each]
     assert told == {"anyone": [], "reader": ["bearer", "invite"], "worker": ["bearer"]}[action.by]
     assert set(told) <= set(SCHEMES) == set(DOCUMENT["components"]["securitySchemes"])

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.plan import (
+from blocktrain.swarm.plan import (
     FILLING,
     IDLE_WAIT,
     MERGE_WAIT,
     MILLIONTH,
     QUORUM_LEASES,
     STAY,
-    Refusal,
+    UpdateRefusal,
     choose_block,
     due_at,
     due_updates,
@@ -35,7 +35,7 @@ from blocktrain.coordinator.plan import (
     weight,
     without_stale,
 )
-from blocktrain.core.swarm import BlockState, PendingUpdate
+from blocktrain.swarm.state import BlockState, PendingUpdate
 
 NOW = 1000.0
 SWARM = SwarmConfig(quorum=2, grace_seconds=5.0)
@@ -638,9 +638,9 @@ def test_an_older_update_never_counts_more(swarm: SwarmConfig, version: int, beh
 def test_an_update_is_refused_for_its_age_or_because_another_has_its_text():
     swarm = SwarmConfig(most_stale=2)
     assert refusal(swarm, 5, 3, text_is_its_own=True) is None
-    assert refusal(swarm, 5, 3, text_is_its_own=False) is Refusal.HANDED_OUT_AGAIN
-    assert refusal(swarm, 5, 2, text_is_its_own=True) is Refusal.TOO_STALE
-    assert refusal(swarm, 5, 2, text_is_its_own=False) is Refusal.TOO_STALE
+    assert refusal(swarm, 5, 3, text_is_its_own=False) is UpdateRefusal.HANDED_OUT_AGAIN
+    assert refusal(swarm, 5, 2, text_is_its_own=True) is UpdateRefusal.TOO_STALE
+    assert refusal(swarm, 5, 2, text_is_its_own=False) is UpdateRefusal.TOO_STALE
 
 
 def test_what_fell_too_far_behind_is_told_apart_from_what_is_merged():

@@ -2,11 +2,11 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from blocktrain.coordinator.recent import Recent
+from blocktrain.coordinator.limits import LruCache
 
 
 def test_what_is_remembered_is_known_until_it_is_forgotten():
-    recent: Recent[int] = Recent(2)
+    recent: LruCache[int] = LruCache(2)
     recent.remember("a", 1)
     assert (recent.get("a"), recent.get("b")) == (1, None)
     assert recent.forget("a") == 1
@@ -15,14 +15,14 @@ def test_what_is_remembered_is_known_until_it_is_forgotten():
 
 
 def test_what_was_named_last_stays():
-    recent: Recent[int] = Recent(2)
+    recent: LruCache[int] = LruCache(2)
     for name in ("a", "b", "a", "c"):
         recent.remember(name, 1)
     assert [recent.get(name) for name in ("a", "b", "c")] == [1, None, 1]
 
 
 def test_threads_do_not_disturb_each_other():
-    recent: Recent[int] = Recent(8)
+    recent: LruCache[int] = LruCache(8)
 
     def use(number: int) -> None:
         for turn in range(500):

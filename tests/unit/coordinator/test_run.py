@@ -17,7 +17,7 @@ from tests.support.coordinator import (
 from blocktrain.coordinator.run import found_run, open_run
 from blocktrain.errors import NotFoundError
 from blocktrain.protocol.messages import PROTOCOL
-from blocktrain.protocol.tensors import encode
+from blocktrain.storage.tensor_file import encode
 
 
 def test_a_new_run_holds_its_settings_its_text_and_every_blocks_first_version(tmp_path: Path):

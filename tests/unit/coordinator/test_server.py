@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.coordinator.server import own_tls
+from blocktrain.coordinator.process import own_tls
 from blocktrain.coordinator.service import Service
 
 

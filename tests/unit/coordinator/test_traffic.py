@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from tests.support.coordinator import Member, SetClock, commit, join, open_stores
 from tests.support.frugal import frugal, send_learned
 
-from blocktrain.coordinator.action import USUAL_MESSAGE
+from blocktrain.coordinator.endpoints import USUAL_MESSAGE
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError

@@ -20,11 +20,11 @@ from tests.support.coordinator import (
     weights_now,
 )
 
+from blocktrain.codec import frames
+from blocktrain.codec.dense import Bf16, Int8
+from blocktrain.codec.sparse import Sparse
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.updates import READ_SECONDS
-from blocktrain.core import codec
-from blocktrain.core.codec_dense import Bf16, Int8
-from blocktrain.core.codec_sparse import Sparse
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import (
@@ -35,8 +35,8 @@ from blocktrain.protocol.messages import (
     Recipe,
     UpdateOffer,
 )
-from blocktrain.protocol.tensors import encode
 from blocktrain.storage.chunks import name_of
+from blocktrain.storage.tensor_file import encode
 
 
 @pytest.fixture
@@ -494,9 +494,9 @@ def frugal(tmp_path_factory: pytest.TempPathFactory, clock: SetClock) -> Iterato
 
 
 def encoded(
-    member: Member, lease: Lease, delta: Any, by: codec.Codec = FEW, **changes: Any
+    member: Member, lease: Lease, delta: Any, by: frames.Codec = FEW, **changes: Any
 ) -> Made:
-    data = b"".join(codec.encode(delta, by))
+    data = b"".join(frames.encode(delta, by))
     return member.signer.update_of_bytes(lease, data, **{"codec": "sparse", **changes})
 
 
@@ -541,8 +541,8 @@ def test_an_encoded_update_that_does_not_decode_is_refused(frugal: Service, bad:
 @pytest.mark.parametrize(
     ("claimed", "by", "state"),
     [
-        ("sparse", Sparse(codec.kept_in_last_words(FEW.kept)), "pending"),
-        ("sparse", Sparse(codec.kept_in_last_words(FEW.kept) + 1), "refused"),
+        ("sparse", Sparse(frames.top_k_of_final_update(FEW.kept)), "pending"),
+        ("sparse", Sparse(frames.top_k_of_final_update(FEW.kept) + 1), "refused"),
         ("sparse", Int8(), "refused"),
         ("bf16", Bf16(), "pending"),
         ("bf16", Int8(), "refused"),
@@ -551,7 +551,7 @@ def test_an_encoded_update_that_does_not_decode_is_refused(frugal: Service, bad:
     ids=str,
 )
 def test_an_encoded_update_is_what_its_claim_says(
-    tmp_path: Path, clock: SetClock, claimed: str, by: codec.Codec, state: str
+    tmp_path: Path, clock: SetClock, claimed: str, by: frames.Codec, state: str
 ):
     """A worker's last words keep more than other updates do, and nothing keeps more than they."""
     with running(tmp_path, clock, swarm__codec=claimed, swarm__kept=FEW.kept) as service:

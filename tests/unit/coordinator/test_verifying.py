@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from blocktrain.coordinator.verifying import Verifying
+from blocktrain.coordinator.executor import VerificationQueue
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.messages import Receipt
 
@@ -33,7 +33,7 @@ class Settling:
 
 def test_a_thousand_who_ask_for_one_update_wait_for_one_receipt():
     async def story() -> None:
-        verifying, settling = Verifying(2), Settling()
+        verifying, settling = VerificationQueue(2), Settling()
         asking = [asyncio.create_task(verifying.once("a", settling)) for _ in range(1000)]
         await asyncio.sleep(0)
         settling.go.set()
@@ -47,7 +47,10 @@ def test_a_thousand_who_ask_for_one_update_wait_for_one_receipt():
 
 def test_a_refusal_reaches_all_who_wait_and_is_not_remembered():
     async def story() -> None:
-        verifying, settling = Verifying(2), Settling(RefusedError("conflict", "chunks are missing"))
+        verifying, settling = (
+            VerificationQueue(2),
+            Settling(RefusedError("conflict", "chunks are missing")),
+        )
         asking = [asyncio.create_task(verifying.once("a", settling)) for _ in range(3)]
         await asyncio.sleep(0)
         settling.go.set()
@@ -62,7 +65,7 @@ def test_a_refusal_reaches_all_who_wait_and_is_not_remembered():
 
 def test_it_goes_on_when_whoever_asked_has_left():
     async def story() -> None:
-        verifying, settling = Verifying(2), Settling()
+        verifying, settling = VerificationQueue(2), Settling()
         first = asyncio.create_task(verifying.once("a", settling))
         await asyncio.sleep(0)
         second = asyncio.create_task(verifying.once("a", settling))
@@ -78,7 +81,7 @@ def test_it_goes_on_when_whoever_asked_has_left():
 
 def test_no_more_at_once_than_there_are_places():
     async def story() -> None:
-        verifying, lock, running, most = Verifying(2), threading.Lock(), 0, 0
+        verifying, lock, running, most = VerificationQueue(2), threading.Lock(), 0, 0
         met = threading.Barrier(2)  # passed only where two are at work together
 
         def verify() -> str:

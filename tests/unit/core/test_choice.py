@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.core.choice import Sampling, kept, likeliest, log_softmax, pick, picks
+from blocktrain.numerics.sampling import Sampling, kept, likeliest, log_softmax, pick, picks
 
 SAMPLINGS = st.builds(
     Sampling,

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blocktrain.core.codec import (
+from blocktrain.codec.dense import LARGEST_SCALE, LEAST_SCALE, Bf16, Int8
+from blocktrain.codec.frames import (
     FRAME_NUMBERS,
     NAMES,
     Codec,
-    Decoder,
+    UpdateDecoder,
     codec_named,
     encode,
+    encode_with_residual,
     largest_encoded_size,
 )
-from blocktrain.core.codec_dense import LARGEST_SCALE, LEAST_SCALE, Bf16, Int8
-from blocktrain.core.codec_feedback import encode_and_owe
-from blocktrain.core.codec_sparse import Sparse
+from blocktrain.codec.sparse import Sparse
 from blocktrain.errors import ConfigError, ProtocolError
 
 Floats = npt.NDArray[np.float32]
@@ -70,12 +70,12 @@ def encoded(numbers: Floats, codec: Codec) -> bytes:
     return b"".join(encode(numbers, codec))
 
 
-def opened(data: bytes, count: int) -> Decoder:
+def opened(data: bytes, count: int) -> UpdateDecoder:
     def read(offset: int, length: int) -> bytes:
         assert min(offset, length) >= 0 and offset + length <= len(data), "asked past the end"
         return data[offset : offset + length]
 
-    return Decoder(read, len(data), count)
+    return UpdateDecoder(read, len(data), count)
 
 
 def decoded(data: bytes, count: int) -> Floats:
@@ -515,7 +515,7 @@ def test_numbers_of_bf16_are_finite():
 def sent_and_owed(codec: Codec, numbers: Floats, parts: int = 1) -> tuple[Floats, Floats]:
     """What arrives of an update, and what it leaves out."""
     owed: list[Floats] = []
-    data = b"".join(encode_and_owe(codec, np.array_split(numbers, parts), owed.append))
+    data = b"".join(encode_with_residual(codec, np.array_split(numbers, parts), owed.append))
     return decoded(data, numbers.size), np.concatenate(owed)
 
 
@@ -529,7 +529,7 @@ def test_what_is_owed_is_what_was_given_less_what_was_sent(codec: Codec):
 
 def test_what_is_owed_is_told_before_its_frame_is_handed_on():
     owed: list[Floats] = []
-    parts = encode_and_owe(Sparse(1), make("normal", 2 * FRAME_NUMBERS, 0), owed.append)
+    parts = encode_with_residual(Sparse(1), make("normal", 2 * FRAME_NUMBERS, 0), owed.append)
     next(parts)  # what stands before the frames
     for told in (1, 2):
         next(parts)
@@ -574,7 +574,7 @@ def test_of_a_frame_that_overflowed_nothing_is_sent_or_owed(codec: Codec):
     with np.errstate(over="ignore"):
         numbers[-1] += LARGEST  # what was owed before
     owed: list[Floats] = []
-    parts = encode_and_owe(codec, numbers, owed.append)
+    parts = encode_with_residual(codec, numbers, owed.append)
     for _ in ("what stands before the frames", "the frame before"):
         next(parts)
     with pytest.raises(ValueError, match="finite"):

@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
-from blocktrain.core import faults
-from blocktrain.core.faults import ACTIONS, POINTS, VARIABLE, Fault, Faults, parse
+from blocktrain import faults
 from blocktrain.errors import ConfigError
+from blocktrain.faults import ACTIONS, POINTS, VARIABLE, Fault, Faults, parse
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def run(plan: str) -> "subprocess.CompletedProcess[str]":
     program = (
         "import os\n"
         f"os.environ[{VARIABLE!r}] = {plan!r}\n"
-        "from blocktrain.core import faults\n"
+        "from blocktrain import faults\n"
         "for step in range(5): print(step, flush=True); faults.reached('step')\n"
     )
     return subprocess.run(

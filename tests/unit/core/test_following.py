@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blocktrain.core.codec import Codec
-from blocktrain.core.codec_dense import Bf16, Int8
-from blocktrain.core.codec_sparse import Sparse
-from blocktrain.core.following import compress, follow
+from blocktrain.codec.delta import apply_delta, encode_delta
+from blocktrain.codec.dense import Bf16, Int8
+from blocktrain.codec.frames import Codec
+from blocktrain.codec.sparse import Sparse
 from blocktrain.errors import DivergedError
 
 Floats = npt.NDArray[np.float32]
@@ -30,9 +30,9 @@ def numbers(seed: int, size: int, scale: float) -> Floats:
 def test_whoever_follows_arrives_at_the_same_bits(codec: Codec, size: int, seed: int, scale: float):
     current = numbers(seed, size, 1.0)
     target = current + numbers(seed + 1, size, scale).astype(np.float64)
-    frame = compress(current, target, codec)
+    frame = encode_delta(current, target, codec)
     decoded = codec.decode(frame.difference, size)
-    assert follow(current, decoded).tobytes() == frame.following.tobytes()
+    assert apply_delta(current, decoded).tobytes() == frame.following.tobytes()
 
 
 @FEW
@@ -40,7 +40,7 @@ def test_whoever_follows_arrives_at_the_same_bits(codec: Codec, size: int, seed:
 def test_what_is_owed_is_all_that_is_missing(codec: Codec, size: int, seed: int):
     current = numbers(seed, size, 1.0)
     target = current + numbers(seed + 1, size, 1e-3).astype(np.float64)
-    frame = compress(current, target, codec)
+    frame = encode_delta(current, target, codec)
     reached = frame.following.astype(np.float64) + frame.owed
     assert (np.abs(reached - target) <= 1e-7 * np.abs(frame.owed) + 1e-40).all()
 
@@ -51,7 +51,7 @@ def test_debts_are_paid_though_each_step_is_small(codec: Codec):
     current, owed = np.ones(5000, np.float32), np.zeros(5000, np.float32)
     step = numbers(0, 5000, 1e-6).astype(np.float64)
     for _ in range(2000 if isinstance(codec, Sparse) else 200):
-        frame = compress(current, current + step + owed, codec)
+        frame = encode_delta(current, current + step + owed, codec)
         current, owed = frame.following, frame.owed
         step *= 0.9
     goal = 1.0 + numbers(0, 5000, 1e-6).astype(np.float64) * 10.0
@@ -65,7 +65,7 @@ def test_what_the_codec_can_say_is_said_whole(codec: Codec, size: int, seed: int
     """A lone update that came in by the same codec goes out again without a loss."""
     current = numbers(seed, size, 0.1)
     update = codec.decode(codec.encode(numbers(seed + 1, size, 1e-3)), size)
-    reached = compress(current, current + update.astype(np.float64), codec).following
+    reached = encode_delta(current, current + update.astype(np.float64), codec).following
     if isinstance(codec, Int8):  # a group's scale may be rounded once more
         np.testing.assert_allclose(reached, current + update, atol=np.abs(update).max() / 127)
     else:
@@ -77,7 +77,7 @@ def test_what_rounding_left_takes_nobody_s_place():
     current, dust = np.linspace(0.5, 2.0, 4096, dtype=np.float32), np.full(4096, 1e-12)
     step = np.zeros(4096)
     step[::64] = np.where(np.arange(64) % 3, 0.5, -0.125)
-    frame = compress(current, current + step + dust, Sparse(256))
+    frame = encode_delta(current, current + step + dust, Sparse(256))
     assert np.array_equal(Sparse(256).decode(frame.difference, 4096), step)
     assert len(frame.difference) <= len(Sparse(64).encode(step.astype(np.float32)))
     np.testing.assert_allclose(frame.owed[1::64], 1e-12, rtol=1e-3)
@@ -88,10 +88,10 @@ def test_a_target_that_is_no_number_is_refused(bad: float):
     target = np.zeros(10)
     target[3] = bad
     with pytest.raises(DivergedError):
-        compress(np.zeros(10, np.float32), target, Bf16())
+        encode_delta(np.zeros(10, np.float32), target, Bf16())
 
 
 def test_a_difference_that_leads_beyond_all_numbers_is_refused():
     huge = np.full(4, np.finfo(np.float32).max, np.float32)
     with pytest.raises(DivergedError):
-        follow(huge, huge)
+        apply_delta(huge, huge)

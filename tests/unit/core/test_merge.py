@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from blocktrain.core.merge import Contribution, Outer, WeightedMean, merge_tensor
 from blocktrain.errors import ConfigError, DivergedError
+from blocktrain.numerics.merge import Contribution, Outer, WeightedMean, merge_tensor
 
 Floats = npt.NDArray[np.float32]
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.core.noise import (
+from blocktrain.numerics.noise import (
     LogNormal,
     Partition,
     euler_step,

@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from blocktrain.core import readout
+from blocktrain.model import readout
 
 
 def distributions(count: int) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
-from blocktrain.core.spelling import meant
+from blocktrain.config import closest_match
 
 
 def test_a_mistyped_word_is_understood_and_another_is_not():
     known = ("width", "window", "layers")
-    assert meant("wdth", known) == "width"
-    assert meant("colour", known) is None
+    assert closest_match("wdth", known) == "width"
+    assert closest_match("colour", known) is None

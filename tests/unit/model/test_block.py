@@ -2,11 +2,11 @@ import torch
 from tests.support.models import awake_block
 
 from blocktrain.config import Config
-from blocktrain.core.noise import precondition
+from blocktrain.model.block import target_table
 from blocktrain.model.denoising import DenoisingBlock, NoiseLevel
 from blocktrain.model.kv_cache import LayerCache
 from blocktrain.model.stack import new_block
-from blocktrain.model.targets import target_table
+from blocktrain.numerics.noise import precondition
 
 
 def test_target_rows_are_orthonormal_where_there_is_room():

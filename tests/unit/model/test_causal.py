@@ -6,10 +6,10 @@ from tests.support.models import awake_block, awake_stack
 from torch import Tensor
 
 from blocktrain.config import Config
-from blocktrain.core.vocabulary import BOS
 from blocktrain.errors import ConfigError
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.stack import CausalStack, Stack, assemble, initial_block, new_block
+from blocktrain.vocabulary import BOS
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import torch
 from tests.support.models import awake_stack, leak, untrained_stack
 
 from blocktrain.config import Config
-from blocktrain.core import readout
 from blocktrain.data.corpus import Corpus
 from blocktrain.data.windows import evaluation_windows, shifted
+from blocktrain.model import readout
 from blocktrain.model.stack import Stack, assemble
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
@@ -133,8 +133,8 @@ def test_gate_4_steps_agree_with_whole_windows(config: Config, kind: str, taps: 
 
 def test_training_pass_agrees_with_context_then_denoise(config: Config):
     """The fused two-stream pass and the two passes of inference are one function."""
-    from blocktrain.core.noise import precondition
     from blocktrain.model.denoising import NoiseLevel
+    from blocktrain.numerics.noise import precondition
 
     stack = awake_stack(config)
     torch.manual_seed(5)

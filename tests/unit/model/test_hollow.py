@@ -6,14 +6,14 @@ from tests.support.models import awake_block
 from torch import nn
 
 from blocktrain.config import Config
-from blocktrain.model.hollow import hollow_block, put, settle, shapes
+from blocktrain.model.loading import meta_init_block, put, settle, shapes
 from blocktrain.model.stack import assemble
 
 CPU = torch.device("cpu")
 
 
 def filled(block: nn.Module, config: Config, unit: int, held: str, dtype: torch.dtype) -> nn.Module:
-    hollow = hollow_block(config, unit, held)
+    hollow = meta_init_block(config, unit, held)
     for name, parameter in block.named_parameters():
         put(hollow, name, parameter.detach().clone(), dtype)
     return settle(hollow, CPU, dtype)
@@ -38,13 +38,13 @@ def test_filled_blocks_say_what_the_whole_ones_say(kind: Config, held: str, tole
 def test_it_asks_for_every_weight_and_no_other(kind: Config, held: str):
     for unit in range(kind.units):
         wanted = {name: p.shape for name, p in awake_block(kind, unit).named_parameters()}
-        assert shapes(hollow_block(kind, unit, held)) == wanted
+        assert shapes(meta_init_block(kind, unit, held)) == wanted
 
 
 def test_nothing_takes_memory_before_it_is_put_in(kind: Config):
     large = kind.with_settings(model__width=1 << 16)  # tens of gigabytes, were they there
     for held in ("full", "int8"):
-        assert all(each.is_meta for each in hollow_block(large, 0, held).parameters())
+        assert all(each.is_meta for each in meta_init_block(large, 0, held).parameters())
 
 
 def test_int8_is_for_the_matrices_of_layers_alone(kind: Config):

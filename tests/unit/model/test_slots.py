@@ -10,12 +10,12 @@ from tests.support.models import awake_block
 from torch import Tensor
 
 from blocktrain.config import Config, load_config
-from blocktrain.core.noise import precondition
+from blocktrain.model.block import target_table
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock, NoiseLevel
 from blocktrain.model.kv_cache import BlockMemory
 from blocktrain.model.slots import SlotCache
-from blocktrain.model.targets import target_table
+from blocktrain.numerics.noise import precondition
 
 ROOT = Path(__file__).resolve().parents[3]
 WINDOW = 100

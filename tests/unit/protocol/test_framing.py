@@ -17,9 +17,9 @@ from blocktrain.protocol.framing import (
     MAGIC,
     MOST_ARRAYS,
     STAGING_BYTES,
-    Decoder,
+    FrameDecoder,
+    FrameMessage,
     Kind,
-    Message,
     encode,
     largest_frame,
 )
@@ -37,7 +37,7 @@ ARRAYS = st.sampled_from(list(DTYPES.values())).flatmap(
     )
 )
 MESSAGES = st.builds(
-    Message,
+    FrameMessage,
     st.sampled_from(Kind),
     NUMBERS,
     NUMBERS,
@@ -47,12 +47,12 @@ MESSAGES = st.builds(
 LIMIT = 1 << 20
 
 
-def frame(message: Message) -> bytes:
+def frame(message: FrameMessage) -> bytes:
     return b"".join(encode(message))
 
 
-def decoded(data: bytes, limit: int = LIMIT) -> list[Message]:
-    decoder = Decoder(limit)
+def decoded(data: bytes, limit: int = LIMIT) -> list[FrameMessage]:
+    decoder = FrameDecoder(limit)
     decoder.feed(data)
     return list(decoder.messages())
 
@@ -67,7 +67,7 @@ def pieces(data: bytes, sizes: list[int]) -> list[bytes]:
     return found
 
 
-def same(one: Message, other: Message) -> bool:
+def same(one: FrameMessage, other: FrameMessage) -> bool:
     return (
         (one.kind, one.request, one.sequence, one.meta)
         == (other.kind, other.request, other.sequence, other.meta)
@@ -76,8 +76,8 @@ def same(one: Message, other: Message) -> bool:
     )  # fmt: skip
 
 
-BIG = Message(Kind.STEP, 7, 9, {"hops": ["a:1"]}, (np.arange(40_000, dtype=np.float32),))
-SMALL = Message(
+BIG = FrameMessage(Kind.STEP, 7, 9, {"hops": ["a:1"]}, (np.arange(40_000, dtype=np.float32),))
+SMALL = FrameMessage(
     Kind.RESULT, 1, 2, {"a": 1}, (np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(3, np.int8))
 )
 
@@ -86,8 +86,8 @@ SMALL = Message(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(MESSAGES, max_size=3), st.lists(st.integers(1, 200), min_size=1, max_size=8))
-def test_messages_arrive_however_the_stream_is_cut(messages: list[Message], sizes: list[int]):
-    decoder, found = Decoder(), []
+def test_messages_arrive_however_the_stream_is_cut(messages: list[FrameMessage], sizes: list[int]):
+    decoder, found = FrameDecoder(), []
     for piece in pieces(b"".join(map(frame, messages)), sizes):
         decoder.feed(piece)
         found += decoder.messages()
@@ -101,7 +101,7 @@ def test_messages_arrive_however_the_stream_is_cut(messages: list[Message], size
 @settings(max_examples=20, deadline=None)
 def test_messages_arrive_through_the_decoders_own_buffers(sizes: list[int]):
     stream = frame(SMALL) + frame(BIG) + frame(SMALL) + frame(BIG)
-    decoder, found = Decoder(), []
+    decoder, found = FrameDecoder(), []
     for piece in pieces(stream, sizes):
         rest = piece
         while rest:
@@ -121,12 +121,14 @@ def test_arrays_are_sent_without_a_copy():
     array = BIG.arrays[0]
     assert any(np.shares_memory(np.frombuffer(part, np.uint8), array) for part in encode(BIG))
     strided = np.arange(20, dtype=np.float32).reshape(4, 5).T
-    (found,) = decoded(frame(Message(Kind.STEP, arrays=(strided,))))
+    (found,) = decoded(frame(FrameMessage(Kind.STEP, arrays=(strided,))))
     np.testing.assert_array_equal(found.arrays[0], strided)
 
 
 def test_received_arrays_lie_in_one_buffer_aligned_and_writable():
-    (message,) = decoded(frame(Message(Kind.STEP, meta={"x": "odd"}, arrays=SMALL.arrays[::-1])))
+    (message,) = decoded(
+        frame(FrameMessage(Kind.STEP, meta={"x": "odd"}, arrays=SMALL.arrays[::-1]))
+    )
     assert all(array.base is message.arrays[0].base for array in message.arrays)
     for array in message.arrays:
         assert array.flags.aligned and array.flags.writeable and array.flags.c_contiguous
@@ -138,19 +140,19 @@ def test_received_arrays_lie_in_one_buffer_aligned_and_writable():
 @pytest.mark.parametrize(
     "message",
     [
-        Message(Kind.STEP, request=-1),
-        Message(Kind.STEP, sequence=2**64),
-        Message(Kind.STEP, meta={"x": float("nan")}),
-        Message(Kind.STEP, meta={"x": object()}),
-        Message(Kind.STEP, meta={"x": "y" * LARGEST_META}),
-        Message(Kind.STEP, arrays=(np.zeros(1, np.float64),)),
-        Message(Kind.STEP, arrays=(np.array([None]),)),
-        Message(Kind.STEP, arrays=(np.zeros(2, ">f4"),)),
-        Message(Kind.STEP, arrays=(np.zeros((1, 1, 1, 1, 1), np.uint8),)),
-        Message(Kind.STEP, arrays=(np.zeros(1, np.uint8),) * (MOST_ARRAYS + 1)),
+        FrameMessage(Kind.STEP, request=-1),
+        FrameMessage(Kind.STEP, sequence=2**64),
+        FrameMessage(Kind.STEP, meta={"x": float("nan")}),
+        FrameMessage(Kind.STEP, meta={"x": object()}),
+        FrameMessage(Kind.STEP, meta={"x": "y" * LARGEST_META}),
+        FrameMessage(Kind.STEP, arrays=(np.zeros(1, np.float64),)),
+        FrameMessage(Kind.STEP, arrays=(np.array([None]),)),
+        FrameMessage(Kind.STEP, arrays=(np.zeros(2, ">f4"),)),
+        FrameMessage(Kind.STEP, arrays=(np.zeros((1, 1, 1, 1, 1), np.uint8),)),
+        FrameMessage(Kind.STEP, arrays=(np.zeros(1, np.uint8),) * (MOST_ARRAYS + 1)),
     ],
 )
-def test_what_no_frame_can_hold_is_refused_before_it_is_sent(message: Message):
+def test_what_no_frame_can_hold_is_refused_before_it_is_sent(message: FrameMessage):
     with pytest.raises(FrameError):
         encode(message)
 
@@ -179,12 +181,12 @@ def test_random_bytes_are_refused_or_incomplete(data: bytes):
 
 @settings(max_examples=60, deadline=None)
 @given(MESSAGES, st.data())
-def test_a_mutated_stream_gives_what_was_sent_or_a_frame_error(message: Message, data: Any):
+def test_a_mutated_stream_gives_what_was_sent_or_a_frame_error(message: FrameMessage, data: Any):
     whole = frame(message)
     start = data.draw(st.integers(0, len(whole)))
     end = data.draw(st.integers(start, len(whole)))
     stream = whole[:start] + data.draw(st.binary(max_size=20)) + whole[end:]
-    decoder = Decoder(LIMIT)
+    decoder = FrameDecoder(LIMIT)
     with suppress(FrameError):
         decoder.feed(stream + whole)
     assert all(same(found, message) for found in decoder.messages())
@@ -250,7 +252,7 @@ def test_a_forged_frame_with_nothing_wrong_is_taken():
     ],
 )
 def test_a_lie_is_refused_for_little_memory(stream: bytes):
-    decoder = Decoder(LIMIT)
+    decoder = FrameDecoder(LIMIT)
     tracemalloc.start()
     with pytest.raises(FrameError):
         decoder.feed(stream)
@@ -274,7 +276,7 @@ def test_no_head_makes_the_decoder_allocate_beyond_its_limit(data: Any):
         for code, _, a, b, c, d in struct.iter_unpack("<BBxx4I", table)
     )
     stream = forged(table=table, payload=declared, body=bytes(100))
-    decoder = Decoder(LIMIT)
+    decoder = FrameDecoder(LIMIT)
     tracemalloc.start()
     with suppress(FrameError):
         decoder.feed(stream)
@@ -284,10 +286,10 @@ def test_no_head_makes_the_decoder_allocate_beyond_its_limit(data: Any):
 
 
 def test_the_limit_holds_from_the_next_frame_on():
-    decoder = Decoder(1000)
+    decoder = FrameDecoder(1000)
     with pytest.raises(FrameError, match="1000 are taken"):
         decoder.feed(frame(BIG))
-    decoder = Decoder(1000)
+    decoder = FrameDecoder(1000)
     decoder.feed(frame(SMALL))
     decoder.limit = LIMIT
     decoder.feed(frame(BIG))

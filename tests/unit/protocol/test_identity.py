@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktrain.errors import ConfigError, CorruptFileError
-from blocktrain.protocol import base64url
+from blocktrain.protocol import identity
 from blocktrain.protocol.identity import (
     WorkerKey,
     token_request_text,
@@ -92,7 +92,7 @@ def test_another_key_is_not_this_one():
     assert not verify_update(WorkerKey.create().public, CLAIM, SIGNATURE)
 
 
-@given(text=st.text(max_size=100) | st.binary(max_size=70).map(base64url.encode))
+@given(text=st.text(max_size=100) | st.binary(max_size=70).map(identity.base64url_encode))
 @settings(deadline=None, max_examples=100)
 def test_malformed_keys_and_signatures_are_just_wrong(text: str):
     assert not verify_update(text, CLAIM, SIGNATURE)
@@ -101,7 +101,7 @@ def test_malformed_keys_and_signatures_are_just_wrong(text: str):
 
 @pytest.mark.parametrize("length", [0, 31, 33, 63, 65, 128])
 def test_wrong_lengths_are_just_wrong(length: int):
-    text = base64url.encode(bytes(length))
+    text = identity.base64url_encode(bytes(length))
     assert not verify_update(text, CLAIM, SIGNATURE)
     assert not verify_update(KEY.public, CLAIM, text)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktrain.errors import ConfigError, InviteError
-from blocktrain.protocol import base64url
+from blocktrain.protocol import identity
 from blocktrain.protocol.invite import MISTYPED, NEWER, Invite
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
@@ -43,7 +43,7 @@ invites = st.one_of(
 def written(prefix: str, payload: bytes) -> str:
     """An invite with a right checksum, whatever is in it."""
     checksum = zlib.crc32(prefix.encode() + payload).to_bytes(4, "little")
-    return prefix + base64url.encode(payload + checksum)
+    return prefix + identity.base64url_encode(payload + checksum)
 
 
 def refusal(text: str) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from blocktrain.protocol.listening import bound_socket
+from blocktrain.protocol.addresses import bound_socket
 
 
 def test_answers_in_pieces_do_not_wait_for_each_other() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from blocktrain.protocol import base64url
+from blocktrain.protocol import identity
 from blocktrain.protocol import messages as m
 
 HASH, OTHER_HASH = "ab" * 32, "cd" * 32
@@ -237,7 +237,7 @@ def test_an_answer_is_read_by_its_kind():
 
 hashes = st.binary(min_size=32, max_size=32).map(bytes.hex)
 identifiers = st.binary(min_size=4, max_size=32).map(bytes.hex)
-base64s = st.binary(min_size=1, max_size=96).map(base64url.encode)
+base64s = st.binary(min_size=1, max_size=96).map(identity.base64url_encode)
 names = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=80)
 reasons = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=500)
 counts = st.integers(0, 2**53)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from blocktrain.errors import ProtocolError
-from blocktrain.protocol import tensors
-from blocktrain.protocol.tensors import TensorSpec, check_like, decode, encode, parse_header
+from blocktrain.storage import tensor_file
+from blocktrain.storage.tensor_file import TensorSpec, check_like, decode, encode, parse_header
 
 Array = npt.NDArray[Any]
 
@@ -81,7 +81,7 @@ def test_files_of_one_dtype_are_the_packages_bytes(wanted: dict[str, Array]):
 def test_a_canonical_header_is_a_fixed_point(wanted: dict[str, Array]):
     data = b"".join(encode(wanted))
     specs = parse(data)
-    header = tensors.canonical(specs)
+    header = tensor_file.canonical(specs)
     assert data.startswith(header) and len(header) % 8 == 0
     assert {spec.name for spec in specs} == wanted.keys()
     for spec in specs:
@@ -112,9 +112,9 @@ def test_decoding_a_writable_buffer_copies_nothing():
 
 
 def test_a_large_tensor_is_written_in_pieces():
-    array = np.zeros(3 * tensors.PIECE_BYTES // 4 + 1, np.float32)
+    array = np.zeros(3 * tensor_file.PIECE_BYTES // 4 + 1, np.float32)
     sizes = [len(piece) for piece in encode({"x": array})]
-    assert len(sizes) == 5 and max(sizes) == tensors.PIECE_BYTES
+    assert len(sizes) == 5 and max(sizes) == tensor_file.PIECE_BYTES
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.uint16, np.complex64, "U3", object])
@@ -127,7 +127,7 @@ BAD = {
     "empty": b"",
     "short": b"\x01\0\0\0",
     "longer than the file": (100).to_bytes(8, "little") + b"{}",
-    "longer than allowed": (tensors.LARGEST_HEADER + 1).to_bytes(8, "little") + b"{}",
+    "longer than allowed": (tensor_file.LARGEST_HEADER + 1).to_bytes(8, "little") + b"{}",
     "longer than anything": b"\xff" * 8 + b"{}",
     "no header": bytes(8),
     "no object": with_header(b"[]"),
@@ -198,7 +198,7 @@ json_values = st.recursive(
 )
 loose_entry = st.fixed_dictionaries(
     {
-        "dtype": st.sampled_from(sorted(tensors.DTYPES)) | json_values,
+        "dtype": st.sampled_from(sorted(tensor_file.DTYPES)) | json_values,
         "shape": st.lists(numbers, max_size=3) | json_values,
         "data_offsets": st.lists(numbers, min_size=2, max_size=2) | json_values,
     }
@@ -238,16 +238,18 @@ def _refused_or_sound(data: bytes) -> None:
     assert sum(spec.end - spec.start for spec in specs) <= len(data)
     assert found.keys() == {spec.name for spec in specs}
     for spec in specs:
-        assert math.prod(spec.shape) * tensors.DTYPES[spec.dtype].itemsize == spec.end - spec.start
+        assert (
+            math.prod(spec.shape) * tensor_file.DTYPES[spec.dtype].itemsize == spec.end - spec.start
+        )
 
 
 @pytest.mark.parametrize("unit", [b'"":[],', b"{},", b"999,"], ids=["lists", "objects", "numbers"])
 def test_a_header_cannot_take_much_memory(unit: bytes):
     """The largest header allowed, of what takes most memory once it is parsed."""
     body = b'{"a":{' if unit.startswith(b'"') else b'{"a":['
-    length = tensors.LARGEST_HEADER
+    length = tensor_file.LARGEST_HEADER
     data = length.to_bytes(8, "little") + (body + unit * (length // len(unit)))[:length]
-    fitting = with_header(body + unit * (tensors.MOST_MARKS // 4))
+    fitting = with_header(body + unit * (tensor_file.MOST_MARKS // 4))
     tracemalloc.start()
     try:
         for case in (data, fitting):
@@ -281,6 +283,6 @@ def test_the_first_difference_is_named(found: list[TensorSpec], message: str):
 
 def test_a_header_has_each_name_once():
     with pytest.raises(ProtocolError, match="'a'"):
-        tensors.header_bytes([("a", "F32", (1,)), ("a", "F32", (2,))])
+        tensor_file.header_bytes([("a", "F32", (1,)), ("a", "F32", (2,))])
     with pytest.raises(ProtocolError, match="__metadata__"):
-        tensors.header_bytes([("__metadata__", "F32", ())])
+        tensor_file.header_bytes([("__metadata__", "F32", ())])

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.coordinator.authority import Authority
 from blocktrain.errors import ProtocolError, UntrustedError
-from blocktrain.protocol.certificates import Certificate
-from blocktrain.protocol.trust import pinned_context
+from blocktrain.protocol.tls import Authority, Certificate, pinned_context
 
 NOW = time.time()  # TLS itself looks at the clock
 AUTHORITY = Authority.create("run00001", NOW)

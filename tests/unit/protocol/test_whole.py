@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.errors import ProtocolError
-from blocktrain.protocol.messages import Downloaded, Recipe, UpdateClaim, UpdateOffer
-from blocktrain.protocol.whole import LARGEST_OFFER, head, split
+from blocktrain.protocol.messages import (
+    LARGEST_OFFER,
+    Downloaded,
+    Recipe,
+    UpdateClaim,
+    UpdateOffer,
+    split_whole_update,
+    whole_update_head,
+)
 
 CLAIM = UpdateClaim(
     run="run00001", worker="worker01", lease="lease001", fence=1, block=0, base_version=2,
@@ -21,25 +28,25 @@ OFFER = UpdateOffer(
 
 @given(st.binary(max_size=100))
 def test_what_is_put_together_is_taken_apart(data: bytes):
-    text, found = split(head(OFFER) + data)
+    text, found = split_whole_update(whole_update_head(OFFER) + data)
     assert UpdateOffer.model_validate_json(text) == OFFER
     assert bytes(found) == data
 
 
-@given(st.integers(0, len(head(OFFER)) - 1))
+@given(st.integers(0, len(whole_update_head(OFFER)) - 1))
 def test_an_offer_that_was_cut_is_none(at: int):
     with pytest.raises(ProtocolError, match="offer"):
-        split(head(OFFER)[:at])
+        split_whole_update(whole_update_head(OFFER)[:at])
 
 
 @pytest.mark.parametrize("length", [0, LARGEST_OFFER + 1, 2**32 - 1])
 def test_an_offer_has_a_length(length: int):
     with pytest.raises(ProtocolError, match="length"):
-        split(length.to_bytes(4, "little") + bytes(LARGEST_OFFER + 1))
+        split_whole_update(length.to_bytes(4, "little") + bytes(LARGEST_OFFER + 1))
 
 
 @given(st.binary(max_size=200))
 def test_nothing_else_goes_wrong(body: bytes):
     with suppress(ProtocolError):
-        text, data = split(body)
+        text, data = split_whole_update(body)
         assert 4 + len(text) + len(data) == len(body)

@@ -3,8 +3,8 @@
 import numpy as np
 
 from blocktrain.config import SwarmConfig
-from blocktrain.rehearse.parcels import Parcels
-from blocktrain.simulate.block import VirtualBlock, VirtualLease
+from blocktrain.simulate.learning import SimulatedUpdates
+from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
 
 BASE = {
     "a": np.zeros((8, 64), np.float32),
@@ -17,7 +17,7 @@ def lease(worker: str = "ann") -> VirtualLease:
 
 
 def test_without_a_codec_weights_arrive_as_they_are():
-    parcels = Parcels(SwarmConfig())
+    parcels = SimulatedUpdates(SwarmConfig())
     assert parcels.begun(lease(), BASE) is BASE
     end = {name: array + 1 for name, array in BASE.items()}
     fresh, late = lease(), lease()
@@ -28,7 +28,7 @@ def test_without_a_codec_weights_arrive_as_they_are():
 
 
 def test_what_a_codec_leaves_out_is_what_its_worker_begins_the_next_lease_with():
-    parcels = Parcels(SwarmConfig(codec="sparse"))
+    parcels = SimulatedUpdates(SwarmConfig(codec="sparse"))
     draws = np.random.default_rng(0)
     end = {
         name: array + draws.standard_normal(array.shape, np.float32) for name, array in BASE.items()

@@ -8,14 +8,13 @@ from tests.support.scenarios import PLAIN
 from tests.support.training import CPU, assert_equal, quiet, weights_of
 
 from blocktrain.config import Config, build
-from blocktrain.core.merge import caught_up
 from blocktrain.data.corpus import Corpus
-from blocktrain.rehearse.practice import Practice
-from blocktrain.rehearse.rehearsal import Rehearsal
-from blocktrain.simulate.block import VirtualBlock, VirtualLease
+from blocktrain.numerics.merge import caught_up
+from blocktrain.simulate.learning import SimulatedLearning, VirtualTrainer
 from blocktrain.simulate.report import Report
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import new_coordinator, simulate
+from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
 from blocktrain.train.trainer import BlockTrainer
 
 # Everybody differs, many leave without a word, and updates come late.
@@ -40,11 +39,11 @@ def scenario(config: Config, **settings: Any) -> Scenario:
     return run.with_settings(**{**PLAIN, **settings})
 
 
-def rehearsal(scene: Config, corpus: Corpus) -> Rehearsal:
-    return Rehearsal(scene, corpus, CPU, windows=8)
+def rehearsal(scene: Config, corpus: Corpus) -> SimulatedLearning:
+    return SimulatedLearning(scene, corpus, CPU, windows=8)
 
 
-def play(scene: Scenario, corpus: Corpus) -> tuple[Report, Rehearsal]:
+def play(scene: Scenario, corpus: Corpus) -> tuple[Report, SimulatedLearning]:
     learner = rehearsal(scene, corpus)
     return simulate(scene, new_coordinator(scene, learner)), learner
 
@@ -53,13 +52,13 @@ def lease(number: int, worker: str, block: VirtualBlock, first: int, steps: int 
     return VirtualLease(number, worker, block, first, steps, deadline=60.0)
 
 
-def taken(learner: Rehearsal, *leases: VirtualLease) -> tuple[VirtualLease, ...]:
+def taken(learner: SimulatedLearning, *leases: VirtualLease) -> tuple[VirtualLease, ...]:
     for given in leases:
         learner.taken(given)
     return leases
 
 
-def merge(learner: Rehearsal, *leases: VirtualLease) -> dict[str, np.ndarray]:
+def merge(learner: SimulatedLearning, *leases: VirtualLease) -> dict[str, np.ndarray]:
     """The next version of their block."""
     block = leases[0].block
     learner.merged(block, leases)
@@ -100,13 +99,13 @@ def test_only_what_counts_is_trained(
     config: Config, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ):
     trained: list[int] = []
-    train = Practice.train
+    train = VirtualTrainer.train
 
-    def counted(practice: Practice, given: VirtualLease, *rest: Any) -> Any:
+    def counted(practice: VirtualTrainer, given: VirtualLease, *rest: Any) -> Any:
         trained.append(given.steps)
         return train(practice, given, *rest)
 
-    monkeypatch.setattr(Practice, "train", counted)
+    monkeypatch.setattr(VirtualTrainer, "train", counted)
     report, _ = play(scenario(config, **CHURN), corpus)
     assert sum(trained) == sum(report.merged_batches) == 120
     assert report.steps_trained > 121.0

@@ -7,16 +7,25 @@ from tests.support.models import awake_stack
 from tests.support.serving import CPU, of_kind, stage
 
 from blocktrain.config import Config
-from blocktrain.core import readout
 from blocktrain.errors import CacheFullError, MissingPrefixError, ProtocolError
+from blocktrain.model import readout
 from blocktrain.model.stack import Stack
-from blocktrain.serve.batch import Share, like_length
-from blocktrain.serve.blocks import StoredBlocks
-from blocktrain.serve.compute import StageCompute
-from blocktrain.serve.front import Front
-from blocktrain.serve.request import Sampling
-from blocktrain.serve.tenants import Limits, Tenant
-from blocktrain.serve.work import Refinement, Row, Work, apart, joined, started
+from blocktrain.serve.router.decode import Sampling
+from blocktrain.serve.router.front import FirstBlock
+from blocktrain.serve.stage.batch import (
+    Refinement,
+    Row,
+    Share,
+    SlotLimits,
+    SlotOwner,
+    Work,
+    apart,
+    joined,
+    like_length,
+    started,
+)
+from blocktrain.serve.stage.compute import StageCompute
+from blocktrain.serve.stage.served_blocks import StoredBlocks
 from blocktrain.storage.run_dir import RunDir, Snapshot
 
 KINDS = ("denoise", "cascade")
@@ -130,13 +139,13 @@ def test_no_step_without_what_comes_before(stack: Stack):
 def test_cache_bytes_are_whole_windows(stack: Stack):
     layers = sum(stack.config.depths) + sum(map(stack.config.tail_layers, range(3)))
     window = 3 * layers * stack.config.model.window * stack.config.model.width * 4
-    full = stage(stack, range(3), limits=Limits(cache_bytes=2 * window + 1))
+    full = stage(stack, range(3), limits=SlotLimits(cache_bytes=2 * window + 1))
     assert full.most_requests == 2
     full.step(started(rows(b"a", b"b")))
     with pytest.raises(CacheFullError):
         full.step(started([Row(2, 0, ids(b"c"), 1)]))
     with pytest.raises(CacheFullError, match=f"{window} bytes"):
-        stage(stack, range(3), limits=Limits(cache_bytes=window - 1))
+        stage(stack, range(3), limits=SlotLimits(cache_bytes=window - 1))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +186,7 @@ def test_a_stage_reads_the_files_of_its_own_blocks_alone(tmp_path: Path, config:
     assert np.allclose(loaded.step(work).readout_RV, expected.readout_RV, atol=1e-4)
     exported = RunDir.create(tmp_path / "exported", stack.config)
     exported.write_exported([weights_of(stack, number) for number in range(3)])
-    front = Front.load(StoredBlocks(exported), CPU)
+    front = FirstBlock.load(StoredBlocks(exported), CPU)
     assert np.allclose(front.first.step(started(rows(b"abc"))).state, work.state, atol=1e-4)
 
 
@@ -206,7 +215,9 @@ def weights_of(stack: Stack, number: int) -> dict[str, np.ndarray]:
 def test_single_bytes_are_not_padded_to_a_prompt():
     lengths = [1, 40, 1, 3, 30, 5, 1]
     shares = [
-        Share(Row(n, 0, np.zeros(length, np.uint16), 1), Tenant(6 - n, 0, 0.0), range(0), range(0))
+        Share(
+            Row(n, 0, np.zeros(length, np.uint16), 1), SlotOwner(6 - n, 0, 0.0), range(0), range(0)
+        )
         for n, length in enumerate(lengths)
     ]
     groups = like_length(shares)

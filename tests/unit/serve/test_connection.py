@@ -22,11 +22,10 @@ from blocktrain.errors import (
     UnreachableError,
     UntrustedError,
 )
-from blocktrain.protocol.framing import Decoder, Kind, Message, encode, largest_frame
-from blocktrain.serve.connection import LARGEST_HELLO, Connection, Terms
-from blocktrain.serve.credit import window_for
-from blocktrain.serve.keys import ROUTER, STAGE, Keyring, client_context, server_context
-from blocktrain.serve.meeting import MOST_GREETINGS, Server, dial
+from blocktrain.protocol.framing import FrameDecoder, FrameMessage, Kind, encode, largest_frame
+from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring, client_context, server_context
+from blocktrain.serve.ring.connection import LARGEST_HELLO, RingConnection, Terms, window_for
+from blocktrain.serve.ring.handshake import MOST_GREETINGS, RingListener, dial
 
 HELLO = {"role": "router", "name": "r", "model": "m1"}
 QUICK = Terms(beat=0.05, slack=0.1, limit=LARGEST_HELLO, padding=0)
@@ -69,40 +68,44 @@ def run(scene: Coroutine[Any, Any, None], new_loop: NewLoop = asyncio.new_event_
         runner.run(asyncio.wait_for(scene, 20))
 
 
-async def echo(connection: Connection) -> None:
+async def echo(connection: RingConnection) -> None:
     while True:
         said = await connection.receive()
-        await connection.send(Message(Kind.RESULT, said.request, said.sequence, {}, said.arrays))
+        await connection.send(
+            FrameMessage(Kind.RESULT, said.request, said.sequence, {}, said.arrays)
+        )
 
 
 class Kept:
     """Accepts connections and leaves them to the test."""
 
     def __init__(self) -> None:
-        self.arrived: asyncio.Queue[Connection] = asyncio.Queue()
+        self.arrived: asyncio.Queue[RingConnection] = asyncio.Queue()
 
-    async def __call__(self, connection: Connection) -> None:
+    async def __call__(self, connection: RingConnection) -> None:
         self.arrived.put_nowait(connection)
         await connection.wait_closed()
 
 
 @asynccontextmanager
 async def serving(
-    accept: Callable[[Connection], Awaitable[None]] = echo,
+    accept: Callable[[RingConnection], Awaitable[None]] = echo,
     context: ssl.SSLContext | None = None,
     **more: Any,
 ) -> AsyncIterator[str]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     settings = {"roles": BOTH, "terms": QUICK, **more}
     hello = {"role": "stage", "name": "s", "model": "m1"}
-    server = Server(listener, context, lambda: hello, accept, **settings)
+    server = RingListener(listener, context, lambda: hello, accept, **settings)
     try:
         yield f"127.0.0.1:{server.port}"
     finally:
         await server.close()
 
 
-async def dialled(address: str, context: ssl.SSLContext | None = None, **more: Any) -> Connection:
+async def dialled(
+    address: str, context: ssl.SSLContext | None = None, **more: Any
+) -> RingConnection:
     return await dial(address, context, HELLO, **{"roles": [STAGE], "terms": QUICK, **more})
 
 
@@ -111,9 +114,9 @@ class Stranger:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._decoder = Decoder()
+        self._decoder = FrameDecoder()
 
-    def say(self, message: Message) -> None:
+    def say(self, message: FrameMessage) -> None:
         self.say_bytes(b"".join(encode(message)))
 
     def say_bytes(self, data: bytes) -> None:
@@ -121,9 +124,9 @@ class Stranger:
 
     def greet(self, **changed: Any) -> None:
         meta = {"hello": HELLO, "limit": QUICK.limit, "beat": QUICK.beat, **changed}
-        self.say(Message(Kind.HELLO, meta=meta))
+        self.say(FrameMessage(Kind.HELLO, meta=meta))
 
-    async def heard(self) -> list[Message]:
+    async def heard(self) -> list[FrameMessage]:
         """Everything until the other side hangs up."""
         try:
             while data := await asyncio.wait_for(self._reader.read(65536), 5):
@@ -329,7 +332,7 @@ def test_messages_of_all_sizes_come_back_in_order(keys: Path, tls: bool, new_loo
 
             async def push() -> None:
                 for index, array in enumerate(sent):
-                    await connection.send(Message(Kind.STEP, 1, index, {}, (array,)))
+                    await connection.send(FrameMessage(Kind.STEP, 1, index, {}, (array,)))
 
             pushing = asyncio.create_task(push())
             for index, array in enumerate(sent):
@@ -349,7 +352,9 @@ def test_padding_takes_nothing_from_messages_and_reaches_nobody():
         async with serving(terms=padding) as address:
             near = await dialled(address, terms=padding)
             for request in range(1, 9):
-                await near.send(Message(Kind.STEP, request, arrays=(np.zeros(1 << 18, np.uint8),)))
+                await near.send(
+                    FrameMessage(Kind.STEP, request, arrays=(np.zeros(1 << 18, np.uint8),))
+                )
                 assert (await near.receive()).request == request
 
     run(scene())
@@ -360,7 +365,7 @@ def test_an_error_of_a_request_is_an_ordinary_message():
         kept = Kept()
         async with serving(kept) as address:
             near = await dialled(address)
-            await near.send(Message(Kind.ERROR, 5, meta={"reason": "no cache"}))
+            await near.send(FrameMessage(Kind.ERROR, 5, meta={"reason": "no cache"}))
             assert (await (await kept.arrived.get()).receive()).meta == {"reason": "no cache"}
 
     run(scene())
@@ -373,14 +378,14 @@ def test_what_was_sent_before_closing_still_arrives(new_loop: NewLoop):
         async with serving(kept) as address:
             near = await dialled(address)
             far = await kept.arrived.get()
-            await near.send(Message(Kind.STEP, 1))
+            await near.send(FrameMessage(Kind.STEP, 1))
             near.close()
             assert (await far.receive()).request == 1
             for _ in range(2):
                 with pytest.raises(UnreachableError, match="closed the connection"):
                     await far.receive()
             with pytest.raises(UnreachableError):
-                await far.send(Message(Kind.STEP, 1))
+                await far.send(FrameMessage(Kind.STEP, 1))
             await near.wait_closed()
 
     run(scene(), new_loop)
@@ -391,8 +396,10 @@ def test_more_than_the_other_side_takes_is_not_sent():
         async with serving() as address:
             near = await dialled(address)
             with pytest.raises(ProtocolError, match="more than"):
-                await near.send(Message(Kind.STEP, 1, 0, {}, (np.zeros(QUICK.limit, np.float32),)))
-            await near.send(Message(Kind.STEP, 2))
+                await near.send(
+                    FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(QUICK.limit, np.float32),))
+                )
+            await near.send(FrameMessage(Kind.STEP, 2))
             assert (await near.receive()).request == 2
 
     run(scene())
@@ -402,7 +409,7 @@ def test_more_than_the_other_side_takes_is_not_sent():
 
 
 def test_who_has_no_credit_waits_until_the_other_has_read():
-    message = Message(Kind.STEP, 1, 0, {}, (np.zeros(1000, np.uint8),))
+    message = FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(1000, np.uint8),))
 
     async def scene() -> None:
         kept, sent = Kept(), 0
@@ -428,20 +435,20 @@ def test_who_has_no_credit_waits_until_the_other_has_read():
             await asyncio.gather(pushing, return_exceptions=True)
             for _ in range(sent - in_flight // 2):
                 await far.receive()
-            await near.send(Message(Kind.RESULT, 9))
+            await near.send(FrameMessage(Kind.RESULT, 9))
             assert (await far.receive()).request == 9
 
     run(scene())
 
 
 def test_the_largest_message_never_waits_for_ever():
-    largest = Message(Kind.STEP, 1, 0, {}, (np.zeros(QUICK.limit - 8, np.uint8),))
+    largest = FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(QUICK.limit - 8, np.uint8),))
 
     async def scene() -> None:
         async with serving() as address:
             near = await dialled(address)
             for _ in range(10):
-                await near.send(Message(Kind.STEP, 1, 0, {}, (np.zeros(5000, np.uint8),)))
+                await near.send(FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(5000, np.uint8),)))
                 await near.send(largest)
                 await near.receive()
                 await near.receive()
@@ -453,22 +460,22 @@ def test_the_largest_message_never_waits_for_ever():
 
 
 def overrun(peer: Stranger) -> None:
-    message = b"".join(encode(Message(Kind.STEP, 1, 0, {}, (np.zeros(10_000, np.uint8),))))
+    message = b"".join(encode(FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(10_000, np.uint8),))))
     peer.greet()
     peer.say_bytes(message * (WINDOW // len(message) + 1))
 
 
 def too_large(peer: Stranger) -> None:
     peer.greet()
-    peer.say(Message(Kind.STEP, 1, 0, {}, (np.zeros(QUICK.limit + 1, np.uint8),)))
+    peer.say(FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(QUICK.limit + 1, np.uint8),)))
 
 
 def too_large_a_hello(peer: Stranger) -> None:
-    peer.say(Message(Kind.HELLO, arrays=(np.zeros(LARGEST_HELLO, np.uint8),)))
+    peer.say(FrameMessage(Kind.HELLO, arrays=(np.zeros(LARGEST_HELLO, np.uint8),)))
 
 
 def no_hello(peer: Stranger) -> None:
-    peer.say(Message(Kind.STEP, 1))
+    peer.say(FrameMessage(Kind.STEP, 1))
 
 
 def two_hellos(peer: Stranger) -> None:
@@ -478,12 +485,12 @@ def two_hellos(peer: Stranger) -> None:
 
 def credit_from_nothing(peer: Stranger) -> None:
     peer.greet()
-    peer.say(Message(Kind.CREDIT, sequence=2**63))
+    peer.say(FrameMessage(Kind.CREDIT, sequence=2**63))
 
 
 def pong_from_the_future(peer: Stranger) -> None:
     peer.greet()
-    peer.say(Message(Kind.PONG, sequence=2**64 - 1))
+    peer.say(FrameMessage(Kind.PONG, sequence=2**64 - 1))
 
 
 @pytest.mark.parametrize(
@@ -544,7 +551,7 @@ def test_a_sender_that_waits_for_a_silent_peer_is_told():
         async with serving(kept) as address, stranger(address) as peer:
             peer.greet()
             connection = await kept.arrived.get()
-            message = Message(Kind.STEP, 1, 0, {}, (np.zeros(WINDOW // 2 - 4000, np.uint8),))
+            message = FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(WINDOW // 2 - 4000, np.uint8),))
             await connection.send(message)
             with pytest.raises(UnreachableError, match="was silent for"):
                 await asyncio.gather(connection.send(message), connection.send(message))
@@ -571,7 +578,7 @@ def test_time_in_which_this_side_stood_still_is_not_the_others_silence():
             near = await dialled(address)
             time.sleep(4 * QUICK.beat + QUICK.slack)
             await asyncio.sleep(QUICK.beat)
-            await near.send(Message(Kind.STEP, 3))
+            await near.send(FrameMessage(Kind.STEP, 3))
             assert (await near.receive()).request == 3
 
     run(scene())

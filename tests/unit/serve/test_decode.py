@@ -11,17 +11,21 @@ from tests.support.models import awake_stack
 from tests.support.serving import answers, of_kind, ring, stage
 
 from blocktrain.config import load_config
-from blocktrain.core.choice import log_softmax
-from blocktrain.core.vocabulary import BOS, MASK
-from blocktrain.model import generate
+from blocktrain.model import generation
 from blocktrain.model.stack import Stack
-from blocktrain.serve.decode import Decoding, new_decoding
-from blocktrain.serve.drafts import Pace
-from blocktrain.serve.front import Front
-from blocktrain.serve.local import run_locally
-from blocktrain.serve.request import Account, Request, Sampling
-from blocktrain.serve.tenants import Limits
-from blocktrain.serve.work import Row
+from blocktrain.numerics.sampling import log_softmax
+from blocktrain.serve.router.decode import (
+    Account,
+    Decoding,
+    Request,
+    Sampling,
+    TraversalCost,
+    new_decoding,
+)
+from blocktrain.serve.router.front import FirstBlock
+from blocktrain.serve.router.local import run_locally
+from blocktrain.serve.stage.batch import Row, SlotLimits
+from blocktrain.vocabulary import BOS, MASK
 
 ROOT = Path(__file__).resolve().parents[3]
 WINDOW = 16
@@ -58,8 +62,8 @@ def test_modes_that_lose_nothing_say_what_generate_says(
 ):
     """Together in ragged batches; past the window; from no prompt and from one that is too long."""
     stack = model(kind)
-    rule = generate.Sampling(temperature, seed, "mean", readout)
-    expected = bytes(generate.generate(stack, prompt, count, rule))
+    rule = generation.GenerationOptions(temperature, seed, "mean", readout)
+    expected = bytes(generation.generate(stack, prompt, count, rule))
     requests = exact(prompt, count, Sampling(temperature, seed=seed))
     assert answers(stack, requests, readout) == [expected] * len(requests)
 
@@ -89,7 +93,7 @@ def test_filtered_sampling_is_the_same_in_every_mode_and_company(
 @pytest.mark.parametrize("drafted", [True, False])
 def test_however_a_sweep_starts_it_ends_the_same(kind: str, drafted: bool):
     stack = model(kind)
-    front = Front(stage(stack, range(1)), drafts_sweeps=drafted)
+    front = FirstBlock(stage(stack, range(1)), drafts_sweeps=drafted)
     sampling = Sampling(1.0, seed=4)
     requests = [Request(b"abc", 20, mode, 0, sampling=sampling) for mode in ("sweep", "ar")]
     (swept, account), (sequential, _) = run_locally(front, [stage(stack, range(1, 3))], requests)
@@ -113,7 +117,7 @@ def test_a_sweep_is_as_many_traversals_as_it_is_asked_for(kind: str, drafts: str
 def test_a_sweep_keeps_drafts_that_are_likely_behind_the_first_that_is_wrong():
     """The model would say `abcde` after drafts `aXYZ`: Y is likely enough, Z is not."""
     asked = Request(b"", 5, "sweep", passes=1, drafts="head")
-    decoding = new_decoding(asked, 32, Pace(), Account())
+    decoding = new_decoding(asked, 32, TraversalCost(), Account())
     step = decoding.step()
     assert step is not None and (step.drafts, step.refine) == (4, False)
     log_probs = np.full((5, 256), np.log(1e-4), np.float32)
@@ -139,16 +143,16 @@ def test_what_a_stage_lost_is_replayed_and_nothing_changes(kind: str):
                 ((b"one", "ar"), (b"twotwo", "speculative"), (b"", "ar"))]  # fmt: skip
     expected = answers(stack, requests)
     front, small = (
-        Front(stage(stack, range(1))),
+        FirstBlock(stage(stack, range(1))),
         stage(
             stack,
             range(1, 3),
-            limits=Limits(requests=2, idle_seconds=0.0),
+            limits=SlotLimits(requests=2, idle_seconds=0.0),
             clock=iter(range(999)).__next__,
         ),
     )
     decodings = {
-        n: new_decoding(each, WINDOW, Pace(), Account()) for n, each in enumerate(requests)
+        n: new_decoding(each, WINDOW, TraversalCost(), Account()) for n, each in enumerate(requests)
     }
     found = dict.fromkeys(decodings, b"")
     while going := [n for n in decodings if not decodings[n].finished]:
@@ -181,7 +185,7 @@ def sent(decoding: Decoding, drafts: bytes = b"") -> Row:
 
 
 def test_steps_carry_on_where_the_answer_left_off():
-    decoding = new_decoding(Request(b"ab", 9, "speculative"), 32, Pace(), Account())
+    decoding = new_decoding(Request(b"ab", 9, "speculative"), 32, TraversalCost(), Account())
     first = sent(decoding, b"cdX")
     assert (first.start, first.ids.tolist(), first.read) == (0, [BOS, *b"abcdX"], 4)
     assert decoding.take(first, certain(b"cdef")).data == b"cde"
@@ -194,7 +198,7 @@ def test_steps_carry_on_where_the_answer_left_off():
 
 
 def test_a_sweep_starts_from_masks_and_goes_on_from_guesses():
-    decoding = new_decoding(Request(b"ab", 4, "sweep", passes=0), 32, Pace(), Account())
+    decoding = new_decoding(Request(b"ab", 4, "sweep", passes=0), 32, TraversalCost(), Account())
     step = decoding.step()
     assert step and step.refine
     assert step.ids.tolist() == [BOS, *b"ab", MASK, MASK, MASK]
@@ -219,7 +223,7 @@ def test_a_stop_string_ends_the_answer_wherever_its_bytes_came_from():
 
 
 def test_log_probabilities_come_with_the_bytes():
-    decoding = new_decoding(Request(b"", 2, "ar", top_log_probs=3), 32, Pace(), Account())
+    decoding = new_decoding(Request(b"", 2, "ar", top_log_probs=3), 32, TraversalCost(), Account())
     log_probs = log_softmax(np.random.default_rng(0).standard_normal((1, 256)).astype(np.float32))
     piece = decoding.take(sent(decoding), log_probs)
     best = int(log_probs.argmax())

@@ -2,7 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.serve.drafts import MOST_DRAFTS, Acceptance, Pace, best_length, repeated
+from blocktrain.serve.router.decode import (
+    MOST_DRAFTS,
+    Acceptance,
+    TraversalCost,
+    best_length,
+    repeated,
+)
 
 
 def bytes_per_time(rate: float, cost: float, count: int) -> float:
@@ -21,9 +27,9 @@ def test_no_other_number_of_drafts_gives_more_bytes_per_time(rate: float, cost: 
 
 
 def test_drafts_that_cost_as_much_as_they_save_are_not_made():
-    assert best_length(0.9, Pace(draft=1.0, traversal=1.0).draft_cost, 8) == 0
-    assert best_length(0.9, Pace(draft=0.001, traversal=1.0).draft_cost, 99) == MOST_DRAFTS
-    assert Pace().draft_cost > 0
+    assert best_length(0.9, TraversalCost(draft=1.0, traversal=1.0).draft_cost, 8) == 0
+    assert best_length(0.9, TraversalCost(draft=0.001, traversal=1.0).draft_cost, 99) == MOST_DRAFTS
+    assert TraversalCost().draft_cost > 0
 
 
 @pytest.mark.parametrize(("drafted", "accepted", "limit"), [(8, 8, 1.0), (8, 0, 0.0), (8, 1, 0.5)])

@@ -16,30 +16,29 @@ from tests.support.serving import of_kind, stage
 
 from blocktrain.config import load_config
 from blocktrain.errors import OverloadedError, UnavailableError, UnreachableError
-from blocktrain.model import generate
+from blocktrain.model import generation
 from blocktrain.model.stack import Stack
-from blocktrain.protocol.framing import Kind, Message
-from blocktrain.protocol.listening import bound_socket
-from blocktrain.serve.active import MOST_UNREAD
-from blocktrain.serve.connection import Connection
-from blocktrain.serve.engine import Engine, Limits
-from blocktrain.serve.front import Front
-from blocktrain.serve.keys import ROUTER, STAGE
-from blocktrain.serve.meeting import Server, dial
-from blocktrain.serve.pipeline import Pipeline
-from blocktrain.serve.request import Account, Request, Sampling
-from blocktrain.serve.stage import PATIENCE_SECONDS, Stage
-from blocktrain.serve.tenants import Limits as CacheLimits
+from blocktrain.protocol.addresses import bound_socket
+from blocktrain.protocol.framing import FrameMessage, Kind
+from blocktrain.protocol.ring_keys import ROUTER, STAGE
+from blocktrain.serve.ring.connection import RingConnection
+from blocktrain.serve.ring.handshake import RingListener, dial
+from blocktrain.serve.router.decode import Account, Request, Sampling
+from blocktrain.serve.router.engine import MOST_UNREAD, Engine, EngineLimits
+from blocktrain.serve.router.front import FirstBlock
+from blocktrain.serve.router.pipeline import Pipeline
+from blocktrain.serve.stage.batch import SlotLimits as CacheLimits
+from blocktrain.serve.stage.stage import PATIENCE_SECONDS, Stage
 
 ROOT = Path(__file__).resolve().parents[3]
 WINDOW = 16
 PROMPT, LONG = b"some words", 40
 POISON = 10  # a byte that no expected answer has
 SAMPLING = Sampling(1.0, seed=3)
-PATIENT = Limits(requests=8, patience_seconds=20.0)
+PATIENT = EngineLimits(requests=8, patience_seconds=20.0)
 SECONDS = 30.0
 
-Reach = Callable[[str], Awaitable[Connection]]
+Reach = Callable[[str], Awaitable[RingConnection]]
 
 
 @lru_cache
@@ -50,8 +49,8 @@ def model(kind: str) -> Stack:
 
 @lru_cache
 def expected(kind: str) -> bytes:
-    rule = generate.Sampling(1.0, SAMPLING.seed)
-    return bytes(generate.generate(model(kind), PROMPT, LONG, rule))
+    rule = generation.GenerationOptions(1.0, SAMPLING.seed)
+    return bytes(generation.generate(model(kind), PROMPT, LONG, rule))
 
 
 def request(mode: str = "ar", **more: object) -> Request:
@@ -64,7 +63,7 @@ class Ring:
     def __init__(self, kind: str, stack: Stack | None = None) -> None:
         self.stack = stack or model(kind)
         self.stages: dict[str, Stage] = {}
-        self.servers: dict[str, Server] = {}
+        self.servers: dict[str, RingListener] = {}
         self.runs: dict[str, asyncio.Task[None]] = {}
         self.cut: set[str] = set()  # addresses that no stage reaches
 
@@ -75,7 +74,7 @@ class Ring:
         hello = {"role": STAGE, "name": address, "blocks": list(blocks), "address": announced}
         held = Stage(f"block {blocks[0]}", computing, self._reach(hello, self.cut))
         self.stages[address] = held
-        self.servers[address] = Server(
+        self.servers[address] = RingListener(
             listener, None, lambda: hello, held.attend, roles=[ROUTER, STAGE]
         )
         self.runs[address] = asyncio.create_task(held.run())
@@ -86,14 +85,14 @@ class Ring:
         self.runs.pop(address).cancel()
 
     def engine(
-        self, limits: Limits = PATIENT, wire: str = "fp32", reach: Reach | None = None
+        self, limits: EngineLimits = PATIENT, wire: str = "fp32", reach: Reach | None = None
     ) -> Engine:
         units = len(self.stack.blocks)
         pipeline = Pipeline(list(self.servers), units, reach or self.reach)
-        front = Front(stage(self.stack, range(1)))
+        front = FirstBlock(stage(self.stack, range(1)))
         return Engine("a model", front, pipeline, "a router", wire, limits)
 
-    async def reach(self, address: str) -> Connection:
+    async def reach(self, address: str) -> RingConnection:
         """As a router does."""
         hello = {"role": ROUTER, "name": "a router"}
         return await dial(address, None, hello, roles=[STAGE])
@@ -103,7 +102,7 @@ class Ring:
         return sum(len(held._compute.requests) for held in self.stages.values())
 
     def _reach(self, hello: dict[str, object], cut: set[str]) -> Reach:
-        async def reach(address: str) -> Connection:
+        async def reach(address: str) -> RingConnection:
             if address in cut:
                 raise UnreachableError("no way there")
             return await dial(address, None, hello, roles=[STAGE])
@@ -184,13 +183,13 @@ def test_a_stage_that_leaves_while_others_are_introduced_is_only_missed() -> Non
         like = [ring.start(range(1, 2)), ring.start(range(1, 2))]
         last = ring.start(range(2, 3))
 
-        async def reach(address: str) -> Connection:
+        async def reach(address: str) -> RingConnection:
             if address == last:
                 await until(lambda: known() == set(like))
             connection = await ring.reach(address)
             send = connection.send
 
-            async def send_late(message: Message) -> None:
+            async def send_late(message: FrameMessage) -> None:
                 if message.kind is Kind.DIAL and known() > set(like):
                     (other,) = set(like) - {address}
                     await ring.stop(other)
@@ -221,15 +220,15 @@ def test_stages_that_leave_after_their_hello_do_not_end_the_router() -> None:
         fickle = bound_socket("127.0.0.1", 0)
         address = f"127.0.0.1:{fickle.getsockname()[1]}"
         hello = {"role": STAGE, "name": "fickle", "blocks": [1], "address": ""}
-        visits: list[Connection] = []
+        visits: list[RingConnection] = []
 
-        async def leave(connection: Connection) -> None:
+        async def leave(connection: RingConnection) -> None:
             visits.append(connection)
 
-        ring.servers[address] = Server(fickle, None, lambda: hello, leave, roles=[ROUTER])
+        ring.servers[address] = RingListener(fickle, None, lambda: hello, leave, roles=[ROUTER])
         ring.runs[address] = asyncio.create_task(asyncio.sleep(0))
 
-        async def reach(dialled: str) -> Connection:
+        async def reach(dialled: str) -> RingConnection:
             connection = await ring.reach(dialled)
             if dialled == address:
                 await connection.closed.wait()  # when it is introduced it is gone
@@ -363,7 +362,7 @@ def test_too_many_requests_are_refused_and_no_stage_is_an_error_in_bounded_time(
     async def scenario() -> None:
         ring = Ring("denoise")
         address = ring.start(range(1, 3))
-        engine = ring.engine(Limits(requests=1, patience_seconds=0.5))
+        engine = ring.engine(EngineLimits(requests=1, patience_seconds=0.5))
         async with running(ring, engine):
             pieces = engine.generate(request(), Account())
             await anext(pieces)

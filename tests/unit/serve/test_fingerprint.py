@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.config import Config
-from blocktrain.serve.fingerprint import mismatch, of_settings, of_weights
+from blocktrain.serve.stage.served_blocks import mismatch, of_settings, of_weights
 
 WEIGHTS = ["w0", "w1", "w2"]
 GOOD = {"blocks": [1, 2], "settings": "s", "weights": ["w1", "w2"], "address": ""}

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktrain.errors import OverloadedError
-from blocktrain.serve.gate import Gate
+from blocktrain.serve.http.admission import AdmissionQueue
 
 
 async def turns(count: int = 3) -> None:
@@ -14,7 +14,9 @@ async def turns(count: int = 3) -> None:
         await asyncio.sleep(0)
 
 
-async def visit(gate: Gate, places: int, order: list[str], name: str, leave: asyncio.Event) -> None:
+async def visit(
+    gate: AdmissionQueue, places: int, order: list[str], name: str, leave: asyncio.Event
+) -> None:
     async with gate.enter(places):
         order.append(name)
         await leave.wait()
@@ -22,7 +24,7 @@ async def visit(gate: Gate, places: int, order: list[str], name: str, leave: asy
 
 def test_who_came_first_goes_first_even_if_a_later_one_would_fit():
     async def story() -> list[str]:
-        gate, order, leave = Gate(2, 5, 10), [], asyncio.Event()
+        gate, order, leave = AdmissionQueue(2, 5, 10), [], asyncio.Event()
         async with asyncio.TaskGroup() as group:
             for name, places in (("one", 1), ("both", 2), ("small", 1)):
                 group.create_task(visit(gate, places, order, name, leave))
@@ -37,7 +39,7 @@ def test_who_came_first_goes_first_even_if_a_later_one_would_fit():
 
 def test_a_full_queue_and_a_long_wait_are_refused():
     async def story() -> None:
-        gate = Gate(1, 1, 0.01)
+        gate = AdmissionQueue(1, 1, 0.01)
         async with gate.enter(1):
             waiting = asyncio.create_task(gate.enter(1).__aenter__())
             await turns()
@@ -54,7 +56,7 @@ def test_a_full_queue_and_a_long_wait_are_refused():
 @given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["stay", "cancel"]))))
 def test_whoever_leaves_however_all_places_come_back(visits: list[tuple[int, str]]):
     async def story() -> None:
-        gate = Gate(3, 100, 10)
+        gate = AdmissionQueue(3, 100, 10)
         tasks: list[tuple[asyncio.Task[None], str]] = []
         leave = asyncio.Event()
         async with AsyncExitStack() as stack:

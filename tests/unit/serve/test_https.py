@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import (
 from tests.support.certificate import DAY, NOW, written
 
 from blocktrain.errors import ConfigError
-from blocktrain.serve.https import https_context, in_the_clear
+from blocktrain.serve.http.http_server import https_context, in_the_clear
 
 
 def refused(certificate: Path | None, key: Path | None, now: float = NOW) -> str:

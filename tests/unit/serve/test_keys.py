@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from blocktrain.cli.main import cli
 from blocktrain.errors import ConfigError, CorruptFileError, UntrustedError
-from blocktrain.serve.keys import (
+from blocktrain.protocol.ring_keys import (
     ROUTER,
     STAGE,
     Keyring,

@@ -8,27 +8,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.errors import RequestError
-from blocktrain.serve import openai
-from blocktrain.serve.openai import Ask, Limits, conversation
-from blocktrain.serve.replies import Chat, Completions, Reply, cost, token_text, usage
-from blocktrain.serve.request import Account, Request, Sampling
-from blocktrain.serve.text import Fragment, Token
+from blocktrain.serve.http import openai
+from blocktrain.serve.http.openai import CompletionRequest, RequestLimits, conversation
+from blocktrain.serve.http.replies import (
+    Chat,
+    Completions,
+    Fragment,
+    Reply,
+    TokenText,
+    cost,
+    token_text,
+    usage,
+)
+from blocktrain.serve.router.decode import Account, Request, Sampling
 
-LIMITS = Limits(prompt_bytes=100, output_bytes=50, usual_bytes=20, choices=4)
+LIMITS = RequestLimits(prompt_bytes=100, output_bytes=50, usual_bytes=20, choices=4)
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def completion(**fields: Any) -> Ask:
+def completion(**fields: Any) -> CompletionRequest:
     return openai.completion(json.dumps({"prompt": "p", **fields}).encode(), LIMITS, lambda: 7)
 
 
-def chat(**fields: Any) -> Ask:
+def chat(**fields: Any) -> CompletionRequest:
     return openai.chat(json.dumps({"messages": HELLO, **fields}).encode(), LIMITS, lambda: 7)
 
 
 def test_what_is_left_out_is_openais_default_and_a_new_seed():
     ask = completion()
-    assert ask == Ask(
+    assert ask == CompletionRequest(
         chat=False, model=None, requests=(Request(b"p", 20, sampling=Sampling(1.0, seed=7)),),
         prompt_bytes=1, log_probs=False, stream=False, include_usage=False,
     )  # fmt: skip
@@ -44,7 +52,7 @@ def test_everything_a_request_may_say():
     request = Request(
         "né".encode(), 9, "sweep", 0, "ngram", Sampling(0.5, 3, 0.9, 5), (b"a", "é".encode()), 2
     )
-    assert ask == Ask(False, "m", (request,), 3, True, True, True)
+    assert ask == CompletionRequest(False, "m", (request,), 3, True, True, True)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +182,7 @@ def test_no_body_breaks_the_parser(body: bytes):
         openai.completion(body, LIMITS, lambda: 0)
 
 
-TOKENS = (Token(65, -0.5, {65: -0.5, 200: -1.5}, 0), Token(200, float("-inf"), {}, 1))
+TOKENS = (TokenText(65, -0.5, {65: -0.5, 200: -1.5}, 0), TokenText(200, float("-inf"), {}, 1))
 
 
 def test_log_probabilities_as_completions_have_them():

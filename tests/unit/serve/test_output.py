@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.serve.output import Output
+from blocktrain.serve.router.decode import Output
 
 LETTERS = st.text("ab", max_size=30).map(str.encode)
 STOPS = st.lists(st.text("ab", max_size=4).map(str.encode), max_size=3)

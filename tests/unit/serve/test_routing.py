@@ -3,26 +3,30 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.serve.routing import Place, choose, missing
+from blocktrain.serve.router.pipeline import StagePlace, choose, missing
 
 
 def test_a_route_goes_through_every_block_in_order() -> None:
-    places = [Place("c", 3, 4), Place("b", 1, 3)]
+    places = [StagePlace("c", 3, 4), StagePlace("b", 1, 3)]
     assert choose(places, 4) == ("b", "c")
 
 
 def test_the_replica_with_less_to_do_is_taken() -> None:
-    places = [Place("busy", 1, 2, load=3), Place("idle", 1, 2, load=1)]
+    places = [StagePlace("busy", 1, 2, load=3), StagePlace("idle", 1, 2, load=1)]
     assert choose(places, 2) == ("idle",)
 
 
 def test_a_stage_that_leads_nowhere_is_not_taken() -> None:
-    places = [Place("dead end", 1, 3), Place("b", 1, 2, load=9), Place("c", 2, 4, load=9)]
+    places = [
+        StagePlace("dead end", 1, 3),
+        StagePlace("b", 1, 2, load=9),
+        StagePlace("c", 2, 4, load=9),
+    ]
     assert choose(places, 4) == ("b", "c")
 
 
 def test_stages_that_do_not_reach_each_other_are_kept_apart() -> None:
-    places = [Place("b", 1, 2), Place("c", 2, 3), Place("d", 2, 3, load=5)]
+    places = [StagePlace("b", 1, 2), StagePlace("c", 2, 3), StagePlace("d", 2, 3, load=5)]
     assert choose(places, 3) == ("b", "c")
     assert choose(places, 3, broken={("b", "c")}) == ("b", "d")
     assert choose(places, 3, broken={("b", "c"), ("b", "d")}) is None
@@ -34,8 +38,8 @@ def test_a_model_of_one_block_needs_no_stage() -> None:
 
 
 def test_missing_blocks_are_named() -> None:
-    assert choose([Place("c", 2, 3)], 4) is None
-    assert missing([Place("c", 2, 3)], 4) == [1, 3]
+    assert choose([StagePlace("c", 2, 3)], 4) is None
+    assert missing([StagePlace("c", 2, 3)], 4) == [1, 3]
 
 
 @given(
@@ -43,7 +47,7 @@ def test_missing_blocks_are_named() -> None:
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(0, 9)), max_size=9),
 )
 def test_a_route_is_whole_or_there_is_none(blocks: int, held: list[tuple[int, int, int]]) -> None:
-    places = [Place(f"s{i}", a, a + n, load) for i, (a, n, load) in enumerate(held)]
+    places = [StagePlace(f"s{i}", a, a + n, load) for i, (a, n, load) in enumerate(held)]
     by_address = {place.address: place for place in places}
     route = choose(places, blocks)
     if route is None:

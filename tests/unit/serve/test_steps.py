@@ -5,12 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.core.vocabulary import BYTES, IDS
 from blocktrain.errors import ProtocolError
-from blocktrain.protocol.framing import Decoder, Kind, Message, encode
-from blocktrain.serve.request import Sampling
-from blocktrain.serve.steps import (
-    Step,
+from blocktrain.protocol.framing import FrameDecoder, FrameMessage, Kind, encode
+from blocktrain.serve.ring.envelope import (
+    StepEnvelope,
     failure_message,
     prefill_message,
     read_failure,
@@ -20,13 +18,15 @@ from blocktrain.serve.steps import (
     release_message,
     step_message,
 )
-from blocktrain.serve.work import Refinement, Row, Work
+from blocktrain.serve.router.decode import Sampling
+from blocktrain.serve.stage.batch import Refinement, Row, Work
+from blocktrain.vocabulary import BYTES, IDS
 
 WIDTH = 8
 
 
-def travelled(message: Message) -> Message:
-    decoder = Decoder()
+def travelled(message: FrameMessage) -> FrameMessage:
+    decoder = FrameDecoder()
     for part in encode(message):
         decoder.feed(part)
     (received,) = decoder.messages()
@@ -47,7 +47,7 @@ def rows(draw: st.DrawFn) -> Row:
     )
 
 
-def step_of(given_rows: list[Row]) -> Step:
+def step_of(given_rows: list[Row]) -> StepEnvelope:
     draws = np.random.default_rng(len(given_rows))
     carried, read = sum(len(row.ids) for row in given_rows), sum(row.read for row in given_rows)
     work = Work(
@@ -55,7 +55,7 @@ def step_of(given_rows: list[Row]) -> Step:
         draws.normal(size=(carried, WIDTH)).astype(np.float32),
         draws.normal(size=(read, BYTES)).astype(np.float32),
     )
-    return Step(work, "a router", ("b:1", "c:2"), seconds=(("block 1", 0.5),))
+    return StepEnvelope(work, "a router", ("b:1", "c:2"), seconds=(("block 1", 0.5),))
 
 
 @given(st.lists(rows(), min_size=1, max_size=4), st.sampled_from([Kind.STEP, Kind.RESULT]))
@@ -76,9 +76,9 @@ def test_a_step_arrives_as_it_left(given_rows: list[Row], kind: Kind) -> None:
         np.testing.assert_array_equal(received.work.state, sent.work.state)
 
 
-def a_step(**changes: object) -> Message:
+def a_step(**changes: object) -> FrameMessage:
     message = step_message(step_of([Row(1, 0, np.array([1, 2], np.uint16), 1)]))
-    return Message(message.kind, meta={**message.meta, **changes}, arrays=message.arrays)
+    return FrameMessage(message.kind, meta={**message.meta, **changes}, arrays=message.arrays)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,9 @@ def test_ids_that_are_none_are_refused() -> None:
 def test_whatever_meta_says_is_taken_or_refused(anything: object) -> None:
     message = a_step()
     for key in message.meta:
-        changed = Message(Kind.STEP, meta={**message.meta, key: anything}, arrays=message.arrays)
+        changed = FrameMessage(
+            Kind.STEP, meta={**message.meta, key: anything}, arrays=message.arrays
+        )
         try:
             read_step(changed)
         except ProtocolError:

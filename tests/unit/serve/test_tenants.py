@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from blocktrain.errors import CacheFullError, MissingPrefixError
-from blocktrain.serve.tenants import Tenants
-from blocktrain.serve.work import Row
+from blocktrain.serve.stage.batch import Row, SlotTable
 
 
 def row(request: int, start: int = 0) -> Row:
@@ -11,7 +10,7 @@ def row(request: int, start: int = 0) -> Row:
 
 
 def test_slots_in_use_lie_together():
-    tenants = Tenants(4, 10.0)
+    tenants = SlotTable(4, 10.0)
     assert [t.slot for t in tenants.admit([row(7), row(8), row(9)], 0.0)] == [0, 1, 2]
     tenants.release(7)
     tenants.release(7)
@@ -20,7 +19,7 @@ def test_slots_in_use_lie_together():
 
 
 def test_what_does_not_begin_where_it_is_held_is_named():
-    tenants = Tenants(4, 10.0)
+    tenants = SlotTable(4, 10.0)
     tenants.admit([row(1)], 0.0)[0].held = 5
     with pytest.raises(MissingPrefixError) as missing:
         tenants.admit([row(1, 5), row(2, 1), row(3)], 0.0)
@@ -30,7 +29,7 @@ def test_what_does_not_begin_where_it_is_held_is_named():
 
 
 def test_the_one_idle_longest_makes_room_and_nobody_else():
-    tenants = Tenants(2, 10.0)
+    tenants = SlotTable(2, 10.0)
     tenants.admit([row(1)], 0.0)
     tenants.admit([row(2)], 5.0)
     with pytest.raises(CacheFullError, match="2 requests") as full:

@@ -3,8 +3,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.serve.request import Piece
-from blocktrain.serve.text import Transcript, joined
+from blocktrain.serve.http.replies import Transcript, joined
+from blocktrain.serve.router.decode import Piece
 
 MIXED = st.lists(st.text(max_size=4).map(str.encode) | st.binary(max_size=4)).map(b"".join)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.errors import UnreachableError
-from blocktrain.serve.warming import FIRST_BYTES, warm_up
+from blocktrain.serve.ring.connection import FIRST_BYTES, warm_up
 
 MOST = 1 << 24
 

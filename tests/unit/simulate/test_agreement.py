@@ -22,15 +22,15 @@ from tests.support.coordinator import (
 )
 from tests.support.scenarios import scenario
 
-from blocktrain.coordinator import plan
+from blocktrain.codec.frames import codec_named, encode
 from blocktrain.coordinator.service import Service
-from blocktrain.core.codec import codec_named, encode
-from blocktrain.core.swarm import BlockState
 from blocktrain.protocol.messages import Lease, LeaseProgress, LeaseReturn, Wait
-from blocktrain.simulate.block import VirtualBlock, VirtualLease
-from blocktrain.simulate.coordinator import VirtualCoordinator
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import simulate
+from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
+from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
+from blocktrain.swarm import plan
+from blocktrain.swarm.state import BlockState
 
 RUN = {
     "train__steps": 300,
@@ -153,7 +153,7 @@ class Mirrored(VirtualCoordinator):
         self.service.updates.offer(member.caller, self.made[lease.lease].offer)
         self.compare()
 
-    def settle(self, lease: VirtualLease, now: float) -> plan.Refusal | None:
+    def settle(self, lease: VirtualLease, now: float) -> plan.UpdateRefusal | None:
         self.move_clock(now)
         refusal = super().settle(lease, now)
         (member, given), made = self.real[lease.lease], self.made[lease.lease]
@@ -161,7 +161,9 @@ class Mirrored(VirtualCoordinator):
             put_chunk(self.service, member.caller, given.lease, name, made.chunks[name])
         receipt = commit(self.service, member.caller, given.lease)
         assert (receipt.state == "refused") == (refusal is not None)
-        assert ("handed out again" in receipt.reason) == (refusal is plan.Refusal.HANDED_OUT_AGAIN)
+        assert ("handed out again" in receipt.reason) == (
+            refusal is plan.UpdateRefusal.HANDED_OUT_AGAIN
+        )
         self.compare()
         return refusal
 

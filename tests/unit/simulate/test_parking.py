@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Collection, Mapping
 
-from blocktrain.simulate.parking import Parking
+from blocktrain.simulate.idle_workers import IdleWorkers
 
 
-def parked(*workers: str, awaited: int | None = None) -> Parking:
-    parking = Parking()
+def parked(*workers: str, awaited: int | None = None) -> IdleWorkers:
+    parking = IdleWorkers()
     for worker in workers:
         parking.park(worker, 5.0, awaited)
     return parking
@@ -32,7 +32,7 @@ class Counted:
 
 
 def first_of(
-    parking: Parking, awaits: Callable[[str], int | None], without_text: Collection[int] = ()
+    parking: IdleWorkers, awaits: Callable[[str], int | None], without_text: Collection[int] = ()
 ) -> str | None:
     return parking.first(lambda block: block not in without_text, awaits, anyone)
 

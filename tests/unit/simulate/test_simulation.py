@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from tests.support.scenarios import scenario, scenes
 
-from blocktrain.simulate.block import VirtualBlock, VirtualLease
-from blocktrain.simulate.coordinator import FELL_BEHIND, VirtualCoordinator
 from blocktrain.simulate.report import Report
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import simulate
+from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
+from blocktrain.simulate.virtual_coordinator import FELL_BEHIND, VirtualCoordinator
 
 
 class Bookkeeper(VirtualCoordinator):

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.scenarios import scenario, scenes
 
-from blocktrain.coordinator import plan
 from blocktrain.simulate.agenda import Agenda
-from blocktrain.simulate.coordinator import VirtualCoordinator
-from blocktrain.simulate.lives import Lives
 from blocktrain.simulate.population import draw_workers
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import new_coordinator
 from blocktrain.simulate.tally import Tally
-from blocktrain.simulate.worker import VirtualWorker
+from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
+from blocktrain.simulate.virtual_worker import VirtualWorker
+from blocktrain.simulate.virtual_workers import VirtualWorkers
+from blocktrain.swarm import plan
 
 
 class WatchedAgenda(Agenda):
@@ -45,7 +45,7 @@ class Watch:
         self.agenda = WatchedAgenda()
         self.coordinator: VirtualCoordinator = new_coordinator(scene)
         self.workers = draw_workers(scene.simulate)
-        self.lives = Lives(scene, self.agenda, self.coordinator, self.workers, Tally())
+        self.lives = VirtualWorkers(scene, self.agenda, self.coordinator, self.workers, Tally())
         self.since: dict[str, float] = {}
         self.longest = 0.0
         self.agenda.look = self.look

@@ -13,7 +13,7 @@ from blocktrain.errors import CorruptFileError, NotFoundError, ProtocolError
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Recipe
 from blocktrain.storage.blobs import BlobReader, Blobs, ForwardReader
 from blocktrain.storage.chunks import LocalChunks, Opened, name_of, place_of
-from blocktrain.storage.shelf import Shelf
+from blocktrain.storage.shelf import ChunkCache
 
 SIZE = 2 * CHUNK_BYTES + 12345
 DATA = np.random.default_rng(0).bytes(SIZE)
@@ -184,7 +184,7 @@ def test_who_goes_back_or_elsewhere_notices_what_was_altered(tmp_path: Path):
 
 
 def test_a_chunk_that_leaves_memory_while_it_is_read_is_read_on_from_the_disk(tmp_path: Path):
-    shelf = Shelf(8)
+    shelf = ChunkCache(8)
     blobs = Blobs(LocalChunks(tmp_path, sync=False, shelf=shelf))
     with blobs.writer(SIZE) as writer:
         writer.write(DATA)
@@ -229,7 +229,7 @@ def test_an_altered_chunk_gives_no_last_part(tmp_path: Path):
 
 
 def test_of_a_chunk_in_memory_only_what_is_asked_for_is_copied(tmp_path: Path):
-    blobs = Blobs(LocalChunks(tmp_path, sync=False, shelf=Shelf(4)))
+    blobs = Blobs(LocalChunks(tmp_path, sync=False, shelf=ChunkCache(4)))
     data = np.random.default_rng(0).bytes(CHUNK_BYTES + 100)
     with blobs.writer(len(data)) as writer:
         writer.write(data)

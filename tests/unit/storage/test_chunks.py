@@ -30,7 +30,7 @@ from blocktrain.errors import (
 from blocktrain.protocol.messages import CHUNK_BYTES
 from blocktrain.storage.chunks import ChunkStore, LocalChunks, name_of, open_chunks, place_of
 from blocktrain.storage.s3_chunks import SPOOL_BYTES, S3Chunks
-from blocktrain.storage.shelf import Shelf, ShelfFile
+from blocktrain.storage.shelf import CachedChunkFile, ChunkCache
 
 ABSENT = "0" * 64
 UPLOAD = "upload01"
@@ -589,7 +589,7 @@ def test_a_spare_that_somebody_else_took_is_done_without(tmp_path: Path):
 
 
 def on_shelf(tmp_path: Path, places: int = 2) -> LocalChunks:
-    return LocalChunks(tmp_path, shelf=Shelf(places))
+    return LocalChunks(tmp_path, shelf=ChunkCache(places))
 
 
 def come(chunks: ChunkStore, data: bytes, of: int) -> str:
@@ -618,7 +618,7 @@ def test_a_chunk_on_the_shelf_is_read_without_its_file(tmp_path: Path):
         room = bytearray(3)
         assert (file.readinto(room), bytes(room), file.read(9), size) == (3, b"456", b"789", 10)
     held, _ = chunks.open(name)
-    assert isinstance(held, ShelfFile)
+    assert isinstance(held, CachedChunkFile)
     with held:
         assert (held.view(4), held.view(9), held.view(1)) == (b"0123", b"456789", b"")
         assert held.view(0).readonly

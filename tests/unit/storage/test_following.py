@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blocktrain.core import codec as codecs
-from blocktrain.core.codec import Codec
-from blocktrain.core.codec_dense import Bf16, Int8
-from blocktrain.core.codec_sparse import Sparse
-from blocktrain.core.merge import Outer
+from blocktrain.codec import frames as codecs
+from blocktrain.codec.dense import Bf16, Int8
+from blocktrain.codec.frames import Codec
+from blocktrain.codec.sparse import Sparse
 from blocktrain.errors import ProtocolError
+from blocktrain.numerics.merge import Outer
 from blocktrain.protocol.messages import Blob
-from blocktrain.protocol.tensors import decode, encode
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
-from blocktrain.storage.following import AT_ONCE, follow_blobs
-from blocktrain.storage.merging import Compression, Merged, Update, merge_blobs
+from blocktrain.storage.deltas import AT_ONCE, follow_blobs
+from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_blobs
+from blocktrain.storage.tensor_file import decode, encode
 
 Floats = npt.NDArray[np.float32]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -47,15 +47,15 @@ def numbers_of(blobs: Blobs, blob: Blob | None) -> Floats:
     return np.concatenate([tensors[name].reshape(-1) for name in sorted(tensors)])
 
 
-def learned(blobs: Blobs, name: str, size: int, codec: Codec, weight: float = 1.0) -> Update:
+def learned(blobs: Blobs, name: str, size: int, codec: Codec, weight: float = 1.0) -> MergeInput:
     """An update that says it learned something that follows from its name."""
     draws = np.random.default_rng(list(name.encode()))
     deltas = (draws.standard_t(3, size) * 1e-3).astype(np.float32)
-    return Update(name, blobs.write(codecs.encode(deltas, codec)), weight, encoded=True)
+    return MergeInput(name, blobs.write(codecs.encode(deltas, codec)), weight, encoded=True)
 
 
 def next_version(
-    blobs: Blobs, base: Blob, updates: list[Update], codec: Codec, last: Merged | None
+    blobs: Blobs, base: Blob, updates: list[MergeInput], codec: Codec, last: Merged | None
 ) -> Merged:
     velocity, owed = (last.velocity, last.owed) if last else (None, None)
     outer = Outer(0.7, 0.5) if len(updates) > 1 else PLAIN
@@ -121,7 +121,7 @@ def test_what_a_version_leaves_out_comes_with_the_next(blobs: Blobs):
     last = merge_blobs(blobs, base, both, None, PLAIN, Compression(codec, None))
     far = np.abs(numbers_of(blobs, last.weights) - goal).max()
     assert far > 1e-4
-    nothing = Update(
+    nothing = MergeInput(
         "c", blobs.write(codecs.encode(np.zeros(1508, np.float32), codec)), 1.0, encoded=True
     )
     for _ in range(5):
@@ -144,7 +144,9 @@ def test_neither_order_nor_repetition_changes_a_version(blobs: Blobs):
 def test_equal_updates_are_one_update(blobs: Blobs):
     base, codec = version(blobs), Sparse(16)
     one = learned(blobs, "a", 1508, codec, 4.0)
-    twins = [Update(who, one.end, weight, encoded=True) for who, weight in (("a", 1.0), ("b", 3.0))]
+    twins = [
+        MergeInput(who, one.end, weight, encoded=True) for who, weight in (("a", 1.0), ("b", 3.0))
+    ]
     alone = merge_blobs(blobs, base, [one], None, PLAIN, Compression(codec, None))
     together = merge_blobs(blobs, base, twins, None, PLAIN, Compression(codec, None))
     assert together.weights == alone.weights and together.difference == alone.difference

@@ -21,14 +21,14 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from tests.support.postgres import fresh_database
 
-from blocktrain.core.swarm import PendingUpdate
 from blocktrain.errors import ConfigError, UnreachableError
+from blocktrain.ledger import migrations
+from blocktrain.ledger.ledger import Ledger
+from blocktrain.ledger.schema import HELD, events, leases, metadata
+from blocktrain.ledger.statements import HELD_LEASES
+from blocktrain.ledger.transaction import Transaction
 from blocktrain.protocol.messages import Blob, Moved
-from blocktrain.storage import migrations
-from blocktrain.storage.ledger import Ledger
-from blocktrain.storage.schema import HELD, events, leases, metadata
-from blocktrain.storage.statements import HELD_LEASES
-from blocktrain.storage.transaction import Transaction
+from blocktrain.swarm.state import PendingUpdate
 
 ROOT = Path(__file__).resolve().parents[3]
 NOW = 1_700_000_000.0
@@ -660,7 +660,7 @@ def test_opening_at_the_same_time_is_fine(url: str):
         opened.close()
 
 
-OPEN = "import sys; from blocktrain.storage.ledger import Ledger; Ledger(sys.argv[1]).close()"
+OPEN = "import sys; from blocktrain.ledger.ledger import Ledger; Ledger(sys.argv[1]).close()"
 
 
 def test_several_processes_may_open_a_new_ledger(url: str):
@@ -740,7 +740,7 @@ MANY_TRANSACTIONS = """
 import sys
 from tests.unit.storage.test_ledger import NOW, claim, submit
 from blocktrain.protocol.messages import Blob, Moved
-from blocktrain.storage.ledger import Ledger
+from blocktrain.ledger.ledger import Ledger
 
 ledger = Ledger(sys.argv[1])
 for number in range(100_000):

@@ -13,24 +13,19 @@ import numpy.typing as npt
 import pytest
 import safetensors.numpy
 
-from blocktrain.core import codec as codecs
-from blocktrain.core.codec import Codec
-from blocktrain.core.codec_dense import Bf16, Int8
-from blocktrain.core.codec_sparse import Sparse
-from blocktrain.core.merge import Contribution, Outer, merge_tensor
+from blocktrain.codec import frames as codecs
+from blocktrain.codec.dense import Bf16, Int8
+from blocktrain.codec.frames import Codec
+from blocktrain.codec.sparse import Sparse
 from blocktrain.errors import CorruptFileError, DivergedError, ProtocolError
+from blocktrain.numerics.merge import Contribution, Outer, merge_tensor
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob
-from blocktrain.protocol.tensors import decode, encode
 from blocktrain.storage import merging
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks, Opened
-from blocktrain.storage.merging import (
-    Update,
-    check_encoded,
-    check_update,
-    merge_blobs,
-)
-from blocktrain.storage.shelf import Shelf
+from blocktrain.storage.merging import MergeInput, check_encoded, check_update, merge_blobs
+from blocktrain.storage.shelf import ChunkCache
+from blocktrain.storage.tensor_file import decode, encode
 from blocktrain.storage.weights_file import magnitude, weights_form
 
 Floats = npt.NDArray[np.float32]
@@ -70,9 +65,9 @@ def test_a_file_is_merged_as_its_tensors_are(
     current, velocity, start, *ends = (weights(seed, shapes) for seed in range(6))
     files = [blobs.write(encode(file)) for file in (current, velocity, start, *ends)]
     updates = [
-        Update("b", files[3], 3.0),
-        Update("c", files[4], 1.5, start=files[2]),
-        Update("a", files[5], 1.0),
+        MergeInput("b", files[3], 3.0),
+        MergeInput("c", files[4], 1.5, start=files[2]),
+        MergeInput("a", files[5], 1.0),
     ]
     merged = merge_blobs(blobs, files[0], updates, files[1], outer)
     found = loaded(blobs, merged.weights)
@@ -96,17 +91,17 @@ def test_one_update_is_the_next_version_by_name(blobs: Blobs):
     chunk."""
     current, end, other = (blobs.write(encode(weights(seed, LARGE))) for seed in range(3))
     assert end.size > 2 * CHUNK_BYTES
-    merged = merge_blobs(blobs, current, [Update("a", end, 123.0)], other, PLAIN)
+    merged = merge_blobs(blobs, current, [MergeInput("a", end, 123.0)], other, PLAIN)
     assert merged.weights == end
-    alike = [Update("a", end, 0.1), Update("b", end, 7.0)]
+    alike = [MergeInput("a", end, 0.1), MergeInput("b", end, 7.0)]
     assert merge_blobs(blobs, current, alike, None, PLAIN).weights == end
-    late = [Update("a", end, 0.1, start=current)]
+    late = [MergeInput("a", end, 0.1, start=current)]
     assert merge_blobs(blobs, current, late, None, PLAIN).weights == end
 
 
 def test_the_order_of_updates_does_not_matter(blobs: Blobs):
     current, *ends = (blobs.write(encode(weights(seed))) for seed in range(4))
-    updates = [Update(f"u{i}", end, 3.0**-i) for i, end in enumerate(ends)]
+    updates = [MergeInput(f"u{i}", end, 3.0**-i) for i, end in enumerate(ends)]
     names = {
         merge_blobs(blobs, current, list(order), None, DILOCO).weights.name
         for order in itertools.permutations(updates)
@@ -116,7 +111,7 @@ def test_the_order_of_updates_does_not_matter(blobs: Blobs):
 
 def test_what_is_merged_does_not_depend_on_where_it_is_read(blobs: Blobs, tmp_path: Path):
     """From memory, or from a disk."""
-    held = Blobs(LocalChunks(tmp_path, sync=False, shelf=Shelf(8)))
+    held = Blobs(LocalChunks(tmp_path, sync=False, shelf=ChunkCache(8)))
 
     def written(seed: int) -> Blob:
         parts = list(encode(weights(seed, LARGE)))
@@ -126,7 +121,7 @@ def test_what_is_merged_does_not_depend_on_where_it_is_read(blobs: Blobs, tmp_pa
             return writer.finish()
 
     current, *ends = (written(seed) for seed in range(3))
-    updates = [Update(str(place), end, 1.0) for place, end in enumerate(ends)]
+    updates = [MergeInput(str(place), end, 1.0) for place, end in enumerate(ends)]
     for outer in (PLAIN, DILOCO):
         found = [merge_blobs(store, current, updates, None, outer) for store in (held, blobs)]
         assert found[0] == found[1]
@@ -138,7 +133,7 @@ def test_many_updates_are_merged_as_a_few_are(
 ):
     """Whether they are read all at once or some after others."""
     current, start, *ends = (blobs.write(encode(weights(seed, LARGE))) for seed in range(7))
-    updates = [Update(str(place), end, 1.0 + place) for place, end in enumerate(ends)]
+    updates = [MergeInput(str(place), end, 1.0 + place) for place, end in enumerate(ends)]
     updates[3] = replace(updates[3], start=start)
     found = set()
     for at_once in (1, 2, 4, 5, 8):
@@ -150,7 +145,7 @@ def test_many_updates_are_merged_as_a_few_are(
 def test_without_a_velocity_it_starts_at_rest(blobs: Blobs):
     current, end = (blobs.write(encode(weights(seed))) for seed in range(2))
     rest = blobs.write(encode({name: np.zeros_like(t) for name, t in weights(0).items()}))
-    updates = [Update("a", end, 1.0)]
+    updates = [MergeInput("a", end, 1.0)]
     first = merge_blobs(blobs, current, updates, None, DILOCO)
     assert first == merge_blobs(blobs, current, updates, rest, DILOCO)
 
@@ -158,7 +153,9 @@ def test_without_a_velocity_it_starts_at_rest(blobs: Blobs):
 def test_a_merge_takes_an_update_once(blobs: Blobs):
     file = blobs.write(encode(weights(0)))
     with pytest.raises(ValueError, match="once"):
-        merge_blobs(blobs, file, [Update("a", file, 1.0), Update("a", file, 1.0)], None, PLAIN)
+        merge_blobs(
+            blobs, file, [MergeInput("a", file, 1.0), MergeInput("a", file, 1.0)], None, PLAIN
+        )
     with pytest.raises(ValueError, match="nothing"):
         merge_blobs(blobs, file, [], None, PLAIN)
 
@@ -171,13 +168,15 @@ def test_an_altered_chunk_is_no_updates_fault(blobs: Blobs):
     path = blobs.chunks.folder / name[:2] / name[2:]
     path.write_bytes(path.read_bytes()[:-4] + np.float32(np.nan).tobytes())
     with pytest.raises(CorruptFileError):
-        merge_blobs(blobs, current, [Update("a", end, 1.0), Update("b", other, 1.0)], None, DILOCO)
+        merge_blobs(
+            blobs, current, [MergeInput("a", end, 1.0), MergeInput("b", other, 1.0)], None, DILOCO
+        )
 
 
 def test_memory_does_not_grow_with_files_or_updates(blobs: Blobs):
     shape = {"w": (16, 1000, 1000)}
     current, velocity, *ends = (blobs.write(encode(weights(i, shape))) for i in range(6))
-    updates = [Update(str(i), end, 1.0 + i) for i, end in enumerate(ends)]
+    updates = [MergeInput(str(i), end, 1.0 + i) for i, end in enumerate(ends)]
     tracemalloc.start()
     try:
         merge_blobs(blobs, current, updates, velocity, DILOCO)
@@ -189,7 +188,7 @@ def test_memory_does_not_grow_with_files_or_updates(blobs: Blobs):
         tracemalloc.stop()
 
 
-def peak(blobs: Blobs, current: Blob, updates: list[Update]) -> int:
+def peak(blobs: Blobs, current: Blob, updates: list[MergeInput]) -> int:
     """The most memory that merging them takes at once."""
     tracemalloc.start()
     try:
@@ -205,7 +204,7 @@ THREE_CHUNKS = {"w": (6 * 1024 * 1024 - 100,)}
 def test_memory_does_not_grow_with_whole_updates_beyond_those_read_at_once(blobs: Blobs):
     current, end = (blobs.write(encode(weights(i, THREE_CHUNKS))) for i in range(2))
     few, many = (
-        [Update(f"{i:02}", end, 1.0) for i in range(count)]
+        [MergeInput(f"{i:02}", end, 1.0) for i in range(count)]
         for count in (2 * merging.READ_AT_ONCE, 8 * merging.READ_AT_ONCE)
     )
     threads_meet_or_not = 25e6
@@ -230,7 +229,7 @@ def test_what_is_not_finite_is_found(blobs: Blobs, bad: float, place: int):
     with pytest.raises(ProtocolError, match="not finite"):
         check_update(blobs.reader(update), weights_form(blobs.reader(base)))
     with pytest.raises(DivergedError, match="not finite"):
-        merge_blobs(blobs, base, [Update("a", update, 1.0)], None, PLAIN)
+        merge_blobs(blobs, base, [MergeInput("a", update, 1.0)], None, PLAIN)
 
 
 def altered(kind: str) -> bytes:
@@ -281,9 +280,9 @@ def test_a_file_of_another_form_is_refused(blobs: Blobs, kind: str, message: str
     with pytest.raises(ProtocolError, match=message):
         check_update(blobs.reader(update), weights_form(blobs.reader(base)))
     for updates, velocity in (
-        ([Update("a", update, 1.0)], None),
-        ([Update("a", base, 1.0, start=update)], None),
-        ([Update("a", base, 1.0)], update),
+        ([MergeInput("a", update, 1.0)], None),
+        ([MergeInput("a", base, 1.0, start=update)], None),
+        ([MergeInput("a", base, 1.0)], update),
     ):
         with pytest.raises(ProtocolError, match=message):
             merge_blobs(blobs, base, updates, velocity, DILOCO)
@@ -300,7 +299,7 @@ def test_a_header_of_several_chunks_is_merged_too(blobs: Blobs):
     names = {f"{'😀' * 250}{i:06d}": (1,) for i in range(8_000)}
     current, end = (blobs.write(encode(weights(seed, names))) for seed in range(2))
     assert weights_form(blobs.reader(end))[0].start > CHUNK_BYTES
-    assert merge_blobs(blobs, current, [Update("a", end, 1.0)], None, PLAIN).weights == end
+    assert merge_blobs(blobs, current, [MergeInput("a", end, 1.0)], None, PLAIN).weights == end
 
 
 # Encoded updates
@@ -319,8 +318,8 @@ def test_what_was_learned_is_added_to_the_newest_weights(
     current, first, second = (weights(seed, shapes) for seed in range(3))
     file = blobs.write(encode(current))
     updates = [
-        Update("a", learned(blobs, first, codec), 3.0, encoded=True),
-        Update("b", learned(blobs, second, codec), 1.0, share=0.5, encoded=True),
+        MergeInput("a", learned(blobs, first, codec), 3.0, encoded=True),
+        MergeInput("b", learned(blobs, second, codec), 1.0, share=0.5, encoded=True),
     ]
     found = loaded(blobs, merge_blobs(blobs, file, updates, None, PLAIN).weights)
     taken = [decoded(blobs, update) for update in updates]
@@ -330,10 +329,10 @@ def test_what_was_learned_is_added_to_the_newest_weights(
     np.testing.assert_allclose(merged, expected, rtol=1e-6, atol=1e-7)
 
 
-def decoded(blobs: Blobs, update: Update) -> Floats:
+def decoded(blobs: Blobs, update: MergeInput) -> Floats:
     reader = blobs.reader(update.end)
     count = int.from_bytes(reader.read(reader.size - 8, 8), "little")
-    return np.concatenate(list(codecs.Decoder(reader.read, reader.size, count).frames()))
+    return np.concatenate(list(codecs.UpdateDecoder(reader.read, reader.size, count).frames()))
 
 
 def test_encoded_and_whole_updates_are_merged_together(blobs: Blobs):
@@ -341,8 +340,8 @@ def test_encoded_and_whole_updates_are_merged_together(blobs: Blobs):
     file, whole = blobs.write(encode(current)), blobs.write(encode(end))
     exact = {name: np.float32(2.0**-6) * np.sign(tensor) for name, tensor in delta.items()}
     updates = [
-        Update("a", learned(blobs, exact, Bf16()), 1.0, encoded=True),
-        Update("b", whole, 1.0),
+        MergeInput("a", learned(blobs, exact, Bf16()), 1.0, encoded=True),
+        MergeInput("b", whole, 1.0),
     ]
     found = loaded(blobs, merge_blobs(blobs, file, updates, None, PLAIN).weights)
     for name, tensor in current.items():
@@ -359,7 +358,7 @@ def test_an_encoded_update_of_another_count_is_refused(blobs: Blobs):
         with pytest.raises(ProtocolError):
             check_encoded(blobs.reader(bad), form, Bf16())
         with pytest.raises(ProtocolError):
-            merge_blobs(blobs, base, [Update("a", bad, 1.0, encoded=True)], None, PLAIN)
+            merge_blobs(blobs, base, [MergeInput("a", bad, 1.0, encoded=True)], None, PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +383,7 @@ def test_memory_does_not_grow_with_encoded_updates(blobs: Blobs, codec: Codec, m
     current, delta = (weights(i, {"w": (2_200_000,)}) for i in range(2))
     file, end = blobs.write(encode(current)), learned(blobs, delta, codec)
     few, many = (
-        [Update(f"{i:02}", end, 1.0, encoded=True) for i in range(count)] for count in (2, most)
+        [MergeInput(f"{i:02}", end, 1.0, encoded=True) for i in range(count)] for count in (2, most)
     )
     assert peak(blobs, file, many) < peak(blobs, file, few) + 12e6
 
@@ -413,7 +412,7 @@ def test_encoded_updates_from_afar_are_held_a_few_at_once(
     current, delta = (weights(i, THREE_CHUNKS) for i in range(2))
     file, end = blobs.write(encode(current)), learned(blobs, delta, Bf16())
     few, many = (
-        [Update(f"{i:02}", end, 1.0, encoded=True) for i in range(count)] for count in (4, 12)
+        [MergeInput(f"{i:02}", end, 1.0, encoded=True) for i in range(count)] for count in (4, 12)
     )
     assert peak(blobs, file, many) < peak(blobs, file, few) + 12e6
     made = len(blobs.recipe(file.name).chunks)
@@ -427,7 +426,7 @@ def test_small_updates_from_afar_are_fetched_once(tmp_path: Path, monkeypatch: p
     blobs = Blobs(chunks)
     current, delta = (weights(i, THREE_CHUNKS) for i in range(2))
     file, end = blobs.write(encode(current)), learned(blobs, delta, Sparse(64))
-    updates = [Update(f"{i}", end, 1.0, encoded=True) for i in range(6)]
+    updates = [MergeInput(f"{i}", end, 1.0, encoded=True) for i in range(6)]
     (chunk,) = blobs.recipe(end.name).chunks
     merge_blobs(blobs, file, updates, None, PLAIN)
     assert chunks.loads[chunk] == len(updates)
@@ -444,7 +443,7 @@ def test_an_encoded_update_that_was_altered_is_noticed(blobs: Blobs, place: str)
     data[{"start": 40, "middle": len(data) // 2, "end": -12}[place]] ^= 1
     path.write_bytes(data)
     with pytest.raises(CorruptFileError):
-        merge_blobs(blobs, file, [Update("a", end, 1.0, encoded=True)], None, PLAIN)
+        merge_blobs(blobs, file, [MergeInput("a", end, 1.0, encoded=True)], None, PLAIN)
 
 
 def test_many_encoded_updates_are_merged_as_a_few_are(
@@ -453,7 +452,7 @@ def test_many_encoded_updates_are_merged_as_a_few_are(
     current, *deltas = (weights(seed, LARGE) for seed in range(6))
     file = blobs.write(encode(current))
     updates = [
-        Update(str(place), learned(blobs, delta, Bf16()), 1.0 + place, encoded=True)
+        MergeInput(str(place), learned(blobs, delta, Bf16()), 1.0 + place, encoded=True)
         for place, delta in enumerate(deltas)
     ]
     found = set()

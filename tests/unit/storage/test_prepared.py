@@ -15,11 +15,11 @@ from sqlalchemy import Connection, Executable
 from sqlalchemy.exc import IntegrityError, OperationalError
 from tests.support.postgres import fresh_database
 
+from blocktrain.ledger import statements
+from blocktrain.ledger.ledger import Ledger
+from blocktrain.ledger.prepared import PreparedStatements
+from blocktrain.ledger.schema import events, metadata
 from blocktrain.protocol.messages import Blob, Moved
-from blocktrain.storage import statements
-from blocktrain.storage.ledger import Ledger
-from blocktrain.storage.prepared import PreparedStatements
-from blocktrain.storage.schema import events, metadata
 
 NOW = 1_700_000_000.0
 LEASE = {

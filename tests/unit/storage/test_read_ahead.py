@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from blocktrain.storage.read_ahead import read_ahead
+from blocktrain.storage.merging import read_ahead
 
 
 def test_items_come_in_order_and_to_the_end():

@@ -15,10 +15,10 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from tests.support.postgres import fresh_database
 
-from blocktrain.storage import driver
-from blocktrain.storage.database import open_engine
-from blocktrain.storage.ledger import Ledger
-from blocktrain.storage.shared_commits import SharedCommits, Turns
+from blocktrain.ledger import driver
+from blocktrain.ledger.database import open_engine
+from blocktrain.ledger.ledger import Ledger
+from blocktrain.ledger.shared_commits import SharedCommits, Turns
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -238,8 +238,8 @@ def test_whatever_fails_the_rest_is_there(
 HALF_DONE = """
 import sys
 from tests.unit.storage.test_shared_commits import write
-from blocktrain.storage.database import open_engine
-from blocktrain.storage.shared_commits import SharedCommits
+from blocktrain.ledger.database import open_engine
+from blocktrain.ledger.shared_commits import SharedCommits
 
 commits = SharedCommits(open_engine(sys.argv[1]))
 with commits.together():

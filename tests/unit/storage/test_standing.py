@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sql
 
-from blocktrain.core.swarm import BlockState
+from blocktrain.ledger.ledger import Ledger
+from blocktrain.ledger.schema import HELD, leases
+from blocktrain.ledger.session import StatementSession
+from blocktrain.ledger.standing import LedgerSnapshot
+from blocktrain.ledger.transaction import Transaction
 from blocktrain.protocol.messages import Blob
-from blocktrain.storage.ledger import Ledger
-from blocktrain.storage.schema import HELD, leases
-from blocktrain.storage.session import Session
-from blocktrain.storage.standing import Standing
-from blocktrain.storage.transaction import Transaction
+from blocktrain.swarm.state import BlockState
 
 NOW = 1_700_000_000.0
 WEIGHTS = Blob(name="a" * 64, size=100)
@@ -119,8 +119,8 @@ def in_order(states: list[BlockState]) -> list[BlockState]:
 
 
 def read_anew(tx: Transaction) -> Transaction:
-    session = Session(tx._session.connection, tx._session._prepared)
-    return Transaction(session, Standing())
+    session = StatementSession(tx._session.connection, tx._session._prepared)
+    return Transaction(session, LedgerSnapshot())
 
 
 @pytest.mark.parametrize("seed", range(4))

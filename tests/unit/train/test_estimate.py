@@ -5,8 +5,8 @@ from tests.support.training import CPU
 
 from blocktrain.config import Config, load_config
 from blocktrain.model.stack import new_block
-from blocktrain.train.estimate import estimate
-from blocktrain.train.prefix import Prefix
+from blocktrain.train.cascade import Prefix
+from blocktrain.train.estimation import estimate
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

@@ -6,16 +6,16 @@ import torch
 from tests.support.models import awake_block, awake_stack
 
 from blocktrain.config import Config
-from blocktrain.core import readout
-from blocktrain.core.seeds import mixed_seed
 from blocktrain.data.windows import shifted
+from blocktrain.model import readout
 from blocktrain.model.stack import Stack, assemble, new_block
-from blocktrain.train.evaluate import Evaluation, Score, evaluate, fit_product_weights, solo_ce
+from blocktrain.numerics.sampling import mixed_seed
+from blocktrain.train.evaluate import Evaluation, ModelScore, evaluate, fit_product_weights, solo_ce
 
 WINDOWS = np.random.default_rng(0).integers(97, 123, (6, 32)).astype(np.uint8)
 
 
-def found(evaluation: Evaluation, start: str, name: str, draws: int = 1) -> Score:
+def found(evaluation: Evaluation, start: str, name: str, draws: int = 1) -> ModelScore:
     wanted = (start, name, draws)
     return next(s for s in evaluation.scores if (s.start, s.readout, s.draws) == wanted)
 

@@ -13,7 +13,7 @@ from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import ConfigError, DivergedError
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.feature_cache import FILE, FeatureCache, cache_bytes, new_cache
+from blocktrain.train.cascade import FILE, FeatureCache, cache_bytes, new_cache
 from blocktrain.train.trainer import BlockTrainer
 
 

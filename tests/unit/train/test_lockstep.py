@@ -18,10 +18,10 @@ from blocktrain.errors import ConfigError
 from blocktrain.model.stack import assemble
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.assemble import load_stack
+from blocktrain.train.cascade import PublishedRun
 from blocktrain.train.evaluate import evaluate
 from blocktrain.train.lockstep import Board, train_in_lockstep
-from blocktrain.train.published import PublishedRun
-from blocktrain.train.schedule import learning_rate
+from blocktrain.train.optimizer import learning_rate
 from blocktrain.train.trainer import BlockTrainer, Progress
 
 

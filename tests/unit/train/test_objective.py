@@ -3,10 +3,10 @@ import pytest
 import torch
 
 from blocktrain.config import Config
-from blocktrain.core.vocabulary import BOS, MASK
 from blocktrain.data.windows import shifted
 from blocktrain.model.stack import new_block
 from blocktrain.train.objective import Denoise, NextByte, hide_context
+from blocktrain.vocabulary import BOS, MASK
 
 TARGETS = np.random.default_rng(0).integers(0, 256, (64, 32)).astype(np.uint8)
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from blocktrain.data.corpus import Corpus
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
 from blocktrain.train.pilot import loss_by_sigma, with_fitted_bounds
-from blocktrain.train.session import open_session
+from blocktrain.train.run_session import open_session
 
 CPU = resolve("cpu", "fp32")
 

@@ -14,9 +14,8 @@ from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.data.windows import TrainingWindows, shifted
 from blocktrain.storage.run_dir import RunDir
+from blocktrain.train.cascade import Predecessors, Prefix
 from blocktrain.train.device import resolve
-from blocktrain.train.predecessors import Predecessors
-from blocktrain.train.prefix import Prefix
 from blocktrain.train.trainer import BlockTrainer, Progress
 
 CACHES = ["off", "ram", "disk"]

@@ -12,7 +12,7 @@ from blocktrain.model.causal import Trunk
 from blocktrain.model.int8 import Int8Linear
 from blocktrain.model.layer import Linear
 from blocktrain.model.stack import initial_block
-from blocktrain.train.prefix import Prefix
+from blocktrain.train.cascade import Prefix
 
 
 @pytest.fixture

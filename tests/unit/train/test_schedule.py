@@ -1,7 +1,7 @@
 import pytest
 
 from blocktrain.config import TrainConfig
-from blocktrain.train.schedule import learning_rate
+from blocktrain.train.optimizer import learning_rate
 
 SETTINGS = TrainConfig(steps=1000, warmup=100, lr=2e-3, lr_floor=0.1)
 

@@ -18,11 +18,10 @@ from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.assemble import load_stack
+from blocktrain.train.cascade import WARM_START, Prefix, PublishedRun
 from blocktrain.train.evaluate import evaluate
 from blocktrain.train.objective import Batch, Loss, Objective
-from blocktrain.train.prefix import Prefix
-from blocktrain.train.published import WARM_START, PublishedRun
-from blocktrain.train.session import open_session, training_lock
+from blocktrain.train.run_session import open_session, training_lock
 from blocktrain.train.trainer import BlockTrainer, Progress
 
 

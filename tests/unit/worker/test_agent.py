@@ -15,14 +15,7 @@ from tests.support.worker_side import KEY, RUN, WORKER, described, joined
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
-from blocktrain.errors import (
-    ConfigError,
-    DeviceError,
-    ProtocolError,
-    RefusedError,
-    RunError,
-)
-from blocktrain.protocol import tensors
+from blocktrain.errors import ConfigError, DeviceError, ProtocolError, RefusedError, RunError
 from blocktrain.protocol.identity import verify_update
 from blocktrain.protocol.messages import (
     Blob,
@@ -41,15 +34,14 @@ from blocktrain.protocol.messages import (
     UploadState,
     Wait,
 )
+from blocktrain.storage import tensor_file
 from blocktrain.storage.chunks import name_of
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.device import resolve
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.agent import Agent
 from blocktrain.worker.client import Client
-from blocktrain.worker.events import WorkerEvent
-from blocktrain.worker.idleness import Idleness
-from blocktrain.worker.settings import WorkerSettings
+from blocktrain.worker.machine import Idleness, WorkerEvent, WorkerSettings
 
 CPU = resolve("cpu", "fp32")
 SOON = Wait(seconds=0.02, reason="the last update is about to become a version")
@@ -93,11 +85,11 @@ class Script:
 
     def weights(self, number: int) -> Tensors:
         chunks = self.claims[number].recipe.chunks
-        return tensors.decode(b"".join(self.server.chunks[name] for name in chunks))
+        return tensor_file.decode(b"".join(self.server.chunks[name] for name in chunks))
 
     def first_weights(self, block: int = 0, config: Config | None = None) -> Blob:
         trainer = BlockTrainer(config or self.config, block, self.corpus, CPU, None)
-        return self.server.hold(b"".join(tensors.encode(trainer.weights())))
+        return self.server.hold(b"".join(tensor_file.encode(trainer.weights())))
 
     def lease(self, base: Blob, first: int, steps: int, **changes: Any) -> Lease:
         self._given += 1
@@ -287,7 +279,7 @@ def test_a_cascade_fetches_the_blocks_before(script: Script, watched: Watched, s
     script.config = config
     before = BlockTrainer(config, 0, script.corpus, CPU, None)
     before.train(lambda progress: None)
-    held = server.hold(b"".join(tensors.encode(before.weights())))
+    held = server.hold(b"".join(tensor_file.encode(before.weights())))
 
     class Fixed:
         def version(self, block: int) -> int:
@@ -297,7 +289,7 @@ def test_a_cascade_fetches_the_blocks_before(script: Script, watched: Watched, s
             return dict(before.module.named_parameters())
 
     straight = BlockTrainer(config, 1, script.corpus, CPU, None, Fixed())
-    first = server.hold(b"".join(tensors.encode(straight.weights())))
+    first = server.hold(b"".join(tensor_file.encode(straight.weights())))
     straight.train(lambda progress: None)
     named = (Predecessor(block=0, version=4, weights=held),)
     script.answers = [
@@ -383,7 +375,7 @@ def test_training_that_diverges_is_given_back(script: Script, watched: Watched):
     healthy = script.first_weights()
     start = BlockTrainer(script.config, 0, script.corpus, CPU, None).weights()
     ruined = {name: np.full_like(array, np.nan) for name, array in start.items()}
-    broken = script.server.hold(b"".join(tensors.encode(ruined)))
+    broken = script.server.hold(b"".join(tensor_file.encode(ruined)))
     script.answers = [
         lambda: script.lease(broken, 0, 3),
         lambda: script.lease(healthy, 0, 3),

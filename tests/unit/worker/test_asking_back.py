@@ -9,13 +9,13 @@ from tests.support.coordinator import INVITE_SECONDS, Made, Member, SetClock, Si
 from tests.support.frugal import NUMBERS, frugal, send_learned
 from tests.support.worker_side import KEY, Eager, impatient
 
+from blocktrain.codec.frames import codec_named, encode
 from blocktrain.coordinator.service import Service
-from blocktrain.core.codec import codec_named, encode
 from blocktrain.errors import UnreachableError
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import Lease
 from blocktrain.worker.client import Client
-from blocktrain.worker.kept_residual import KeptResidual, settle_what_was_left
+from blocktrain.worker.residual import ResidualFile, settle_leftover_residuals
 
 OLD, NEW = np.full(5, 1.0, np.float32), np.full(5, 2.0, np.float32)
 DROPPED = np.zeros(5, np.float32)
@@ -106,9 +106,9 @@ def test_what_is_owed_is_what_the_coordinator_s_answer_leaves(
     lease = member.lease(blocks=(0,), steps_per_second=0.1)
     kept = with_an_update_on_its_way(tmp_path, lease)
     became(member, lease)
-    settle_what_was_left(tmp_path, client.was_accepted)
+    settle_leftover_residuals(tmp_path, client.was_accepted)
     assert owed_now(kept).tolist() == owed.tolist()
-    settle_what_was_left(tmp_path, client.was_accepted)
+    settle_leftover_residuals(tmp_path, client.was_accepted)
     assert owed_now(kept).tolist() == owed.tolist(), "asked once is enough"
 
 
@@ -123,14 +123,14 @@ def test_who_is_stopped_while_nobody_answers_asks_the_next_time(
     )
     stopped = nobody.patience(wanted=lambda: False)
     with pytest.raises(UnreachableError):
-        settle_what_was_left(tmp_path, lambda lease: nobody.was_accepted(lease, stopped))
+        settle_leftover_residuals(tmp_path, lambda lease: nobody.was_accepted(lease, stopped))
     assert owed_now(kept).tolist() == OLD.tolist()
-    settle_what_was_left(tmp_path, client.was_accepted)
+    settle_leftover_residuals(tmp_path, client.was_accepted)
     assert owed_now(kept).tolist() == NEW.tolist()
 
 
-def with_an_update_on_its_way(folder: Path, lease: Lease) -> KeptResidual:
-    kept = KeptResidual(folder, lease.block)
+def with_an_update_on_its_way(folder: Path, lease: Lease) -> ResidualFile:
+    kept = ResidualFile(folder, lease.block)
     for name, owed in (("lease000", OLD), (lease.lease, NEW)):
         with kept.proposal(name, owed.size) as owe:
             owe(owed)
@@ -139,7 +139,7 @@ def with_an_update_on_its_way(folder: Path, lease: Lease) -> KeptResidual:
     return kept
 
 
-def owed_now(kept: KeptResidual) -> np.ndarray:
+def owed_now(kept: ResidualFile) -> np.ndarray:
     zeros = np.zeros(5, np.float32)
     kept.add_to([zeros])
     return zeros

@@ -9,7 +9,6 @@ from tests.support.fault_server import Fault, FaultServer
 from tests.support.turned_clock import TurnedClock
 from tests.support.worker_side import KEY, RUN, SECRET, WORKER
 
-from blocktrain.coordinator.authority import Authority
 from blocktrain.errors import ProtocolError, RefusedError, UnreachableError, UntrustedError
 from blocktrain.protocol import identity
 from blocktrain.protocol.messages import (
@@ -23,6 +22,7 @@ from blocktrain.protocol.messages import (
     TokenRequest,
     Wait,
 )
+from blocktrain.protocol.tls import Authority
 from blocktrain.worker.client import Client
 from blocktrain.worker.clock import Clock
 

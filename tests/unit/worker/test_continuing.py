@@ -10,26 +10,19 @@ from tests.support.fault_server import Fault, FaultServer
 from tests.support.worker_side import RUN
 from tests.unit.worker.test_agent import CPU, SOON, Script, Watched
 
+from blocktrain.codec.frames import UpdateDecoder
 from blocktrain.config import Config
-from blocktrain.core.codec import Decoder
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import RefusedError
-from blocktrain.protocol import tensors
-from blocktrain.protocol.messages import (
-    Blob,
-    Downloaded,
-    Finished,
-    Lease,
-    LeaseAnswer,
-    Receipt,
-)
+from blocktrain.protocol.messages import Blob, Downloaded, Finished, Lease, LeaseAnswer, Receipt
+from blocktrain.storage import tensor_file
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.assemble import load_block
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client
-from blocktrain.worker.events import WorkerEvent
-from blocktrain.worker.kept_residual import KeptResidual
-from blocktrain.worker.lease_trainer import LeaseTrainer, Trained
+from blocktrain.worker.local_block import LeaseTrainer, Trained
+from blocktrain.worker.machine import WorkerEvent
+from blocktrain.worker.residual import ResidualFile
 
 
 class LastWords(Script):
@@ -45,7 +38,7 @@ class LastWords(Script):
 def learned(script: Script, number: int, like: Tensors) -> np.ndarray:
     data = b"".join(script.server.chunks[name] for name in script.claims[number].recipe.chunks)
     count = sum(array.size for array in like.values())
-    return Decoder(lambda at, size: data[at : at + size], len(data), count).numbers(0, count)
+    return UpdateDecoder(lambda at, size: data[at : at + size], len(data), count).numbers(0, count)
 
 
 def row(weights: Tensors) -> np.ndarray:
@@ -112,7 +105,7 @@ def test_what_others_learned_is_taken_in_while_the_own_update_is_under_way(
     base = script.first_weights()
     first, after_three = straight(script, 3)
     shifted = {name: array + np.float32(0.01) for name, array in first.items()}
-    merged = script.server.hold(b"".join(tensors.encode(shifted)))
+    merged = script.server.hold(b"".join(tensor_file.encode(shifted)))
     script.answers = [
         lambda: script.lease(base, 0, 3),
         lambda: script.lease(merged, 3, 1, base_version=1, continues="lease001"),
@@ -139,7 +132,7 @@ def test_what_became_a_version_is_not_added_once_more(script: LastWords, watched
 
     def version(updates: int) -> Blob:
         told = sum(learned(script, number, first) for number in range(updates))
-        return script.server.hold(b"".join(tensors.encode(shaped(row(first) + told, first))))
+        return script.server.hold(b"".join(tensor_file.encode(shaped(row(first) + told, first))))
 
     script.answers = [
         lambda: script.lease(base, 0, 2),
@@ -209,7 +202,7 @@ def test_a_disk_that_is_full_while_an_update_is_made_ends_the_worker(
     def full(*arguments, **options):  # type: ignore[no-untyped-def]
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("blocktrain.worker.held_block.HeldBlock.encode", full)
+    monkeypatch.setattr("blocktrain.worker.local_block.LocalBlock.encode", full)
     with pytest.raises(OSError, match="No space left"):
         watched.run()
     assert "No space left" in script.returned[0]
@@ -267,7 +260,7 @@ def test_a_worker_started_again_trains_from_what_it_owes_and_tells_it_once(
 
     def owed() -> np.ndarray:
         numbers = np.zeros_like(row(first))
-        KeptResidual(watched.settings.folder / RUN, 0).add_to([numbers])
+        ResidualFile(watched.settings.folder / RUN, 0).add_to([numbers])
         return numbers
 
     monkeypatch.setattr(LeaseTrainer, "run", watched_run)
@@ -280,7 +273,7 @@ def test_a_worker_started_again_trains_from_what_it_owes_and_tells_it_once(
     version = row(first) + learned(script, 0, first)
     np.testing.assert_allclose(version + owed_at_first, ends[0], atol=1e-6)
 
-    merged = script.server.hold(b"".join(tensors.encode(shaped(version, first))))
+    merged = script.server.hold(b"".join(tensor_file.encode(shaped(version, first))))
     script.answers = [
         lambda: script.lease(merged, 3, 3, base_version=1),
         script.after(2, Finished),

@@ -12,10 +12,9 @@ from blocktrain.errors import DataError, ProtocolError
 from blocktrain.protocol.messages import RunDescription
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
+from blocktrain.worker.bandwidth import Throttle, TrafficCounter
 from blocktrain.worker.client import Client
-from blocktrain.worker.corpus_cache import CorpusCache
-from blocktrain.worker.throttle import Throttle
-from blocktrain.worker.traffic import Traffic
+from blocktrain.worker.text import CorpusCache
 from blocktrain.worker.transfer import Transfer
 
 TEXT = {"train": b"some text " * 5000, "valid": b"other text " * 100, "test": b""}
@@ -31,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def transfer(client: Client, tmp_path: Path) -> Transfer:
     cache = Blobs(LocalChunks(tmp_path / "chunks", sync=False))
-    return Transfer(client, cache, Throttle(None, client.clock), Traffic())
+    return Transfer(client, cache, Throttle(None, client.clock), TrafficCounter())
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from blocktrain.worker.crew import side_by_side
+from blocktrain.worker.bandwidth import run_in_parallel
 
 
 def test_everything_is_done_by_so_many_at_a_time():
@@ -15,7 +15,7 @@ def test_everything_is_done_by_so_many_at_a_time():
         together.wait()
         done.append(item)
 
-    side_by_side(work, range(9), 3)
+    run_in_parallel(work, range(9), 3)
     assert sorted(done) == list(range(9))
 
 
@@ -32,10 +32,10 @@ def test_the_first_failure_ends_it():
         ended.set()
 
     with pytest.raises(ValueError, match="first"):
-        side_by_side(work, range(100), 2)
+        run_in_parallel(work, range(100), 2)
     assert ended.wait(5)
     assert len(done) == 2
 
 
 def test_nothing_to_do_is_done():
-    side_by_side(lambda item, wanted: None, [], 4)
+    run_in_parallel(lambda item, wanted: None, [], 4)

@@ -17,12 +17,11 @@ from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import RefusedError, RunError
 from blocktrain.model.stack import initial_block
-from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Score
+from blocktrain.storage import tensor_file
 from blocktrain.worker.client import USUAL_PATIENCE, Client
 from blocktrain.worker.evaluator import Evaluator
-from blocktrain.worker.events import WorkerEvent
-from blocktrain.worker.settings import WorkerSettings
+from blocktrain.worker.machine import WorkerEvent, WorkerSettings
 
 
 class Judge:
@@ -100,7 +99,7 @@ def test_a_block_that_has_diverged_is_told_and_newer_versions_are_scored(
     good = blocks.told[1][0][1]
     shapes = {name: p.shape for name, p in initial_block(config, 1).named_parameters()}
     weights = {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
-    bad = server.hold(b"".join(tensors.encode(weights)))
+    bad = server.hold(b"".join(tensor_file.encode(weights)))
     blocks.told[1] = [(5, bad), (6, good)]
     assert not judge.evaluator.run(judge.has_scored)
     diverged = [event.text for event in judge.events if event.kind == "diverged"]

@@ -4,7 +4,7 @@ import pytest
 from tests.support.turned_clock import TurnedClock
 
 from blocktrain.errors import ConfigError
-from blocktrain.worker.idleness import Idleness, of_this_machine
+from blocktrain.worker.machine import Idleness, of_this_machine
 
 
 class Machine:

@@ -15,7 +15,7 @@ from blocktrain.protocol.messages import (
     LeaseState,
 )
 from blocktrain.worker.client import Client
-from blocktrain.worker.keeper import Keeper
+from blocktrain.worker.heartbeat import LeaseHeartbeat
 
 LEASE = Lease(
     lease="lease000", fence=3, block=0, base_version=0, base=Blob(name="0" * 64, size=1),
@@ -37,9 +37,9 @@ def told(server: FaultServer) -> list[LeaseProgress]:
 
 
 @pytest.fixture
-def keeper(client: Client) -> Iterator[Keeper]:
+def keeper(client: Client) -> Iterator[LeaseHeartbeat]:
     client.join("name", "cpu")
-    keeper = Keeper(client, LEASE)
+    keeper = LeaseHeartbeat(client, LEASE)
     yield keeper
     keeper.release()
 
@@ -51,7 +51,9 @@ def until(condition: object, seconds: float = 5.0) -> None:
         time.sleep(0.01)
 
 
-def test_it_says_now_and_then_how_far_the_work_is(told: list[LeaseProgress], keeper: Keeper):
+def test_it_says_now_and_then_how_far_the_work_is(
+    told: list[LeaseProgress], keeper: LeaseHeartbeat
+):
     keeper.report(2, 1.5)
     until(lambda: len(told) >= 2)
     keeper.report(4, None)
@@ -65,14 +67,14 @@ def test_it_says_now_and_then_how_far_the_work_is(told: list[LeaseProgress], kee
     assert keeper.lost is None
 
 
-def test_it_learns_that_the_lease_is_lost(server: FaultServer, keeper: Keeper):
+def test_it_learns_that_the_lease_is_lost(server: FaultServer, keeper: LeaseHeartbeat):
     lost = LeaseState(open=False, seconds_left=0.0, reason="this lease is expired")
     server.on("POST /v1/lease/lease000/progress", lambda body: lost)
     until(lambda: keeper.lost)
     assert keeper.lost == "this lease is expired"
 
 
-def test_a_refusal_loses_the_lease(server: FaultServer, keeper: Keeper):
+def test_a_refusal_loses_the_lease(server: FaultServer, keeper: LeaseHeartbeat):
     def refuse(body: bytes) -> LeaseState:
         raise RefusedError("not_found", "this worker holds no such lease")
 
@@ -82,14 +84,14 @@ def test_a_refusal_loses_the_lease(server: FaultServer, keeper: Keeper):
 
 
 def test_a_coordinator_that_is_away_for_a_while_loses_nothing(
-    server: FaultServer, told: list[LeaseProgress], keeper: Keeper
+    server: FaultServer, told: list[LeaseProgress], keeper: LeaseHeartbeat
 ):
     server.faults = [Fault("POST /v1/lease", status=503, times=3)]
     until(lambda: told)
     assert keeper.lost is None
 
 
-def test_giving_back_says_why(server: FaultServer, keeper: Keeper):
+def test_giving_back_says_why(server: FaultServer, keeper: LeaseHeartbeat):
     said = threading.Event()
 
     def take_back(body: bytes) -> LeaseState:
@@ -104,5 +106,5 @@ def test_giving_back_says_why(server: FaultServer, keeper: Keeper):
     assert said.is_set()
 
 
-def test_giving_back_what_is_lost_is_no_error(keeper: Keeper):
+def test_giving_back_what_is_lost_is_no_error(keeper: LeaseHeartbeat):
     assert not keeper.give_back("nobody there to take it")

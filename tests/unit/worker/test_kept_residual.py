@@ -4,39 +4,39 @@ import numpy as np
 import pytest
 
 from blocktrain.errors import UnreachableError
-from blocktrain.worker.kept_residual import PIECE, KeptResidual, settle_what_was_left
+from blocktrain.worker.residual import PIECE, ResidualFile, settle_leftover_residuals
 
 OWED = np.arange(5, dtype=np.float32)
 
 
-def load(kept: KeptResidual, count: int) -> np.ndarray:
+def load(kept: ResidualFile, count: int) -> np.ndarray:
     """What is added to zeros, which lie in several arrays."""
     zeros = np.zeros(count, np.float32)
     kept.add_to([zeros[:2], zeros[2:2], zeros[2:]])
     return zeros
 
 
-def propose(kept: KeptResidual, lease: str, owed: np.ndarray) -> None:
+def propose(kept: ResidualFile, lease: str, owed: np.ndarray) -> None:
     with kept.proposal(lease, owed.size) as owe:
         owe(owed[:3])
         owe(owed[3:])
 
 
 def test_nothing_is_owed_at_first(tmp_path: Path):
-    assert load(KeptResidual(tmp_path, 0), 5).tolist() == [0.0] * 5
+    assert load(ResidualFile(tmp_path, 0), 5).tolist() == [0.0] * 5
 
 
 def test_what_is_left_out_counts_once_the_update_was_accepted(tmp_path: Path):
-    kept = KeptResidual(tmp_path / "run", 0)
+    kept = ResidualFile(tmp_path / "run", 0)
     propose(kept, "lease1", OWED)
     assert not load(kept, 5).any()
     kept.settle("lease1", accepted=True)
-    assert load(KeptResidual(tmp_path / "run", 0), 5).tolist() == OWED.tolist()
-    assert not load(KeptResidual(tmp_path / "run", 1), 5).any(), "another block's"
+    assert load(ResidualFile(tmp_path / "run", 0), 5).tolist() == OWED.tolist()
+    assert not load(ResidualFile(tmp_path / "run", 1), 5).any(), "another block's"
 
 
 def test_an_update_that_was_refused_changes_nothing(tmp_path: Path):
-    kept = KeptResidual(tmp_path, 0)
+    kept = ResidualFile(tmp_path, 0)
     propose(kept, "lease1", OWED)
     kept.settle("lease1", accepted=True)
     propose(kept, "lease2", 2 * OWED)
@@ -52,13 +52,13 @@ def test_what_is_owed_depends_on_what_became_of_the_update(
     tmp_path: Path, ended: bool, accepted: bool | None, owed: np.ndarray
 ):
     """Where nobody knows, nothing is: told once is enough."""
-    kept, other = KeptResidual(tmp_path, 0), KeptResidual(tmp_path, 1)
+    kept, other = ResidualFile(tmp_path, 0), ResidualFile(tmp_path, 1)
     for each in (kept, other):
         propose(each, "lease1", OWED)
         each.settle("lease1", accepted=True)
     propose(kept, "lease2", 2 * OWED)
     if ended:
-        settle_what_was_left(tmp_path, {"lease2": accepted}.__getitem__)
+        settle_leftover_residuals(tmp_path, {"lease2": accepted}.__getitem__)
     else:
         kept.settle("lease2", accepted=accepted)
     assert load(kept, 5).tolist() == owed.tolist()
@@ -67,30 +67,30 @@ def test_what_is_owed_depends_on_what_became_of_the_update(
 
 
 def test_an_answer_that_does_not_come_is_asked_for_the_next_time(tmp_path: Path):
-    kept = KeptResidual(tmp_path, 0)
+    kept = ResidualFile(tmp_path, 0)
     propose(kept, "lease1", OWED)
 
     def nobody_answers(lease: str) -> bool:
         raise UnreachableError("the worker was stopped")
 
     with pytest.raises(UnreachableError):
-        settle_what_was_left(tmp_path, nobody_answers)
-    settle_what_was_left(tmp_path, lambda lease: True)
+        settle_leftover_residuals(tmp_path, nobody_answers)
+    settle_leftover_residuals(tmp_path, lambda lease: True)
     assert load(kept, 5).tolist() == OWED.tolist()
 
 
 def test_an_update_that_was_never_made_leaves_what_is_owed(tmp_path: Path):
-    kept = KeptResidual(tmp_path, 0)
+    kept = ResidualFile(tmp_path, 0)
     propose(kept, "lease1", OWED)
     kept.settle("lease1", accepted=True)
     with pytest.raises(ZeroDivisionError), kept.proposal("lease2", 5):
         raise ZeroDivisionError("the process ends in the middle")
-    settle_what_was_left(tmp_path, lambda lease: None)
+    settle_leftover_residuals(tmp_path, lambda lease: None)
     assert load(kept, 5).tolist() == OWED.tolist()
 
 
 def test_late_news_of_an_earlier_update_is_no_news(tmp_path: Path):
-    kept = KeptResidual(tmp_path, 0)
+    kept = ResidualFile(tmp_path, 0)
     propose(kept, "lease1", OWED)
     propose(kept, "lease2", 2 * OWED)
     kept.settle("lease1", accepted=True)
@@ -101,7 +101,7 @@ def test_late_news_of_an_earlier_update_is_no_news(tmp_path: Path):
 
 
 def test_what_cannot_be_read_or_does_not_fit_is_nothing_owed(tmp_path: Path):
-    kept = KeptResidual(tmp_path, 0)
+    kept = ResidualFile(tmp_path, 0)
     propose(kept, "lease1", OWED)
     kept.settle("lease1", accepted=True)
     assert load(kept, 4).tolist() == [0.0] * 4
@@ -110,7 +110,7 @@ def test_what_cannot_be_read_or_does_not_fit_is_nothing_owed(tmp_path: Path):
 
 
 def test_an_update_that_could_not_be_made_owes_nothing(tmp_path: Path):
-    kept = KeptResidual(tmp_path, 0)
+    kept = ResidualFile(tmp_path, 0)
     propose(kept, "lease1", OWED)
     kept.settle("lease1", accepted=True)
     with pytest.raises(ZeroDivisionError), kept.proposal("lease2", 5) as owe:
@@ -120,7 +120,7 @@ def test_an_update_that_could_not_be_made_owes_nothing(tmp_path: Path):
 
 
 def test_many_numbers_pass_through_in_pieces(tmp_path: Path):
-    kept, owed = KeptResidual(tmp_path, 0), np.arange(2 * PIECE + 3, dtype=np.float32)
+    kept, owed = ResidualFile(tmp_path, 0), np.arange(2 * PIECE + 3, dtype=np.float32)
     propose(kept, "lease1", owed)
     kept.settle("lease1", accepted=True)
     weights = np.ones_like(owed)

@@ -11,10 +11,9 @@ from blocktrain.errors import DivergedError, ProtocolError
 from blocktrain.protocol.messages import Blob, Lease, Predecessor
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.device import resolve
-from blocktrain.train.schedule import learning_rate
+from blocktrain.train.optimizer import learning_rate
 from blocktrain.train.trainer import BlockTrainer
-from blocktrain.worker.kept_moments import KeptMoments
-from blocktrain.worker.lease_trainer import LeaseReport, LeaseTrainer
+from blocktrain.worker.local_block import LeaseReport, LeaseTrainer, MomentsFile
 
 CPU = resolve("cpu", "fp32")
 BLOB = Blob(name="0" * 64, size=1)
@@ -247,7 +246,7 @@ def test_a_worker_that_comes_back_to_a_block_has_its_moments(
 
 
 def test_moments_of_another_shape_or_a_broken_file_are_not_taken(tmp_path: Path):
-    kept = KeptMoments(tmp_path / "moments.safetensors")
+    kept = MomentsFile(tmp_path / "moments.safetensors")
     shapes = {"w.momentum": (2, 3), "b.step": (), "b.exp_avg": (3,), "b.exp_avg_sq": (3,)}
     assert kept.load(shapes) is None
     kept.save({name: np.ones(shape, np.float32) for name, shape in shapes.items()})

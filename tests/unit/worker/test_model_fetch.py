@@ -10,14 +10,14 @@ from tests.support.worker_side import RUN, described
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import RefusedError, RunError
-from blocktrain.protocol import tensors
 from blocktrain.protocol.messages import Blob, BlockStatus, Moved, Status
+from blocktrain.storage import tensor_file
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client
-from blocktrain.worker.model_fetch import fetch_model
-from blocktrain.worker.retry import Patience
+from blocktrain.worker.fetch import fetch_model
+from blocktrain.worker.http import Patience
 
 GONE = Blob(name="ab" * 32, size=1000)
 
@@ -29,7 +29,7 @@ class Blocks:
         self.told: list[list[tuple[int, Blob]]] = []
         for block in range(config.units):
             weights = BlockTrainer(config, block, corpus, resolve("cpu", "fp32"), None).weights()
-            self.told.append([(5, server.hold(b"".join(tensors.encode(weights))))])
+            self.told.append([(5, server.hold(b"".join(tensor_file.encode(weights))))])
         server.on("GET /v1/run", lambda body: described(config=config.to_toml()))
         server.on("GET /v1/status", lambda body: self._status())
 

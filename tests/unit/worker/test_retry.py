@@ -5,7 +5,7 @@ import pytest
 from tests.support.turned_clock import TurnedClock
 
 from blocktrain.errors import RefusedError, UnreachableError
-from blocktrain.worker.retry import LONGEST_PAUSE, PassingError, Patience, Retry
+from blocktrain.worker.http import LONGEST_PAUSE, PassingError, Patience, Retry
 
 
 class Longest(Random):

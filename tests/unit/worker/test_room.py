@@ -1,8 +1,8 @@
-from blocktrain.worker.room import Room
+from blocktrain.worker.local_block import ReceiveBuffer
 
 
 def test_one_version_after_another_is_received_into_the_same_memory():
-    room = Room()
+    room = ReceiveBuffer()
     first = room.of(10_000)
     first[:] = bytes(range(100)) * 100
     assert bytes(room.of(10_000)) == bytes(first)
@@ -13,7 +13,7 @@ def test_one_version_after_another_is_received_into_the_same_memory():
 
 
 def test_another_size_is_other_memory_and_leaves_what_is_still_read():
-    room = Room()
+    room = ReceiveBuffer()
     first = room.of(4)
     first[:] = b"read"
     room.of(8)[:] = b"received"
@@ -21,4 +21,4 @@ def test_another_size_is_other_memory_and_leaves_what_is_still_read():
 
 
 def test_there_may_be_nothing_to_receive():
-    assert len(Room().of(0)) == 0
+    assert len(ReceiveBuffer().of(0)) == 0

@@ -4,8 +4,8 @@ import time
 import pytest
 from tests.support.turned_clock import TurnedClock
 
+from blocktrain.worker.bandwidth import LARGEST_PIECE, Throttle
 from blocktrain.worker.clock import Clock
-from blocktrain.worker.throttle import LARGEST_PIECE, Throttle
 
 
 def test_bytes_come_at_the_rate_after_the_burst():

@@ -22,14 +22,13 @@ from blocktrain.protocol.messages import (
     UpdateClaim,
     UpdateOffer,
     UploadState,
+    split_whole_update,
 )
-from blocktrain.protocol.whole import split
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
+from blocktrain.worker.bandwidth import Throttle, TrafficCounter
 from blocktrain.worker.client import Client
-from blocktrain.worker.retry import Patience
-from blocktrain.worker.throttle import Throttle
-from blocktrain.worker.traffic import Traffic
+from blocktrain.worker.http import Patience
 from blocktrain.worker.transfer import Transfer
 
 LARGE = np.random.default_rng(0).bytes(2 * CHUNK_BYTES + 1000)  # three chunks
@@ -47,7 +46,7 @@ def new_transfer(
     client: Client, folder: Path, rate: float | None = None, **options: Any
 ) -> Transfer:
     cache = Blobs(LocalChunks(folder / "chunks", sync=False))
-    return Transfer(client, cache, Throttle(rate, client.clock), Traffic(), **options)
+    return Transfer(client, cache, Throttle(rate, client.clock), TrafficCounter(), **options)
 
 
 def patient(transfer: Transfer, seconds: float = 20.0) -> Patience:
@@ -425,7 +424,7 @@ def takes_whole(server: FaultServer, transfer: Transfer) -> list[bytes]:
     got: list[bytes] = []
 
     def take(body: bytes) -> Message:
-        got.append(bytes(split(body)[1]))
+        got.append(bytes(split_whole_update(body)[1]))
         return PENDING
 
     server.on("POST /v1/updates/whole", take)

@@ -10,14 +10,13 @@ from tests.support.worker_side import KEY, Eager, impatient
 
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import UnreachableError
-from blocktrain.protocol import tensors
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import MOST_DOWNLOADS, Blob, Differences, Downloaded
+from blocktrain.storage import tensor_file
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
+from blocktrain.worker.bandwidth import Throttle, TrafficCounter
 from blocktrain.worker.client import Client
-from blocktrain.worker.throttle import Throttle
-from blocktrain.worker.traffic import Traffic
 from blocktrain.worker.transfer import Transfer
 from blocktrain.worker.versions import Versions
 
@@ -46,7 +45,7 @@ def transfer(service: Service, tmp_path: Path) -> Iterator[Transfer]:
         invite = Invite((address,), secret, None, service.run.id)
         client = Client(invite, KEY, http=impatient, random=Eager())
         cache = Blobs(LocalChunks(tmp_path / "chunks", sync=False))
-        yield Transfer(client, cache, Throttle(None, client.clock), Traffic())
+        yield Transfer(client, cache, Throttle(None, client.clock), TrafficCounter())
         client.close()
 
 
@@ -77,7 +76,9 @@ def had(service: Service, versions: Versions, transfer: Transfer) -> Downloaded:
     version, weights = newest(service)
     data = memoryview(bytearray(weights.size))
     versions.read(0, version, weights, transfer.client.patience(), data)
-    assert tensors.decode(data)["w"].tobytes() == tensors_of(service.run, weights)["w"].tobytes()
+    assert (
+        tensor_file.decode(data)["w"].tobytes() == tensors_of(service.run, weights)["w"].tobytes()
+    )
     (moved,) = versions.take_downloads()
     assert versions.take_downloads() == ()
     return moved

@@ -1,0 +1,214 @@
+"""Rice coding of ascending places, in streams that numpy reads and writes without a loop.
+
+Between two places there is a gap; a gap is `quotient << parameter | low bits`. Quotients are one
+stream of bits, each as many zeros and a one; whoever holds the gaps keeps the low bits, which all
+have the same width. Of 64 places drawn from 4096 each costs 7.5 bits, and 7.4 is the least that
+is possible. Streams to be read may be anything: what does not fit is a `ProtocolError`.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from blocktrain.codec.dense import (
+    INFINITE_BF16,
+    STORED_16,
+    Bits16,
+    Floats,
+    Integers,
+    from_bf16,
+    in_rows,
+    to_bf16,
+)
+from blocktrain.errors import ConfigError, ProtocolError
+
+MOST_LOW_BITS = 15
+
+
+def gaps_between(places: Integers) -> Integers:
+    """How many are left out before each place."""
+    return np.diff(places, prepend=-1) - 1
+
+
+def places_after(gaps: Integers) -> Integers:
+    return np.cumsum(gaps + 1) - 1
+
+
+def best_parameter(gaps: Integers) -> int:
+    """The count of low bits that makes the gaps smallest."""
+    costs = [gaps.size * low + int((gaps >> low).sum()) for low in range(MOST_LOW_BITS + 1)]
+    return costs.index(min(costs))
+
+
+def most_bits(places: int, among: int) -> int:
+    """The most that this many places, or fewer, cost among this many numbers."""
+    # One more place costs a bit or more and shortens the gaps by one: the most places are worst.
+    return min(places * (low + 1) + ((among - places) >> low) for low in range(MOST_LOW_BITS + 1))
+
+
+def write_quotients(quotients: Integers) -> bytes:
+    ends = places_after(quotients)
+    bits = np.zeros(int(ends[-1]) + 1 if ends.size else 0, np.bool_)
+    bits[ends] = True
+    return np.packbits(bits).tobytes()
+
+
+def read_quotients(stream: bytes, count: int) -> Integers:
+    ends = np.flatnonzero(np.unpackbits(np.frombuffer(stream, np.uint8)))
+    used = int(ends[-1]) + 1 if ends.size else 0
+    if ends.size != count or len(stream) != -(-used // 8):
+        raise ProtocolError(f"a stream of {len(stream)} bytes does not hold {count} quotients")
+    return gaps_between(ends)
+
+
+CHUNK = 4096
+MAGNITUDE = np.uint32(0x7FFFFFFF)
+FRAME_HEADER = struct.Struct("<IB")
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """The `kept` largest of every 4096 numbers, as one of two magnitudes with a sign."""
+
+    kept: int = 64
+    code: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.kept <= CHUNK:
+            raise ConfigError(f"of a chunk's numbers 1 to {CHUNK} are kept, not {self.kept}")
+
+    @property
+    def parameter(self) -> int:
+        return self.kept
+
+    def largest_frame(self, count: int) -> int:
+        whole, rest = divmod(count, CHUNK)
+        most = whole * self.kept + min(self.kept, rest)
+        bits = 2 * most + most_bits(most, count)
+        # One more byte, because planes and quotients both end at a whole one.
+        return FRAME_HEADER.size + 4 * _chunk_count(count) + -(-bits // 8) + 1
+
+    def encode(self, numbers: Floats) -> bytes:
+        chunks = in_rows(numbers, CHUNK)
+        # As whole numbers, magnitudes have the same order and are sorted twice as fast.
+        magnitudes = chunks.view(np.uint32) & MAGNITUDE
+        largest = _partitioned(magnitudes, CHUNK - self.kept)[:, CHUNK - self.kept :]
+        places = _places_of(magnitudes, largest[:, 0], self.kept)
+        levels = _best_levels(np.sort(largest, axis=1).view(np.float32))
+        kept = chunks.reshape(-1)[places]
+        large = _nearer_to_large(np.abs(kept), levels[places // CHUNK])
+        gaps = gaps_between(places)
+        low = best_parameter(gaps)
+        return b"".join(
+            [
+                FRAME_HEADER.pack(places.size, low),
+                levels.astype(STORED_16, copy=False).tobytes(),
+                _packed_planes([np.signbit(kept), large], gaps, low),
+                write_quotients(gaps >> low),
+            ]
+        )
+
+    def decode(self, data: bytes, count: int) -> Floats:
+        parts = _cut(data, count)
+        places = places_after(parts.gaps)
+        if places.size and places[-1] >= count:
+            raise ProtocolError("a place lies behind the end of its frame")
+        chunks = places // CHUNK
+        if np.bincount(chunks, minlength=1).max() > self.kept:
+            raise ProtocolError(f"a chunk keeps more than {self.kept} numbers")
+        bits = np.zeros(count, np.uint32)
+        levels = parts.levels[chunks, parts.large].astype(np.uint32)
+        bits[places] = (levels << np.uint32(16)) | (parts.negative.astype(np.uint32) << 31)
+        return bits.view(np.float32)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A frame cut into what it holds."""
+
+    levels: Bits16  # (chunks, 2)
+    negative: npt.NDArray[np.uint8]
+    large: npt.NDArray[np.uint8]
+    gaps: Integers
+
+
+def _partitioned(magnitudes: npt.NDArray[np.uint32], at: int) -> npt.NDArray[np.uint32]:
+    """Every row with its largest from `at` on. Where most are zeros, as in sums of what was
+    decoded, selecting among equals takes numpy many times as long as sorting them."""
+    mostly_zeros = 2 * np.count_nonzero(magnitudes) < magnitudes.size
+    return np.sort(magnitudes, axis=1) if mostly_zeros else np.partition(magnitudes, at, axis=1)
+
+
+def _places_of(magnitudes: npt.NDArray[np.uint32], least: Integers, most: int) -> Integers:
+    """Where in all chunks the kept numbers are: no zeros, and of equals the first ones, so that
+    equal numbers make equal bytes everywhere."""
+    chosen = magnitudes >= np.maximum(least, 1)[:, None]
+    surplus = chosen.sum(axis=1) - most
+    for chunk in np.flatnonzero(surplus > 0):
+        equals = np.flatnonzero(magnitudes[chunk] == least[chunk])
+        chosen[chunk, equals[-surplus[chunk] :]] = False
+    return np.flatnonzero(chosen)
+
+
+def _best_levels(rising: Floats) -> Bits16:
+    """Two magnitudes for every row of rising ones; zeros at its beginning are not kept.
+
+    The squared error is least where the squared sum of the small ones divided by their count,
+    and the same of the large ones, together are most. Both sums are added up: a difference
+    from the sum of all would lose small ones beside large ones.
+    """
+    width = rising.shape[1]
+    small = np.zeros(rising.shape)
+    np.cumsum(rising[:, :-1], axis=1, dtype=np.float64, out=small[:, 1:])
+    large = np.cumsum(rising[:, ::-1], axis=1, dtype=np.float64)[:, ::-1]
+    zeros = width - np.count_nonzero(rising, axis=1)[:, None]
+    small_counts = np.maximum(np.arange(width) - zeros, 1)
+    large_counts = width - np.arange(width)  # zeros too: that is never the best cut
+    cuts = np.argmax(small**2 / small_counts + large**2 / large_counts, axis=1)[:, None]
+    small_means = np.take_along_axis(small / small_counts, cuts, 1)
+    large_means = np.take_along_axis(large / large_counts, cuts, 1)
+    return to_bf16(np.hstack([small_means, large_means]).astype(np.float32))
+
+
+def _nearer_to_large(magnitudes: Floats, levels: Bits16) -> npt.NDArray[np.bool_]:
+    middles = from_bf16(levels) / np.float32(2)
+    return magnitudes > middles[:, 0] + middles[:, 1]
+
+
+def _packed_planes(planes: list[npt.NDArray[np.bool_]], gaps: Integers, low: int) -> bytes:
+    low_bits = [((gaps >> bit) & 1).astype(np.bool_) for bit in range(low)]
+    return np.packbits(np.concatenate([*planes, *low_bits])).tobytes()
+
+
+def _cut(data: bytes, count: int) -> _Parts:
+    planes_start = FRAME_HEADER.size + 4 * _chunk_count(count)
+    if len(data) < planes_start:
+        raise ProtocolError(f"a sparse frame of {count} numbers has more than {len(data)} bytes")
+    kept, low = FRAME_HEADER.unpack_from(data)
+    if low > MOST_LOW_BITS:
+        raise ProtocolError(f"a gap has {MOST_LOW_BITS} low bits at most, not {low}")
+    quotients_start = planes_start + -(-kept * (2 + low) // 8)
+    if len(data) < quotients_start:
+        raise ProtocolError(f"a frame that keeps {kept} numbers has more than {len(data)} bytes")
+    levels = np.frombuffer(data[FRAME_HEADER.size : planes_start], STORED_16)
+    if levels.size and levels.max() >= INFINITE_BF16:
+        raise ProtocolError("a magnitude is negative or not finite")
+    planes = _unpacked_planes(data[planes_start:quotients_start], kept, 2 + low)
+    gaps = read_quotients(data[quotients_start:], kept) << low
+    for bit in range(low):
+        gaps |= planes[2 + bit].astype(gaps.dtype) << bit
+    return _Parts(levels.reshape(-1, 2), planes[0], planes[1], gaps)
+
+
+def _unpacked_planes(packed: bytes, kept: int, planes: int) -> npt.NDArray[np.uint8]:
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8))
+    if bits[kept * planes :].any():
+        raise ProtocolError("bits are set behind the last kept number")
+    return bits[: kept * planes].reshape(planes, kept)
+
+
+def _chunk_count(count: int) -> int:
+    return -(-count // CHUNK)

@@ -1,0 +1,236 @@
+"""X.509 as this project uses it: an authority of one's own, and certificates it signs.
+
+Knows how a certificate is built; not for whom one is, which its owners decide
+(`coordinator.authority`, `serve.keys`). Keeps no files: everything is PEM text. Reads no clock: a
+time is given in seconds since 1970.
+"""
+
+import hashlib
+import ipaddress
+import re
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from blocktrain.errors import ConfigError, CorruptFileError, ProtocolError, UntrustedError
+
+AUTHORITY_LIFE = timedelta(days=3652)
+CERTIFICATE_LIFE = timedelta(days=365)
+CLOCK_SKEW = timedelta(hours=1)  # a reader's clock may be behind by this much
+
+
+@dataclass(frozen=True)
+class Certificate:
+    cert_pem: str
+    key_pem: str = field(repr=False)
+
+
+class Issuer:
+    """A certificate that signs others, and its key."""
+
+    def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self._certificate = certificate
+        self._key = key
+
+    @classmethod
+    def create(cls, name: str, now: float) -> "Issuer":
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = (
+            _builder(_name(name), _name(name), key.public_key(), now, _time(now) + AUTHORITY_LIFE)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(signs_certificates=True), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        return cls(certificate, key)
+
+    @classmethod
+    def load(cls, cert_pem: str, key_pem: str, whose: str) -> "Issuer":
+        """`whose` names it in errors."""
+        try:
+            certificate = x509.load_pem_x509_certificate(cert_pem.encode())
+            key = serialization.load_pem_private_key(key_pem.encode(), password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm):
+            raise CorruptFileError(f"{whose} certificate or its key is damaged") from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise CorruptFileError(f"the key of {whose} certificate is of another kind")
+        if certificate.public_key() != key.public_key():
+            raise CorruptFileError(f"{whose} certificate and its key do not belong together")
+        return cls(certificate, key)
+
+    @property
+    def certificate_pem(self) -> str:
+        return _certificate_pem(self._certificate)
+
+    @property
+    def key_pem(self) -> str:
+        return _key_pem(self._key)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._certificate.fingerprint(hashes.SHA256()).hex()
+
+    def issue(
+        self,
+        name: str,
+        alternatives: Sequence[x509.GeneralName],
+        purposes: Sequence[x509.ObjectIdentifier],
+        now: float,
+    ) -> Certificate:
+        """With a key of its own; it signs nothing and does not outlast the authority."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        ends = min(_time(now) + CERTIFICATE_LIFE, self._certificate.not_valid_after_utc)
+        certificate = (
+            _builder(_name(name), self._certificate.subject, key.public_key(), now, ends)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+            .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
+                critical=False,
+            )
+            .sign(self._key, hashes.SHA256())
+        )
+        return Certificate(_certificate_pem(certificate), _key_pem(key))
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    public_key: ec.EllipticCurvePublicKey,
+    now: float,
+    ends: datetime,
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_time(now) - CLOCK_SKEW)
+        .not_valid_after(ends)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name(
+        [
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, "blocktrain"),
+            x509.NameAttribute(NameOID.COMMON_NAME, common_name),
+        ]
+    )
+
+
+def _time(now: float) -> datetime:
+    return datetime.fromtimestamp(int(now), UTC)
+
+
+def _certificate_pem(certificate: x509.Certificate) -> str:
+    return certificate.public_bytes(serialization.Encoding.PEM).decode("ascii")
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> str:
+    pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return pem.decode("ascii")
+
+
+def pinned_context(ca_pem: str, fingerprint: str) -> ssl.SSLContext:
+    """Settings for TLS connections to the run's coordinators; `ca_pem` may come from anyone."""
+    certificate = _der(ca_pem)
+    if hashlib.sha256(certificate).hexdigest() != fingerprint:
+        raise UntrustedError(
+            "the run's certificate is not the one the invite names; ask for a new invite"
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Any coordinator of the run may answer at any address: behind a tunnel, a forwarded port or
+    # an address it got after its certificate was made. That the name is not checked is safe
+    # because this authority signs nothing but coordinators of this run: whoever holds a
+    # certificate of it is one of those the worker was invited to.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    # The checked bytes, not the text they came in: nothing in it that was not checked is trusted.
+    context.load_verify_locations(cadata=certificate)
+    return context
+
+
+def _der(pem: str) -> bytes:
+    try:
+        if pem.count("-----BEGIN") != 1:
+            raise ValueError("not one certificate")
+        return ssl.PEM_cert_to_DER_cert(pem)
+    except ValueError:
+        raise ProtocolError("the coordinator sent something that is no certificate") from None
+
+
+COORDINATOR = "a coordinator of the run"  # spaces: no run can have this name
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
+
+
+class Authority:
+    """One run's authority. A time is given in seconds since 1970."""
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer = issuer
+        self.certificate_pem = issuer.certificate_pem
+        self.fingerprint = issuer.fingerprint
+
+    @classmethod
+    def create(cls, run_id: str, now: float) -> "Authority":
+        return cls(Issuer.create(run_id, now))
+
+    @classmethod
+    def load(cls, cert_pem: str, key_pem: str) -> "Authority":
+        return cls(Issuer.load(cert_pem, key_pem, "the run's"))
+
+    @property
+    def key_pem(self) -> str:
+        return self._issuer.key_pem
+
+    def issue_server(self, hosts: Sequence[str], now: float) -> Certificate:
+        """A certificate for a coordinator that answers at these names and addresses."""
+        purposes = [ExtendedKeyUsageOID.SERVER_AUTH]
+        return self._issuer.issue(COORDINATOR, _alternatives(hosts), purposes, now)
+
+
+def _alternatives(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    if not hosts:
+        raise ConfigError("a coordinator's certificate needs at least one host")
+    return [_alternative(host) for host in dict.fromkeys(hosts)]
+
+
+def _alternative(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        if not _HOST_NAME.fullmatch(host):
+            raise ConfigError(f"{host!r} is neither a host name nor an address") from None
+    return x509.DNSName(host)

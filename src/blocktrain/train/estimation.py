@@ -1,0 +1,175 @@
+"""How fast devices train: sustained bf16 FLOP/s at these widths, not the datasheet's peak."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from blocktrain.codec.frames import codec_named, largest_encoded_size
+from blocktrain.config import Config
+from blocktrain.model.stack import new_block
+from blocktrain.train.cascade import cache_bytes
+from blocktrain.train.optimizer import moment_shapes
+from blocktrain.vocabulary import BYTES
+
+FLOPS = {
+    "laptop-cpu": 1.0e11,
+    "server-cpu": 1.0e12,
+    "rtx-3060": 1.2e13,
+    "rtx-4090": 6.0e13,
+    "a100": 1.2e14,
+    "h100": 2.5e14,
+    "h200": 2.5e14,
+}
+
+
+FP32_BYTES = 4
+FROZEN_BYTES = {"bf16": 2, "int8": 1}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    parameters: int
+    parameters_per_block: int
+    end_to_end_parameters: int
+    fixed_bytes_per_worker: int
+    activation_bytes_per_worker: int
+    feature_cache_bytes: int  # in RAM or on disk, beside the memory of the device
+    flops_per_step: float
+    wire_bytes_per_round: int
+    steps: int
+    bytes_per_block: int
+
+    def seconds(self, flops_per_s: float) -> float:
+        """Time for one worker to train one block to the end."""
+        return self.flops_per_step * self.steps / flops_per_s
+
+    @property
+    def memory_per_worker(self) -> int:
+        return self.fixed_bytes_per_worker + self.activation_bytes_per_worker
+
+
+def estimate(config: Config) -> Estimate:
+    """For the worker that has the most to do: in a cascade they differ."""
+    units = [_on_meta(config, unit) for unit in range(config.units)]
+    end_to_end = _on_meta(config.with_settings(objective__kind="end_to_end"), 0)
+    largest = max(map(_count, units))
+    return Estimate(
+        parameters=sum(map(_count, units)),
+        parameters_per_block=largest,
+        end_to_end_parameters=_count(end_to_end),
+        fixed_bytes_per_worker=max(_fixed_bytes(config, units, unit) for unit in range(len(units))),
+        activation_bytes_per_worker=max(
+            _activation_bytes(config, unit, _count(block)) for unit, block in enumerate(units)
+        ),
+        feature_cache_bytes=cache_bytes(config),
+        flops_per_step=max(_flops_per_step(config, units, unit) for unit in range(len(units))),
+        wire_bytes_per_round=_wire_bytes(config, largest),
+        steps=config.train.steps,
+        bytes_per_block=config.train.steps * config.train.batch * config.model.window,
+    )
+
+
+def _wire_bytes(config: Config, numbers: int) -> int:
+    """Of an update up and a version down that a quorum made, for a worker that has the version
+    before."""
+    swarm = config.swarm
+    down = swarm.kept_down or min(swarm.kept * swarm.quorum, 4096)
+    codecs = (codec_named(swarm.codec, kept) for kept in (swarm.kept, down))
+    return sum(largest_encoded_size(codec, numbers) if codec else 4 * numbers for codec in codecs)
+
+
+def memory_of(config: Config, unit: int) -> int:
+    """What one unit's worker needs: in a cascade they differ."""
+    units = [_on_meta(config, index) for index in range(config.units)]
+    return _fixed_bytes(config, units, unit) + _activation_bytes(config, unit, _count(units[unit]))
+
+
+def _on_meta(config: Config, unit: int) -> nn.Module:
+    with torch.device("meta"):
+        return new_block(config, unit)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _per_layer(block: nn.Module) -> float:
+    layers = block.layers
+    return _count(layers) / len(layers)  # type: ignore[arg-type]
+
+
+def _positions(config: Config) -> int:
+    return config.train.batch // config.train.accumulate * config.model.window
+
+
+def _before(config: Config, unit: int) -> int:
+    """Frozen layers a worker runs before its own."""
+    return sum(config.depths[:unit]) if config.objective.kind == "cascade" else 0
+
+
+def _fixed_bytes(config: Config, units: list[nn.Module], unit: int) -> int:
+    """Weights, gradients and moments of the worker's own, and the frozen weights before them."""
+    moments = sum(
+        math.prod(shape) for shape in moment_shapes(units[unit], config.train).values() if shape
+    )
+    own = (2 * _count(units[unit]) + moments) * FP32_BYTES
+    if config.objective.kind != "cascade" or config.objective.feature_cache != "off":
+        return own
+    frozen = sum(_trunk_parameters(block) for block in units[:unit])
+    return own + frozen * FROZEN_BYTES[config.objective.frozen]
+
+
+def _trunk_parameters(block: nn.Module) -> int:
+    private = ("tail.", "head.")
+    return sum(p.numel() for name, p in block.named_parameters() if not name.startswith(private))
+
+
+def stream_layers(config: Config, unit: int) -> int:
+    """Layers times streams that are trained: a denoising block has two streams, but in its last
+    layer only one runs in full."""
+    layers = config.depths[unit] + config.tail_layers(unit)
+    return 2 * layers - 1 if config.objective.kind == "denoise" else layers
+
+
+def _activation_bytes(config: Config, unit: int, parameters: int) -> int:
+    """What the backward pass keeps: about 8 + 3 x mlp_ratio widths per stream and layer.
+
+    With layers recomputed, only their inputs stay, and one layer at a time in full; a second
+    stream, without keys and values of its own, adds about half of one.
+    """
+    model = config.model
+    element = 4 if config.train.precision == "fp32" else 2
+    streams = stream_layers(config, unit)
+    widths = streams * (8 + 3 * model.mlp_ratio)
+    if config.train.checkpoint_layers:
+        at_once = 1.5 if config.objective.kind == "denoise" else 1.0
+        widths = streams + at_once * (8 + 3 * model.mlp_ratio)
+    logits = 4 * BYTES * 4
+    weights_in_bf16 = parameters * 2 if element == 2 else 0
+    return int(_positions(config) * (widths * model.width * element + logits)) + weights_in_bf16
+
+
+def _flops_per_step(config: Config, units: list[nn.Module], unit: int) -> float:
+    """Forward and backward of one optimizer step: 6 per weight of a product and position; layers
+    that only run forward count a third."""
+    model = config.model
+    positions = _positions(config) * config.train.accumulate
+    streams = stream_layers(config, unit)
+    layers = config.depths[unit] + config.tail_layers(unit)
+    per_layer = _per_layer(units[unit])
+    attention = model.width * model.window  # causal: half of T keys, two products
+    # Keys and values are computed by the clean stream alone.
+    kv = 2 * model.width**2
+    own = streams * (per_layer - kv + attention) + layers * kv
+    frozen = _before(config, unit) * (per_layer + attention) / 3
+    return float(6 * positions * (own + frozen + _outside_layers(config)))
+
+
+def _outside_layers(config: Config) -> int:
+    """Weights of the products around the layers: the head, or z in and F out with the table."""
+    width = config.model.width
+    if config.objective.kind != "denoise":
+        return BYTES * width
+    return 2 * BYTES * width + 3 * BYTES * config.objective.target_dim
