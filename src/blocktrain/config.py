@@ -240,13 +240,13 @@ class Config:
             )
 
     @property
-    def units(self) -> int:
+    def block_count(self) -> int:
         """How many pieces are trained on their own: the blocks, or the one whole model."""
         return 1 if self.objective.kind == "end_to_end" else self.model.blocks
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """The layers each unit hands on, in order; private tails are not among them."""
+        """The layers each block hands on, in order; private tails are not among them."""
         model = self.model
         if self.objective.kind == "end_to_end":
             return (model.layers,)
@@ -256,29 +256,29 @@ class Config:
             return balanced_depths(model.layers, model.blocks, self.objective.tail)
         return (model.layers // model.blocks,) * model.blocks
 
-    def tail_layers(self, unit: int) -> int:
-        """Private layers after a unit's own: the last unit's output is the model's."""
-        is_last = unit == self.units - 1
+    def tail_layers(self, block: int) -> int:
+        """Private layers after a block's own: the last block's output is the model's."""
+        is_last = block == self.block_count - 1
         return 0 if is_last or self.objective.kind != "cascade" else self.objective.tail
 
     @property
     def trained_layers(self) -> int:
-        """Most layers any one unit trains, its tail counted."""
-        return max(depth + self.tail_layers(unit) for unit, depth in enumerate(self.depths))
+        """Most layers any one block trains, its tail counted."""
+        return max(depth + self.tail_layers(block) for block, depth in enumerate(self.depths))
 
     @property
     def lead(self) -> float:
-        """How far each unit keeps behind the one it builds on."""
+        """How far each block keeps behind the one it builds on."""
         return self.objective.lead if self.objective.kind == "cascade" else 0.0
 
-    def first_step(self, unit: int) -> int:
-        """How many steps the first unit has made when this one begins, if all are equally fast."""
-        return round(unit * self.lead * self.train.steps)
+    def first_step(self, block: int) -> int:
+        """How many steps the first block has made when this one begins, if all are equally fast."""
+        return round(block * self.lead * self.train.steps)
 
     @property
     def last_step(self) -> int:
-        """What the first unit would have made when the last one ends."""
-        return self.first_step(self.units - 1) + self.train.steps
+        """What the first block would have made when the last one ends."""
+        return self.first_step(self.block_count - 1) + self.train.steps
 
     @property
     def warnings(self) -> list[str]:

@@ -185,7 +185,7 @@ def test_layers_that_do_not_divide_can_still_be_a_cascade():
 
 def test_every_block_of_a_cascade_but_the_last_has_a_tail():
     cascade = Config().with_settings(objective__kind="cascade", objective__tail=3)
-    assert [cascade.tail_layers(unit) for unit in range(4)] == [3, 3, 3, 0]
+    assert [cascade.tail_layers(block) for block in range(4)] == [3, 3, 3, 0]
     assert cascade.with_settings(model__blocks=1).tail_layers(0) == 0
 
 
@@ -201,7 +201,9 @@ def test_the_most_layers_a_unit_trains_are_counted_with_its_tail():
 @pytest.mark.parametrize("kind", ["denoise", "end_to_end"])
 def test_other_kinds_have_no_tail(kind: str):
     config = Config().with_settings(objective__kind=kind, objective__tail=3)
-    assert [config.tail_layers(unit) for unit in range(config.units)] == [0] * config.units
+    assert [config.tail_layers(block) for block in range(config.block_count)] == [
+        0
+    ] * config.block_count
 
 
 def test_settings_written_down_before_there_was_a_lead_mean_what_they_meant():

@@ -126,7 +126,7 @@ def _found(config: Config, ledger: Ledger, chunks: ChunkStore, now: float) -> No
         settings, weights = Path(scratch) / "config.toml", Path(scratch) / "weights"
         settings.write_text(config.to_toml())
         _make_first_weights(settings, weights)
-        files = [weights / f"block-{unit}.safetensors" for unit in range(config.units)]
+        files = [weights / f"block-{block}.safetensors" for block in range(config.block_count)]
         found_run(config, corpus, files, ledger, chunks, now)
 
 

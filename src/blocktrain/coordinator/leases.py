@@ -112,7 +112,7 @@ class Leases:
         return LeaseState(open=False, seconds_left=0.0, reason=f"this lease is {held.state}")
 
     def give_back(self, caller: Caller, lease: str, told: LeaseReturn) -> LeaseState:
-        traffic.check_downloads(told.downloads, self.run.config.units)
+        traffic.check_downloads(told.downloads, self.run.config.block_count)
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.lock_blocks()

@@ -69,7 +69,7 @@ class Updates:
     def offer(self, caller: Caller, offer: UpdateOffer) -> bool:
         """Take down what a worker is about to send; whether it is to be sent."""
         claim, now = offer.claim, self.run.clock()
-        traffic.check_downloads(offer.downloads, self.run.config.units)
+        traffic.check_downloads(offer.downloads, self.run.config.block_count)
         with self.run.ledger.write() as tx:
             tx.expect_update(caller.worker, claim.lease)
             worker = self.members.seen(tx, caller, now)
@@ -172,7 +172,7 @@ class Updates:
         Of whoever cannot show that it is his to send, and fits, nothing is stored; of one lease, no
         more than it takes to settle it."""
         claim = offer.claim
-        traffic.check_downloads(offer.downloads, self.run.config.units)
+        traffic.check_downloads(offer.downloads, self.run.config.block_count)
         self._check_named(claim, held.worker)
         if claim.fence != held.fence:
             raise RefusedError("conflict", "the fencing token is not this lease's")

@@ -130,7 +130,9 @@ class RunDir:
 
     def begun(self) -> bool:
         """Whether something was trained here, or is just now."""
-        return self.exported or any(self.block(index).begun() for index in range(self.config.units))
+        return self.exported or any(
+            self.block(index).begun() for index in range(self.config.block_count)
+        )
 
     def lock(self) -> filelock.BaseFileLock:
         """Held while a run is started, so that processes starting it together agree."""
@@ -145,7 +147,7 @@ class RunDir:
 
     def weights(self, blocks: Sequence[int] | None = None) -> list[Tensors]:
         """The current weights of some blocks, or of every one; also from an exported file."""
-        chosen = range(self.config.units) if blocks is None else blocks
+        chosen = range(self.config.block_count) if blocks is None else blocks
         if self.exported:
             exported = self._exported_weights()
             return [exported[index] for index in chosen]
@@ -181,7 +183,7 @@ class RunDir:
 
     def _exported_weights(self) -> list[Tensors]:
         tensors = load_tensors(self.path, self._exported_file())
-        blocks: list[Tensors] = [{} for _ in range(self.config.units)]
+        blocks: list[Tensors] = [{} for _ in range(self.config.block_count)]
         for name, tensor in tensors.items():
             _, index, rest = name.split(".", 2)
             blocks[int(index)][rest] = tensor

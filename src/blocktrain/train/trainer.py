@@ -265,9 +265,9 @@ class BlockTrainer:
 
     def _warm_start(self) -> None:
         origin = RunDir.open(Path(self.config.train.warm_start))
-        if origin.config.units != self.config.units:
+        if origin.config.block_count != self.config.block_count:
             raise RunError(
-                f"{origin.path} has {origin.config.units} blocks, this run another number"
+                f"{origin.path} has {origin.config.block_count} blocks, this run another number"
             )
         load_block(self.module, origin.block_weights(self.block), str(origin.path))
 

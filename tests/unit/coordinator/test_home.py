@@ -49,10 +49,10 @@ def test_its_first_versions_are_the_models_initialization(
     home, config = founded
     run = home.open()
     with run.ledger.read() as tx:
-        versions = [tx.version(unit) for unit in range(config.units)]
+        versions = [tx.version(block) for block in range(config.block_count)]
     assert len(versions) == 2
-    for unit, version in enumerate(versions):
-        expected = dict(initial_block(config, unit).named_parameters())
+    for block, version in enumerate(versions):
+        expected = dict(initial_block(config, block).named_parameters())
         found = tensors_of(run, version.weights)
         assert found.keys() == expected.keys()
         for name, tensor in found.items():

@@ -11,7 +11,7 @@ from torch import nn
 
 from blocktrain.config import Config
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_unit
+from blocktrain.train.assemble import load_stored_block
 from blocktrain.train.device import Compute
 
 
@@ -71,7 +71,7 @@ class StoredBlocks:
         return self.run.config
 
     def load(self, block: int, compute: Compute) -> nn.Module:
-        return load_unit(self.run, block, compute, compute.dtype, self.held)
+        return load_stored_block(self.run, block, compute, compute.dtype, self.held)
 
     def fingerprint(self, block: int) -> str:
         return of_weights(self.run.read_block(block))
