@@ -23,11 +23,6 @@ POLL_SECONDS = 0.5
 SCORED_WINDOWS = 256
 PROMPT = "The function returns "
 SAMPLE_BYTES = 240
-# Of all readings, by kind, those that go into the table, and what they are called there.
-SHOWN = {
-    "denoise": {"product": "mean start, product", "as in the paper": "noise start, final"},
-    "cascade": {"product": "none start, product", "final": "none start, final"},
-}
 
 
 @click.command("demo")
@@ -73,7 +68,7 @@ def demo_command(config_path: Path, overrides: tuple[str, ...], out: Path, as_js
 def _train_all(config: "Config", out: Path, console: "Console") -> dict[str, "RunDir"]:
     """What is compared: the blocks, trained by workers of a real run on this machine; the whole
     model end to end; and as many layers as one worker trains."""
-    twin = config.with_settings(objective__kind="end_to_end")
+    twin = config.end_to_end()
     shallow = twin.with_settings(
         model__layers=config.trained_layers, model__blocks=1, model__depths=()
     )
@@ -213,7 +208,7 @@ def _show(
         ),
         *(
             (f"{_cut(config)}, {name}", blocks["parameters"], blocks["readings"][reading])
-            for name, reading in SHOWN[config.objective.kind].items()
+            for name, reading in config.kind.demo_readings.items()
         ),
     ]
     table = Table(title="Honest cross entropy on held-out text", title_justify="left")

@@ -201,8 +201,8 @@ class Leases:
         )
 
     def _predecessors(self, tx: Transaction, block: int) -> tuple[Predecessor, ...]:
-        """In a cascade, the blocks before as they stand now."""
-        if self.run.config.objective.kind != "cascade":
+        """The current versions of the blocks whose features the block reads."""
+        if not self.run.config.kind.reads_predecessors:
             return ()
         current = [tx.version(before) for before in range(block)]
         return tuple(

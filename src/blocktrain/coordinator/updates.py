@@ -311,7 +311,7 @@ class Updates:
     def _largest_codec(self) -> Codec | None:
         """The run's, as it keeps the most: any update may be a worker's last."""
         swarm = self.run.config.swarm
-        return codec_named(swarm.codec, top_k_of_final_update(swarm.kept))
+        return codec_named(swarm.codec, top_k_of_final_update(swarm.top_k_per_4096))
 
     def _missing(self, lease: str, recipe: Recipe) -> tuple[str, ...]:
         """Chunks not here yet, in order; what lies in quarantine is verified and taken in."""

@@ -29,7 +29,7 @@ INIT_STREAM = 1
 def new_block(config: Config, index: int) -> CausalBlock | DenoisingBlock:
     """One untrained block of the run, randomly initialised."""
     depth = config.depths[index]
-    if config.objective.kind == "denoise":
+    if config.kind.denoises:
         return DenoisingBlock(config.model, depth, config.objective)
     return CausalBlock(config.model, depth, config.tail_layers(index), reads_bytes=index == 0)
 
@@ -43,7 +43,7 @@ def initial_block(config: Config, index: int) -> CausalBlock | DenoisingBlock:
 def assemble(config: Config, blocks: Sequence[nn.Module]) -> "Stack":
     for block in blocks:
         block.eval()
-    if config.objective.kind == "denoise":
+    if config.kind.denoises:
         device = next(blocks[0].parameters()).device
         table = target_table(config.train.seed, config.objective.target_dim).to(device)
         return DenoisingStack(config, list(blocks), table)

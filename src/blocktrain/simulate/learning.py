@@ -47,7 +47,7 @@ class SimulatedUpdate:
 
 class SimulatedUpdates:
     def __init__(self, swarm: SwarmConfig) -> None:
-        self._codec = codec_named(swarm.codec, swarm.kept)
+        self._codec = codec_named(swarm.codec, swarm.top_k_per_4096)
         self._owed: dict[tuple[str, int], Tensors] = {}  # by worker and block
         self._told: dict[tuple[str, int], tuple[int, Tensors]] = {}  # by lease, its last update
 

@@ -24,7 +24,7 @@ import filelock
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from blocktrain.config import Config, load_config
+from blocktrain.config import Config, load_stored_config
 from blocktrain.errors import CorruptFileError, RunError
 from blocktrain.storage.tensor_file import encode
 
@@ -116,7 +116,7 @@ class RunDir:
             raise RunError(f"no run at {path}")
         if not (path / "config.toml").exists():
             raise RunError(f"{path} is not a run: it has no config.toml")
-        return cls(path, load_config(path / "config.toml"))
+        return cls(path, load_stored_config(path / "config.toml"))
 
     @property
     def exported(self) -> bool:

@@ -136,7 +136,8 @@ FILE = "features.bin"
 def cache_bytes(config: Config) -> int:
     """What one worker's cache takes when it is full."""
     objective = config.objective
-    if objective.kind != "cascade" or objective.feature_cache == "off" or config.block_count == 1:
+    reads = config.kind.reads_predecessors and config.block_count > 1
+    if not reads or objective.feature_cache == "off":
         return 0
     return _steps(config) * BYTES_PER_NUMBER * int(np.prod(_shape(config)))
 

@@ -53,7 +53,7 @@ class Estimate:
 def estimate(config: Config) -> Estimate:
     """For the worker that has the most to do: in a cascade they differ."""
     blocks = [_on_meta(config, index) for index in range(config.block_count)]
-    end_to_end = _on_meta(config.with_settings(objective__kind="end_to_end"), 0)
+    end_to_end = _on_meta(config.end_to_end(), 0)
     largest = max(map(_count, blocks))
     return Estimate(
         parameters=sum(map(_count, blocks)),
@@ -77,8 +77,9 @@ def _wire_bytes(config: Config, numbers: int) -> int:
     """Of an update up and a version down that a quorum made, for a worker that has the version
     before."""
     swarm = config.swarm
-    down = swarm.kept_down or min(swarm.kept * swarm.quorum, 4096)
-    codecs = (codec_named(swarm.codec, kept) for kept in (swarm.kept, down))
+    up = swarm.top_k_per_4096
+    down = swarm.top_k_per_4096_down or min(up * swarm.quorum, 4096)
+    codecs = (codec_named(swarm.codec, top_k) for top_k in (up, down))
     return sum(largest_encoded_size(codec, numbers) if codec else 4 * numbers for codec in codecs)
 
 
@@ -110,7 +111,7 @@ def _positions(config: Config) -> int:
 
 def _before(config: Config, index: int) -> int:
     """Frozen layers a worker runs before its own."""
-    return sum(config.depths[:index]) if config.objective.kind == "cascade" else 0
+    return sum(config.depths[:index]) if config.kind.reads_predecessors else 0
 
 
 def _fixed_bytes(config: Config, blocks: list[nn.Module], index: int) -> int:
@@ -119,7 +120,7 @@ def _fixed_bytes(config: Config, blocks: list[nn.Module], index: int) -> int:
         math.prod(shape) for shape in moment_shapes(blocks[index], config.train).values() if shape
     )
     own = (2 * _count(blocks[index]) + moments) * FP32_BYTES
-    if config.objective.kind != "cascade" or config.objective.feature_cache != "off":
+    if not config.kind.reads_predecessors or config.objective.feature_cache != "off":
         return own
     frozen = sum(_trunk_parameters(block) for block in blocks[:index])
     return own + frozen * FROZEN_BYTES[config.objective.frozen]
@@ -134,7 +135,7 @@ def stream_layers(config: Config, index: int) -> int:
     """Layers times streams that are trained: a denoising block has two streams, but in its last
     layer only one runs in full."""
     layers = config.depths[index] + config.tail_layers(index)
-    return 2 * layers - 1 if config.objective.kind == "denoise" else layers
+    return 2 * layers - 1 if config.kind.denoises else layers
 
 
 def _activation_bytes(config: Config, index: int, parameters: int) -> int:
@@ -148,7 +149,7 @@ def _activation_bytes(config: Config, index: int, parameters: int) -> int:
     streams = stream_layers(config, index)
     widths = streams * (8 + 3 * model.mlp_ratio)
     if config.train.checkpoint_layers:
-        at_once = 1.5 if config.objective.kind == "denoise" else 1.0
+        at_once = 1.5 if config.kind.denoises else 1.0
         widths = streams + at_once * (8 + 3 * model.mlp_ratio)
     logits = 4 * BYTES * 4
     weights_in_bf16 = parameters * 2 if element == 2 else 0
@@ -174,6 +175,6 @@ def _flops_per_step(config: Config, blocks: list[nn.Module], index: int) -> floa
 def _outside_layers(config: Config) -> int:
     """Weights of the products around the layers: the head, or z in and F out with the table."""
     width = config.model.width
-    if config.objective.kind != "denoise":
+    if not config.kind.denoises:
         return BYTES * width
     return 2 * BYTES * width + 3 * BYTES * config.objective.target_dim

@@ -7,7 +7,7 @@ never loads torch.
 import sys
 from pathlib import Path
 
-from blocktrain.config import load_config
+from blocktrain.config import load_stored_config
 from blocktrain.errors import BlocktrainError
 from blocktrain.model.stack import initial_block
 from blocktrain.storage.run_dir import RunDir
@@ -16,7 +16,7 @@ from blocktrain.train.assemble import load_block
 
 
 def write_first_weights(config_path: Path, folder: Path) -> None:
-    config = load_config(config_path)
+    config = load_stored_config(config_path)
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(config.block_count):
         block = initial_block(config, index)

@@ -83,7 +83,7 @@ class BlockTrainer:
             mixed_seed(settings.seed, block, DATA_STREAM),
         )
         self.predecessors: Predecessors | None = None
-        if config.objective.kind == "cascade" and block > 0:
+        if config.kind.reads_predecessors and block > 0:
             assert published, "a block of a cascade needs the blocks before it"
             self.build_on(published, settings.steps)
         # On a CUDA device the rate is read there, so that a captured step can go on using it.

@@ -79,6 +79,15 @@ def test_other_settings_are_another_run(founded: tuple[CoordinatorFolder, Config
         home.open_or_found(config.with_settings(train__steps=41))
 
 
+def test_settings_are_compared_by_value_and_not_by_how_they_are_written(
+    founded: tuple[CoordinatorFolder, Config], monkeypatch: pytest.MonkeyPatch
+):
+    home, config = founded
+    with monkeypatch.context() as patch:
+        patch.setattr(Config, "to_toml", lambda self: "[model]\nwritten_in = 'another way'\n")
+        home.open_or_found(config).ledger.close()
+
+
 def test_who_only_needs_the_ledger_makes_no_folder(
     founded: tuple[CoordinatorFolder, Config], tmp_path: Path
 ):

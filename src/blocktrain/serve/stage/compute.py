@@ -60,7 +60,7 @@ class Unit(Protocol):
 
 
 def new_unit(config: Config, index: int, block: nn.Module, device: torch.device) -> Unit:
-    if config.objective.kind == "denoise":
+    if config.kind.denoises:
         table = target_table(config.train.seed, config.objective.target_dim).to(device)
         typed = cast("DenoisingBlock", block)
         return DenoisingUnit(Descent.of(config, index, typed, table))
@@ -70,11 +70,6 @@ def new_unit(config: Config, index: int, block: nn.Module, device: torch.device)
 def shape(config: Config, block: int) -> tuple[int, int]:
     """A block's layers and private layers."""
     return config.depths[block], config.tail_layers(block)
-
-
-def state_width(config: Config) -> int:
-    denoises = config.objective.kind == "denoise"
-    return config.objective.target_dim if denoises else config.model.width
 
 
 class CausalUnit:
@@ -143,8 +138,8 @@ class StageCompute:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.blocks, self.compute, self.readout = config, blocks, compute, readout
-        self.denoises = config.objective.kind == "denoise"
-        self.state_width = state_width(config)
+        self.denoises = config.kind.denoises
+        self.state_width = config.state_width
         self._clock = clock
         self._units = [
             new_unit(config, index, module.eval(), compute.device)
