@@ -238,7 +238,7 @@ def _check_versions_follow(run: Run) -> None:
     give; and differences lead there."""
     with run.ledger.read() as tx:
         versions = {(item.block, item.version): item for item in tx.versions()}
-        differences = {block: tx.differences(block) for block in range(run.config.units)}
+        differences = {block: tx.differences(block) for block in range(run.config.block_count)}
         sent = tx._session.run(updates.select().where(updates.c.state == "merged")).all()
     assert len(versions) > 4
     for (block, number), made in versions.items():

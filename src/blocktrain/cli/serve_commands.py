@@ -86,7 +86,7 @@ def serve_command(
     BLOCKTRAIN_SERVE_OPTION in the environment, the API key as BLOCKTRAIN_API_KEY."""
     from blocktrain.storage.run_dir import RunDir
 
-    units = RunDir.open(run).config.units
+    units = RunDir.open(run).config.block_count
     loaded = "block 0" if stages or units == 1 else f"{units} blocks"
     click.echo(
         f"loading {loaded} of {run} ...", err=True

@@ -42,11 +42,11 @@ def train_command(
 
     config = load_config(resolve_config(config_path), overrides)
     for block in blocks:
-        if not 0 <= block < config.units:
-            raise ConfigError(f"--block {block}: the run has blocks 0 to {config.units - 1}")
+        if not 0 <= block < config.block_count:
+            raise ConfigError(f"--block {block}: the run has blocks 0 to {config.block_count - 1}")
     for warning in config.warnings:
         click.echo(f"warning: {warning}", err=True)
-    chosen = list(blocks) or list(range(config.units))
+    chosen = list(blocks) or list(range(config.block_count))
     session = open_session(config, out)
     for note in session.notes(chosen):
         click.echo(note, err=True)

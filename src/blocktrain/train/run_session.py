@@ -50,7 +50,7 @@ class LocalRun:
         if max(blocks) > 0 and (size := cache_bytes(config)):
             where = config.objective.feature_cache
             found.append(f"feature cache: {size / 1e6:,.0f} MB per block, {where}")
-        if config.objective.kind == "cascade":
+        if config.kind.reads_predecessors:
             before = set(range(max(blocks))) - set(blocks)
             missing = [block for block in sorted(before) if not self.run.block(block).versions()]
             if missing:

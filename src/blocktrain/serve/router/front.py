@@ -38,7 +38,7 @@ class FirstBlock:
     def __init__(self, first: StageCompute, *, drafts_sweeps: bool | None = None) -> None:
         self.first = first
         self.drafts_sweeps = not first.denoises if drafts_sweeps is None else drafts_sweeps
-        self._units = first.config.units
+        self._units = first.config.block_count
 
     @classmethod
     def load(

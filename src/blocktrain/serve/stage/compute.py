@@ -59,22 +59,17 @@ class Unit(Protocol):
         ...
 
 
-def new_unit(config: Config, unit: int, block: nn.Module, device: torch.device) -> Unit:
-    if config.objective.kind == "denoise":
+def new_unit(config: Config, index: int, block: nn.Module, device: torch.device) -> Unit:
+    if config.kind.denoises:
         table = target_table(config.train.seed, config.objective.target_dim).to(device)
         typed = cast("DenoisingBlock", block)
-        return DenoisingUnit(Descent.of(config, unit, typed, table))
+        return DenoisingUnit(Descent.of(config, index, typed, table))
     return CausalUnit(cast("CausalBlock", block))
 
 
-def shape(config: Config, unit: int) -> tuple[int, int]:
-    """A unit's layers and private layers."""
-    return config.depths[unit], config.tail_layers(unit)
-
-
-def state_width(config: Config) -> int:
-    denoises = config.objective.kind == "denoise"
-    return config.objective.target_dim if denoises else config.model.width
+def shape(config: Config, block: int) -> tuple[int, int]:
+    """A block's layers and private layers."""
+    return config.depths[block], config.tail_layers(block)
 
 
 class CausalUnit:
@@ -143,14 +138,14 @@ class StageCompute:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.blocks, self.compute, self.readout = config, blocks, compute, readout
-        self.denoises = config.objective.kind == "denoise"
-        self.state_width = state_width(config)
+        self.denoises = config.kind.denoises
+        self.state_width = config.state_width
         self._clock = clock
         self._units = [
-            new_unit(config, unit, module.eval(), compute.device)
-            for unit, module in zip(blocks, modules, strict=True)
+            new_unit(config, index, module.eval(), compute.device)
+            for index, module in zip(blocks, modules, strict=True)
         ]
-        shapes = [shape(config, unit) for unit in blocks]
+        shapes = [shape(config, block) for block in blocks]
         slot_bytes = SlotCache.slot_bytes(config.model, shapes, compute.dtype)
         most = min(limits.requests, limits.cache_bytes // slot_bytes)
         if not most:
@@ -232,7 +227,7 @@ class StageCompute:
         readout = self._tensor(readout_RV)
         with self._writing(batch.shares) as views:
             for block, unit, view in zip(self.blocks, self._units, views, strict=True):
-                last = block == self.config.units - 1
+                last = block == self.config.block_count - 1
                 head = heads if heads is not None else self.readout == "product" or last
                 state, found = unit.advance(batch.ids_BQ, state, view, batch.read_R, head=head)
                 if found is not None:

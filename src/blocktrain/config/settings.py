@@ -1,41 +1,21 @@
-"""What somebody who mistyped a word may have meant."""
+"""Every setting of a run, with its default, its limits and a sentence, and what follows from them.
+
+Imports no torch: coordinators, workers and the command line all read settings here.
+"""
 
 import dataclasses
-import difflib
 import json
-import math
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import StatisticsError
-from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Self
 
+from blocktrain.config.kinds import END_TO_END, KINDS, Kind
+from blocktrain.config.schema import Values, build, setting, stored_values
 from blocktrain.errors import ConfigError
 from blocktrain.numerics.noise import LogNormal, Partition, lognormal_partition
 
-
-def closest_match(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is nearest, where one is near."""
-    nearest = difflib.get_close_matches(word, list(known), n=1)
-    return nearest[0] if nearest else None
-
-
-KINDS = ("denoise", "cascade", "end_to_end")
 CODECS = ("none", "bf16", "int8", "sparse")
-
-
-def setting(
-    default: Any,
-    doc: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    choices: Sequence[str] | None = None,
-) -> Any:
-    return field(
-        default=default, metadata={"doc": doc, "low": low, "high": high, "choices": choices}
-    )
+LAYERS = ("two_stream",)
 
 
 @dataclass(frozen=True)
@@ -56,6 +36,9 @@ class ModelConfig:
         "activation of the MLP; swiglu is sized to the same parameters",
         choices=("gelu", "relu2", "swiglu"),
     )
+    layer: str = setting(
+        "two_stream", "the Transformer layer that blocks are made of", choices=LAYERS, since=2
+    )
     taps: int = setting(
         3, "preceding positions each layer's local filter reads (0: none)", low=0, high=16
     )
@@ -64,7 +47,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    kind: str = setting("denoise", "what a block learns by", choices=KINDS)
+    kind: str = setting("denoise", "what a block learns by", choices=tuple(KINDS))
     sigma_min: float = setting(1.0, "lowest noise; under 1 the target leaks", low=0.01)
     sigma_max: float = setting(10.0, "highest noise, where inference starts", low=0.02)
     p_mean: float = setting(-1.2, "mean of ln(sigma)")
@@ -196,17 +179,24 @@ class SwarmConfig:
     outer_momentum: float = setting(0.0, "Nesterov momentum between versions", low=0.0, high=0.999)
     codec: str = setting(
         "none",
-        "how updates and versions travel: whole in fp32, or as differences in fewer bytes",
+        "how updates and versions travel: whole in fp32, or as deltas in fewer bytes",
         choices=CODECS,
     )
-    kept: int = setting(
-        154, "of every 4096 numbers, how many the codec sparse sends", low=1, high=4096
+    top_k_per_4096: int = setting(
+        154,
+        "numbers of every 4096 in an update that the codec sparse sends",
+        low=1,
+        high=4096,
+        since=2,
+        formerly="kept",
     )
-    kept_down: int = setting(
+    top_k_per_4096_down: int = setting(
         0,
-        "the same of a version's difference; 0: as many as the updates it is made of together",
+        "the same of a version's delta; 0: as many as the updates it is made of together",
         low=0,
         high=4096,
+        since=2,
+        formerly="kept_down",
     )
     keep_versions: int = setting(3, "versions of each block that are kept", low=1)
 
@@ -220,7 +210,7 @@ class Config:
     swarm: SwarmConfig = SwarmConfig()
 
     def __post_init__(self) -> None:
-        _check_shape(self.model, self.objective.kind)
+        _check_shape(self.model, self.kind)
         _check_sigmas(self.model, self.objective)
         self._check_partition()
         if self.train.batch % self.train.accumulate:
@@ -240,54 +230,67 @@ class Config:
             )
 
     @property
-    def units(self) -> int:
-        """How many pieces are trained on their own: the blocks, or the one whole model."""
-        return 1 if self.objective.kind == "end_to_end" else self.model.blocks
+    def kind(self) -> Kind:
+        return KINDS[self.objective.kind]
+
+    @property
+    def block_count(self) -> int:
+        """Blocks that are trained independently of each other; end to end it is the one model."""
+        return 1 if self.kind.whole_model else self.model.blocks
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """The layers each unit hands on, in order; private tails are not among them."""
+        """The layers of each block, in order; private tails are not counted."""
         model = self.model
-        if self.objective.kind == "end_to_end":
+        if self.kind.whole_model:
             return (model.layers,)
         if model.depths:
             return model.depths
-        if self.objective.kind == "cascade":
+        if self.kind.has_tails:
             return balanced_depths(model.layers, model.blocks, self.objective.tail)
         return (model.layers // model.blocks,) * model.blocks
 
-    def tail_layers(self, unit: int) -> int:
-        """Private layers after a unit's own: the last unit's output is the model's."""
-        is_last = unit == self.units - 1
-        return 0 if is_last or self.objective.kind != "cascade" else self.objective.tail
+    def tail_layers(self, block: int) -> int:
+        """Private layers after a block's own; the last block's output is the model's."""
+        is_last = block == self.block_count - 1
+        return self.objective.tail if self.kind.has_tails and not is_last else 0
 
     @property
     def trained_layers(self) -> int:
-        """Most layers any one unit trains, its tail counted."""
-        return max(depth + self.tail_layers(unit) for unit, depth in enumerate(self.depths))
+        """The most layers that any one block trains, its tail included."""
+        return max(depth + self.tail_layers(block) for block, depth in enumerate(self.depths))
+
+    @property
+    def state_width(self) -> int:
+        """Numbers per position that travel from block to block: the guess z, or features."""
+        return self.objective.target_dim if self.kind.denoises else self.model.width
 
     @property
     def lead(self) -> float:
-        """How far each unit keeps behind the one it builds on."""
-        return self.objective.lead if self.objective.kind == "cascade" else 0.0
+        """Share of the steps by which each block stays behind the one whose features it reads."""
+        return self.objective.lead if self.kind.reads_predecessors else 0.0
 
-    def first_step(self, unit: int) -> int:
-        """How many steps the first unit has made when this one begins, if all are equally fast."""
-        return round(unit * self.lead * self.train.steps)
+    def first_step(self, block: int) -> int:
+        """Steps that block 0 has made when this block begins, if all train equally fast."""
+        return round(block * self.lead * self.train.steps)
 
     @property
     def last_step(self) -> int:
-        """What the first unit would have made when the last one ends."""
-        return self.first_step(self.units - 1) + self.train.steps
+        """Steps that block 0 would have made when the last block ends."""
+        return self.first_step(self.block_count - 1) + self.train.steps
 
     @property
     def warnings(self) -> list[str]:
-        if self.objective.kind == "denoise" and self.objective.sigma_min < 1.0:
+        if self.kind.denoises and self.objective.sigma_min < 1.0:
             return [
-                f"objective.sigma_min = {self.objective.sigma_min} is under 1: the noisy target"
-                " leaks the answer, local loss will look better than inference is"
+                f"objective.sigma_min = {self.objective.sigma_min} is below 1: the noisy target"
+                " then contains the answer, and a block's loss looks better than the model is"
             ]
         return []
+
+    def end_to_end(self) -> Self:
+        """The same model, trained as one block."""
+        return self.with_settings(objective__kind=END_TO_END.name)
 
     def partition(self) -> Partition:
         objective = self.objective
@@ -306,152 +309,26 @@ class Config:
             values[section][key] = value
         return build(type(self), values)
 
-    def to_dict(self) -> dict[str, dict[str, Any]]:
+    def to_dict(self) -> Values:
         return dataclasses.asdict(self)
 
     def to_toml(self) -> str:
+        """Settings to be stored or sent; see `stored_values` for which releases can read it."""
         lines = []
-        for section, values in self.to_dict().items():
-            lines.append(f"[{section}]")
-            lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
+        for name, value in stored_values(self).items():
+            if not isinstance(value, dict):
+                lines += [f"{name} = {_toml(value)}", ""]
+                continue
+            lines.append(f"[{name}]")
+            lines += [f"{key} = {_toml(item)}" for key, item in value.items()]
             lines.append("")
         return "\n".join(lines)
 
 
-AConfig = TypeVar("AConfig", bound=Config)
-
-
 def _toml(value: Any) -> str:
-    """A JSON string, number, boolean or flat array is also valid TOML, but for two things:
-    surrogate pairs and a bare DEL."""
+    """JSON is valid TOML for strings, numbers, booleans and flat arrays, except for surrogate pairs
+    and a bare DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def from_toml(text: str) -> Config:
-    """Settings as `to_toml` wrote them down."""
-    return from_dict(_up_to_date(tomllib.loads(text)))
-
-
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    return from_dict(read_settings(path, overrides))
-
-
-def read_settings(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """A TOML file with `section.key=value` overrides applied, not validated yet."""
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    values = _up_to_date(values)
-    for override in overrides:
-        _apply_override(values, override)
-    return values
-
-
-def _up_to_date(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings that were written down with all their defaults when there was still a stagger: by
-    AdamW, all blocks at once."""
-    objective, train = values.get("objective", {}), values.get("train", {})
-    if "stagger" not in objective:
-        return values
-    if objective["stagger"]:
-        raise ConfigError("objective.stagger is no more: objective.lead does better what it did")
-    kept = {key: value for key, value in objective.items() if key != "stagger"}
-    return {
-        **values,
-        "objective": {"lead": 0.0, **kept},
-        "train": {"optimizer": "adamw", **train},
-    }
-
-
-def from_dict(values: Mapping[str, Any]) -> Config:
-    return build(Config, values)
-
-
-def build(config: type[AConfig], values: Mapping[str, Any]) -> AConfig:
-    """Validated settings; of a kind of config with more sections than every run has."""
-    sections = get_type_hints(config)
-    for name in values:
-        if name not in sections:
-            raise ConfigError(f"unknown section [{name}]; {_instead(name, sections)}")
-    return config(
-        **{
-            name: _build_section(name, kind, values.get(name, {}))
-            for name, kind in sections.items()
-        }
-    )
-
-
-def describe(config: type[Config] = Config) -> list[tuple[str, Any, str]]:
-    """Every setting as (dotted name, default, sentence)."""
-    return [
-        (f"{section}.{item.name}", item.default, item.metadata["doc"])
-        for section, kind in get_type_hints(config).items()
-        for item in dataclasses.fields(kind)
-    ]
-
-
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    section, dot, key = name.strip().partition(".")
-    if not (equals and dot and key):
-        raise ConfigError(f"--set {override!r} is not of the form section.key=value")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()  # a bare word is a string
-    if not isinstance(values.setdefault(section, {}), dict):
-        raise ConfigError(f"[{section}] must be a section, not a value")
-    values[section][key] = value
-
-
-def _build_section(section: str, kind: Any, values: Any) -> Any:
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"[{section}] must be a section, not a value")
-    fields = {item.name: item for item in dataclasses.fields(kind)}
-    types = get_type_hints(kind)
-    for key in values:
-        if key not in fields:
-            raise ConfigError(f"unknown setting {section}.{key}; {_instead(key, fields)}")
-    checked = {
-        key: _check_value(f"{section}.{key}", value, types[key], fields[key].metadata)
-        for key, value in values.items()
-    }
-    return kind(**checked)
-
-
-def _instead(word: str, known: Mapping[str, Any]) -> str:
-    guess = closest_match(word, known)
-    return f"did you mean {guess}?" if guess else f"there are {', '.join(known)}"
-
-
-def _check_value(name: str, value: Any, kind: Any, rules: Mapping[str, Any]) -> Any:
-    value = _coerce(name, value, kind)
-    if rules["choices"] and value not in rules["choices"]:
-        raise ConfigError(f"{name} = {value!r} must be one of {', '.join(rules['choices'])}")
-    if rules["low"] is not None and value < rules["low"]:
-        raise ConfigError(f"{name} = {value} must be at least {rules['low']}")
-    if rules["high"] is not None and value > rules["high"]:
-        raise ConfigError(f"{name} = {value} must be at most {rules['high']}")
-    return value
-
-
-def _coerce(name: str, value: Any, kind: Any) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if kind is int and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ConfigError(f"{name} = {value!r} must be a list of numbers")
-        return tuple(_coerce(name, item, get_args(kind)[0]) for item in value)
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise ConfigError(f"{name} = {value!r} must be of type {kind.__name__}")
-    if kind is float and not math.isfinite(value):
-        raise ConfigError(f"{name} = {value} must be finite")
-    return value
 
 
 def balanced_depths(layers: int, blocks: int, tail: int) -> tuple[int, ...]:
@@ -467,12 +344,13 @@ def balanced_depths(layers: int, blocks: int, tail: int) -> tuple[int, ...]:
     return (*(share + (block < left) for block in range(blocks - 1)), last)
 
 
-def _check_shape(model: ModelConfig, kind: str) -> None:
+def _check_shape(model: ModelConfig, kind: Kind) -> None:
     if model.layers < model.blocks:
         raise ConfigError(
             f"model.layers = {model.layers} cannot be cut into model.blocks = {model.blocks}"
         )
-    if model.layers % model.blocks and kind == "denoise" and not model.depths:
+    has_equal_blocks = not (kind.whole_model or kind.has_tails or model.depths)
+    if has_equal_blocks and model.layers % model.blocks:
         raise ConfigError(
             f"model.layers = {model.layers} cannot be cut into model.blocks = {model.blocks}"
             " equal blocks; model.depths can name unequal ones"
