@@ -49,7 +49,7 @@ def test_its_first_versions_are_the_models_initialization(
     home, config = founded
     run = home.open()
     with run.ledger.read() as tx:
-        versions = [tx.version(unit) for unit in range(config.units)]
+        versions = [tx.versions.get(unit) for unit in range(config.units)]
     assert len(versions) == 2
     for unit, version in enumerate(versions):
         expected = dict(initial_block(config, unit).named_parameters())
