@@ -103,13 +103,13 @@ def test_an_update_that_grew_too_old_while_it_waited_is_refused(tmp_path, clock)
         leases = [first.lease(blocks=(0,)), second.lease(blocks=(0,))]
         first.send(first.make(leases[0]))
         with service.run.ledger.read() as tx:
-            seen = tx.block_states()[0]
+            seen = tx.blocks.states()[0]
         second.send(second.make(leases[1]))  # arrives while the first is being merged
         assert service.merger._merge(seen, seen.pending)
         service.merger.merge_due()  # ValueError: a weight must be above 0
         with service.run.ledger.read() as tx:
-            assert tx.update(leases[1].lease).state == "refused"
-            assert tx.block_states()[0].to_hand_out == 30
+            assert tx.updates.get(leases[1].lease).state == "refused"
+            assert tx.blocks.states()[0].to_hand_out == 30
 
 
 def test_with_the_default_settings_too(tmp_path, clock):
@@ -121,7 +121,7 @@ def test_with_the_default_settings_too(tmp_path, clock):
             service.merger.merge_due()
         quick.work(blocks=(0,))
         with service.run.ledger.read() as tx:
-            seen = tx.block_states()[0]
+            seen = tx.blocks.states()[0]
         assert late.send(late.make(lease)).state == "pending"  # four behind: just allowed
         assert service.merger._merge(seen, seen.pending)
         service.merger.merge_due()
@@ -165,7 +165,7 @@ def test_updates_that_cannot_be_merged_do_not_block_their_block_for_ever(tmp_pat
             service.round()
             clock.forward(CLAIM_SECONDS + 1)
         with service.run.ledger.read() as tx:
-            assert tx.update(lease.lease).state == "refused"
+            assert tx.updates.get(lease.lease).state == "refused"
         good.work(blocks=(0,))
         assert service.merger.merge_due() == 1
 
@@ -179,7 +179,7 @@ def test_a_block_that_cannot_be_merged_does_not_hold_up_the_others(tmp_path, clo
         good.work(blocks=(1,))
         assert service.merger.merge_due() == 1
         with service.run.ledger.read() as tx:
-            assert tx.block_states()[1].version == 1
+            assert tx.blocks.states()[1].version == 1
 
 
 # a read is not one moment (PostgreSQL)
@@ -257,7 +257,7 @@ def test_a_merge_by_another_coordinator_meanwhile_does_no_harm(tmp_path, clock, 
         finally:
             other.run.ledger.close()
         with service.run.ledger.read() as tx:
-            assert tx.block_states()[0].merged_batches == 10
+            assert tx.blocks.states()[0].merged_batches == 10
 
 
 def assert_equal(a: Any, b: Any) -> None:
@@ -336,7 +336,7 @@ def test_expiring_and_committing_do_not_deadlock(tmp_path, clock):
 
     def second(other, members):
         with other.run.ledger.read() as tx:
-            (lease,) = tx.leases_of(members[0].id, ("sending",))
+            (lease,) = tx.leases.of_worker(members[0].id, ("sending",))
         return lambda: commit(other, members[0].caller, lease.id)
 
     both(tmp_path, clock, url, first, second, "INSERT INTO gaps", "UPDATE leases")
@@ -452,7 +452,7 @@ def test_collecting_after_an_old_version_went_out_of_use(tmp_path, clock):
         assert commit(service, late.caller, lease.lease).state == "refused"
         service.collector.collect()  # KeyError: (0, 0)
         with service.run.ledger.read() as tx:
-            assert sorted(v.version for v in tx.versions() if v.block == 0) == [5]
+            assert sorted(v.version for v in tx.versions.all() if v.block == 0) == [5]
 
 
 # deadlines without end
@@ -493,7 +493,7 @@ def test_what_was_offered_and_never_sent_does_not_keep_its_base_for_ever(tmp_pat
         clock.forward(7 * 24 * 3600)
         service.collector.collect()
         with service.run.ledger.read() as tx:
-            assert 0 not in [v.version for v in tx.versions() if v.block == 0]
+            assert 0 not in [v.version for v in tx.versions.all() if v.block == 0]
 
 
 # text that PostgreSQL does not take
@@ -515,13 +515,13 @@ def test_a_reader_of_events_misses_none(tmp_path, clock):
 
         def slow() -> None:
             with ledger.write() as tx:
-                tx.records.add_event(1.0, "joined", detail="slow")
+                tx.events.add(1.0, "joined", detail="slow")
                 held.set()
                 release.wait(1.0)
 
         def quick() -> None:
             with ledger.write() as tx:
-                tx.records.add_event(2.0, "joined", detail="quick")
+                tx.events.add(2.0, "joined", detail="quick")
 
         seen: list[Event] = []
         threads = [threading.Thread(target=slow), threading.Thread(target=quick)]

@@ -33,7 +33,7 @@ def of_a_version(folder: Path, version: int = 0, *, recipe: bool = False) -> Pat
     """The chunk of block 0's weights, or what says that they are made of it."""
     ledger, chunks = open_stores(folder)
     with ledger.read() as tx:
-        name = tx.version(0, version).weights.name
+        name = tx.versions.get(0, version).weights.name
     ledger.close()
     (chunk,) = Blobs(chunks).recipe(name).chunks
     return folder / "chunks" / place_of(name if recipe else chunk)
@@ -108,7 +108,7 @@ def test_what_is_collected_meanwhile_makes_it_start_again(
         assert service.merger.merge_due() == 1
         old = of_a_version(folder, 0)
         with service.run.ledger.write() as tx:
-            tx.forget_version(0, 0)
+            tx.versions.forget(0, 0)
         old.unlink()
 
     copies: list[Path] = []

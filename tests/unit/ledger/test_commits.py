@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sql
+from blocktrain.ledger.shared_commits import SharedCommits, Turns
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, Engine
@@ -18,7 +19,6 @@ from tests.support.postgres import fresh_database
 from blocktrain.ledger import driver
 from blocktrain.ledger.database import open_engine
 from blocktrain.ledger.ledger import Ledger
-from blocktrain.ledger.shared_commits import SharedCommits, Turns
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -159,9 +159,9 @@ def test_a_reader_inside_sees_what_was_written_before(url: str):
     ledger = Ledger(url)
     with ledger.together():
         with ledger.write() as tx:
-            tx.records.add_event(1.0, "joined")
+            tx.events.add(1.0, "joined")
         with ledger.read() as tx:
-            assert [event.kind for event in tx.records.events(0, 10)] == ["joined"]
+            assert [event.kind for event in tx.events.after(0, 10)] == ["joined"]
     ledger.close()
 
 
@@ -391,7 +391,7 @@ def test_sqlite_syncs_what_it_commits(tmp_path: Path):
     full = 2
     with ledger.together(), ledger.engine.connect().execution_options(read=True) as other:
         with ledger.write() as tx:
-            assert modes(tx._session.connection) == (full, "wal")
+            assert modes(tx.connection) == (full, "wal")
         assert modes(other) == (full, "wal")
     ledger.close()
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import sqlalchemy as sql
+from blocktrain.ledger.session import StatementSession
+from blocktrain.ledger.standing import LedgerSnapshot
 
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.ledger.schema import HELD, leases
-from blocktrain.ledger.session import StatementSession
-from blocktrain.ledger.standing import LedgerSnapshot
 from blocktrain.ledger.transaction import Transaction
 from blocktrain.protocol.messages import Blob
 from blocktrain.swarm.state import BlockState
@@ -27,9 +27,9 @@ def ledger(url: str) -> Iterator[Ledger]:
     ledger = Ledger(url)
     with ledger.write() as tx:
         for block in range(2):
-            tx.add_block(block, BATCHES, WEIGHTS, NOW)
+            tx.create_block(block, BATCHES, WEIGHTS, NOW)
         for name in WORKERS:
-            tx.people.add_worker(
+            tx.members.add_worker(
                 id=name, public_key=name, name=name, device="cpu", role="train", joined=NOW,
                 seen=NOW,
             )  # fmt: skip
@@ -45,7 +45,7 @@ class Life:
         self.count = 0
 
     def go_on(self, tx: Transaction) -> None:
-        tx.lock_blocks()
+        tx.blocks.lock()
         act = self.draws.choice(
             [self.claim, self.claim, self.submit, self.submit, self.train, self.expect,
              self.give_back, self.begin_anew, self.refuse, self.merge]
@@ -54,11 +54,11 @@ class Life:
 
     def claim(self, tx: Transaction) -> None:
         block = self.draws.randrange(2)
-        if not tx.block_states()[block].to_hand_out:
+        if not tx.blocks.states()[block].to_hand_out:
             return
         self.count += 1
-        text = tx.take_range(block, self.draws.randint(1, 9))
-        tx.add_lease(
+        text = tx.blocks.take_range(block, self.draws.randint(1, 9))
+        tx.leases.add(
             id=f"lease{self.count}", worker=self.draws.choice(WORKERS), block=block,
             base_version=tx.block_version(block), schedule_start=0, schedule_stride=1,
             deadline=NOW + 60, created=NOW + self.count, **text._asdict(),
@@ -66,44 +66,44 @@ class Life:
 
     def submit(self, tx: Transaction) -> None:
         if lease := self._one(tx):
-            offered = tx.update(lease.id) or tx.add_update(
+            offered = tx.updates.get(lease.id) or tx.updates.add(
                 lease=lease.id, worker=lease.worker, block=lease.block, steps=lease.steps,
                 base_version=lease.base_version, offer="{}", signature="", loss=None,
                 continues=None,
             )  # fmt: skip
             if self.draws.random() < 0.2:
-                tx.move_lease_if_held(lease.id, "sending")
+                tx.leases.move(lease.id, "sending")
                 return
-            tx.move_lease_if_held(lease.id, "submitted")
-            tx.accept_update(offered, lease.base_version, 1.0, NOW + self.count)
+            tx.leases.move(lease.id, "submitted")
+            tx.updates.accept(offered, lease.base_version, 1.0, NOW + self.count)
 
     def train(self, tx: Transaction) -> None:
         if lease := self._one(tx):
-            tx.trained_lease(lease.id, self.draws.choice(WORKERS))
+            tx.leases.mark_trained(lease.id, self.draws.choice(WORKERS))
 
     def expect(self, tx: Transaction) -> None:
         if lease := self._one(tx):
-            tx.expect_lease(lease.id, NOW + self.draws.randrange(100))
+            tx.leases.set_expected(lease.id, NOW + self.draws.randrange(100))
 
     def give_back(self, tx: Transaction) -> None:
         lease = self._one(tx)
-        if lease and tx.move_lease(lease.id, "returned"):
-            tx.give_back_range(lease.block, lease.first_batch, lease.steps)
+        if lease and tx.leases.move(lease.id, "returned"):
+            tx.blocks.give_back_range(lease.block, lease.first_batch, lease.steps)
 
     def begin_anew(self, tx: Transaction) -> None:
-        tx.reopen_unsent(self.draws.choice(WORKERS))
+        tx.leases.reopen_unsent(self.draws.choice(WORKERS))
 
     def refuse(self, tx: Transaction) -> None:
-        for update in tx.block_states()[0].pending[:1]:
-            tx.refuse_update(update.lease, "")
+        for update in tx.blocks.states()[0].pending[:1]:
+            tx.updates.refuse(update.lease, "")
 
     def merge(self, tx: Transaction) -> None:
-        state = self.draws.choice(tx.block_states())
+        state = self.draws.choice(tx.blocks.states())
         if state.pending:
             assert tx.publish(state.index, state.version, WEIGHTS, None, state.pending, NOW)
 
     def _one(self, tx: Transaction) -> object:
-        held = sorted(tx.held_leases(), key=lambda row: str(row.id))
+        held = sorted(tx.leases.held(), key=lambda row: str(row.id))
         return self.draws.choice(held) if held else None
 
 
@@ -119,7 +119,7 @@ def in_order(states: list[BlockState]) -> list[BlockState]:
 
 
 def read_anew(tx: Transaction) -> Transaction:
-    session = StatementSession(tx._session.connection, tx._session._prepared)
+    session = StatementSession(tx.connection, tx._session._prepared)
     return Transaction(session, LedgerSnapshot())
 
 
@@ -130,24 +130,24 @@ def test_what_is_kept_is_what_would_be_read(ledger: Ledger, seed: int):
         with ledger.together():
             for _ in range(30):
                 with suppress(KeyError), ledger.write() as tx:
-                    tx.block_states()
+                    tx.blocks.states()
                     life.go_on(tx)
                     if life.draws.random() < 0.2:
                         raise KeyError  # and nothing of it has happened
                 with ledger.read() as tx:
                     anew = read_anew(tx)
-                    assert in_order(tx.block_states()) == in_order(anew.block_states())
-                    assert [tx.open_lease_of(w) for w in WORKERS] == [
-                        anew.open_lease_of(w) for w in WORKERS
+                    assert in_order(tx.blocks.states()) == in_order(anew.blocks.states())
+                    assert [tx.leases.open_of(w) for w in WORKERS] == [
+                        anew.leases.open_of(w) for w in WORKERS
                     ]
-                    for row in anew.held_leases():
-                        assert tuple(tx.lease(row.id)) == tuple(row)
+                    for row in anew.leases.held():
+                        assert tuple(tx.leases.get(row.id)) == tuple(row)
                         assert row.state in HELD
     with ledger.read() as tx:
-        assert sum(state.version for state in tx.block_states()) > 0
-        fences = [(row.block, row.fence) for row in tx._session.run(sql.select(leases))]
+        assert sum(state.version for state in tx.blocks.states()) > 0
+        fences = [(row.block, row.fence) for row in tx.connection.execute(sql.select(leases))]
         assert len(set(fences)) == len(fences)
-        assert [tx.block(block).fence for block in range(2)] == [
+        assert [tx.blocks.get(block).fence for block in range(2)] == [
             sum(of == block for of, _ in fences) for block in range(2)
         ]
 
@@ -157,11 +157,11 @@ def test_what_another_coordinator_did_is_seen_by_the_next_together(url: str, led
     with ledger.together(), ledger.write() as tx:
         life.claim(tx)
     with other.together(), other.write() as tx:
-        assert sum(state.open_leases for state in tx.block_states()) == 1
+        assert sum(state.open_leases for state in tx.blocks.states()) == 1
         life.claim(tx)
-        tx.move_lease_if_held("lease1", "expired")
+        tx.leases.move("lease1", "expired")
     with ledger.together(), ledger.write() as tx:
-        assert [lease.id for lease in tx.held_leases()] == ["lease2"]
-        assert sum(state.open_leases for state in tx.block_states()) == 1
-        assert tx.lease("lease1").state == "expired"
+        assert [lease.id for lease in tx.leases.held()] == ["lease2"]
+        assert sum(state.open_leases for state in tx.blocks.states()) == 1
+        assert tx.leases.get("lease1").state == "expired"
     other.close()

@@ -19,13 +19,13 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
+from blocktrain.ledger.statements import HELD_LEASES
 from tests.support.postgres import fresh_database
 
 from blocktrain.errors import ConfigError, UnreachableError
 from blocktrain.ledger import migrations
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.ledger.schema import HELD, events, leases, metadata
-from blocktrain.ledger.statements import HELD_LEASES
 from blocktrain.ledger.transaction import Transaction
 from blocktrain.protocol.messages import Blob, Moved
 from blocktrain.swarm.state import PendingUpdate
@@ -48,9 +48,9 @@ def ledger(url: str) -> Iterator[Ledger]:
             authority_certificate="", authority_key="", created=NOW,
         )  # fmt: skip
         for block in range(2):
-            tx.add_block(block, 600, WEIGHTS, NOW)
+            tx.create_block(block, 600, WEIGHTS, NOW)
         for number in range(8):
-            tx.people.add_worker(
+            tx.members.add_worker(
                 id=f"w{number}", public_key=f"key {number}", name=f"worker {number}", device="cpu",
                 role="train", joined=NOW + number, seen=NOW,
             )  # fmt: skip
@@ -60,30 +60,30 @@ def ledger(url: str) -> Iterator[Ledger]:
 
 def claim(tx: Transaction, most: int, block: int = 0, worker: str = "w0", base: int = 0) -> Any:
     """A lease of up to so many batches, as a coordinator hands it out."""
-    tx.lock_blocks()
-    first, steps, fence = tx.take_range(block, most)
+    tx.blocks.lock()
+    first, steps, fence = tx.blocks.take_range(block, most)
     lease = next(_names)
-    tx.add_lease(
+    tx.leases.add(
         id=lease, worker=worker, block=block, base_version=base, first_batch=first, steps=steps,
         schedule_start=0, schedule_stride=1, fence=fence, deadline=NOW + 60, created=NOW,
     )  # fmt: skip
-    return tx.lease(lease)
+    return tx.leases.get(lease)
 
 
 def taken(tx: Transaction, most: int) -> tuple[int, int]:
     """(first batch, steps) of a range of block 0."""
-    return tx.take_range(0, most)[:2]
+    return tx.blocks.take_range(0, most)[:2]
 
 
 def submit(tx: Transaction, lease: Any, now: float = NOW) -> PendingUpdate:
     """A lease's update, verified and waiting."""
-    offered = tx.add_update(
+    offered = tx.updates.add(
         lease=lease.id, worker=lease.worker, block=lease.block, base_version=lease.base_version,
         steps=lease.steps, offer="{}", signature="", loss=1.0,
         continues=None,
     )  # fmt: skip
-    assert tx.move_lease(lease.id, "submitted")
-    tx.accept_update(offered, lease.base_version, 1.0, now)
+    assert tx.leases.move(lease.id, "submitted")
+    tx.updates.accept(offered, lease.base_version, 1.0, now)
     return PendingUpdate(lease.id, lease.worker, lease.base_version, lease.steps, now)
 
 
@@ -115,7 +115,7 @@ def test_a_lease_has_a_block_a_base_a_range_a_deadline_and_a_fence(ledger: Ledge
     with ledger.write() as tx:
         given = claim(tx, 10, block=1, worker="w3")
     with ledger.read() as tx:
-        lease, block = tx.lease(given.id), tx.block(1)
+        lease, block = tx.leases.get(given.id), tx.blocks.get(1)
     assert (lease.worker, lease.block, lease.base_version) == ("w3", 1, 0)
     assert (lease.first_batch, lease.steps) == (0, 10)
     assert (lease.deadline, lease.fence, lease.state) == (NOW + 60, 1, "open")
@@ -131,38 +131,38 @@ def test_a_range_is_handed_out_once(ledger: Ledger):
         (500, 100),
     ]
     with ledger.read() as tx:
-        assert [state.to_hand_out for state in tx.block_states()] == [0, 600]
+        assert [state.to_hand_out for state in tx.blocks.states()] == [0, 600]
 
 
 def test_a_range_that_was_given_back_is_handed_out_again_before_anything_new(ledger: Ledger):
     with ledger.write() as tx:
         first, second = claim(tx, 10), claim(tx, 10)
         for lease in (second, first):
-            assert tx.move_lease(lease.id, "returned")
-            tx.give_back_range(0, lease.first_batch, lease.steps)
+            assert tx.leases.move(lease.id, "returned")
+            tx.blocks.give_back_range(0, lease.first_batch, lease.steps)
     with ledger.write() as tx:
         assert [taken(tx, 10) for _ in range(3)] == [(0, 10), (10, 10), (20, 10)]
 
 
 def test_a_range_that_was_given_back_may_be_handed_out_in_parts(ledger: Ledger):
     with ledger.write() as tx:
-        tx.take_range(0, 10)
-        tx.give_back_range(0, 0, 10)
+        tx.blocks.take_range(0, 10)
+        tx.blocks.give_back_range(0, 0, 10)
         assert [taken(tx, 4) for _ in range(4)] == [(0, 4), (4, 4), (8, 2), (10, 4)]
 
 
 def test_only_a_whole_untouched_range_can_be_reclaimed(ledger: Ledger):
     with ledger.write() as tx:
-        tx.take_range(0, 30)
-        tx.give_back_range(0, 0, 10)
-        tx.give_back_range(0, 20, 10)
-        assert not tx.reclaim_range(0, 0, 9)
-        assert not tx.reclaim_range(1, 0, 10)
-        assert tx.reclaim_range(0, 0, 10)
-        assert not tx.reclaim_range(0, 0, 10)
+        tx.blocks.take_range(0, 30)
+        tx.blocks.give_back_range(0, 0, 10)
+        tx.blocks.give_back_range(0, 20, 10)
+        assert not tx.blocks.reclaim_range(0, 0, 9)
+        assert not tx.blocks.reclaim_range(1, 0, 10)
+        assert tx.blocks.reclaim_range(0, 0, 10)
+        assert not tx.blocks.reclaim_range(0, 0, 10)
         assert taken(tx, 4) == (20, 4)
-        assert not tx.reclaim_range(0, 20, 10)
-        assert tx.reclaim_range(0, 24, 6)
+        assert not tx.blocks.reclaim_range(0, 20, 10)
+        assert tx.blocks.reclaim_range(0, 24, 6)
         assert taken(tx, 1) == (30, 1)
 
 
@@ -190,7 +190,7 @@ def test_ranges_given_back_while_others_claim_are_never_out_twice_at_a_time(ledg
         draws = random.Random(number)
         while True:
             with ledger.write() as tx:
-                tx.lock_blocks()
+                tx.blocks.lock()
                 first, steps = taken(tx, draws.randint(1, 40))
             if not steps:
                 return
@@ -204,11 +204,11 @@ def test_ranges_given_back_while_others_claim_are_never_out_twice_at_a_time(ledg
                     done.extend(batches)
             if not keep:
                 with ledger.write() as tx:
-                    tx.give_back_range(0, first, steps)
+                    tx.blocks.give_back_range(0, first, steps)
 
     at_once([lambda n=n: work(n) for n in range(4)])
     with ledger.read() as tx:
-        left = tx.block_states()[0].to_hand_out
+        left = tx.blocks.states()[0].to_hand_out
     assert len(done) == len(set(done)) == 600 - left
 
 
@@ -226,18 +226,18 @@ def test_fencing_tokens_rise(ledger: Ledger):
             lease = claim(tx, 10)
             fences.append(lease.fence)
             if turn % 2:
-                tx.move_lease(lease.id, "returned")
-                tx.give_back_range(0, lease.first_batch, lease.steps)
+                tx.leases.move(lease.id, "returned")
+                tx.blocks.give_back_range(0, lease.first_batch, lease.steps)
     assert fences == [1, 2, 3, 4]
 
 
 def test_a_lease_moves_on_only_while_it_is_somebodys(ledger: Ledger):
     with ledger.write() as tx:
         lease = claim(tx, 10)
-        assert tx.move_lease(lease.id, "sending")
-        assert tx.move_lease(lease.id, "expired")
-        assert not tx.move_lease(lease.id, "submitted")
-        assert tx.lease(lease.id).state == "expired"
+        assert tx.leases.move(lease.id, "sending")
+        assert tx.leases.move(lease.id, "expired")
+        assert not tx.leases.move(lease.id, "submitted")
+        assert tx.leases.get(lease.id).state == "expired"
 
 
 def test_one_lease_is_ended_by_one_of_many(ledger: Ledger):
@@ -246,7 +246,7 @@ def test_one_lease_is_ended_by_one_of_many(ledger: Ledger):
 
     def end(state: str) -> bool:
         with ledger.write() as tx:
-            return tx.move_lease(lease.id, state)
+            return tx.leases.move(lease.id, state)
 
     states = ["submitted", "expired", "returned", "expired"]
     assert sum(at_once([lambda s=s: end(s) for s in states])) == 1
@@ -255,14 +255,14 @@ def test_one_lease_is_ended_by_one_of_many(ledger: Ledger):
 def test_leases_are_overdue_after_their_deadline(ledger: Ledger):
     with ledger.write() as tx:
         sending, submitted, open_ = (claim(tx, 10, worker=w) for w in ("w0", "w1", "w2"))
-        tx.move_lease(sending.id, "sending")
-        tx.move_lease(submitted.id, "submitted")
+        tx.leases.move(sending.id, "sending")
+        tx.leases.move(submitted.id, "submitted")
     with ledger.read() as tx:
-        assert not tx.overdue(NOW + 60)
-        assert {lease.id for lease in tx.overdue(NOW + 60.1)} == {sending.id, open_.id}
-        assert {lease.id for lease in tx.held_leases()} == {sending.id, open_.id}
-        assert [lease.id for lease in tx.leases_of("w0", HELD)] == [sending.id]
-        assert not tx.leases_of("w1", HELD)
+        assert not tx.leases.overdue(NOW + 60)
+        assert {lease.id for lease in tx.leases.overdue(NOW + 60.1)} == {sending.id, open_.id}
+        assert {lease.id for lease in tx.leases.held()} == {sending.id, open_.id}
+        assert [lease.id for lease in tx.leases.of_worker("w0", HELD)] == [sending.id]
+        assert not tx.leases.of_worker("w1", HELD)
 
 
 # Versions and updates
@@ -274,20 +274,20 @@ def test_a_difference_and_a_debt_come_with_their_version_or_not_at_all(ledger: L
         assert tx.publish(0, 0, OTHERS, None, [update], NOW, difference=WEIGHTS, owed=OTHERS)
         assert not tx.publish(0, 0, OTHERS, None, [update], NOW, difference=OTHERS, owed=WEIGHTS)
     with ledger.read() as tx:
-        assert tx.differences(0) == {1: WEIGHTS} and tx.differences(1) == {}
-        assert (tx.version(0).owed, tx.version(0, 0).owed) == (OTHERS, None)
+        assert tx.versions.deltas(0) == {1: WEIGHTS} and tx.versions.deltas(1) == {}
+        assert (tx.versions.get(0).residual, tx.versions.get(0, 0).residual) == (OTHERS, None)
     with ledger.write() as tx:
-        tx.forget_difference(0, 1)
-        assert tx.differences(0) == {}
+        tx.versions.forget_delta(0, 1)
+        assert tx.versions.deltas(0) == {}
 
 
 def test_what_was_moved_adds_up_by_worker_and_block(ledger: Ledger):
     with ledger.write() as tx:
         for worker, block in (("w0", 0), ("w0", 0), ("w0", 1), ("w1", 0)):
-            tx.records.count_traffic(worker, block, Moved(up=2, down_raw=2**40))
+            tx.events.count_traffic(worker, block, Moved(up=2, down_raw=2**40))
     with ledger.read() as tx:
         once, twice = Moved(up=2, down_raw=2**40), Moved(up=4, down_raw=2**41)
-        assert tx.records.traffic() == {("w0", 0): twice, ("w0", 1): once, ("w1", 0): once}
+        assert tx.events.traffic() == {("w0", 0): twice, ("w0", 1): once, ("w1", 0): once}
 
 
 def test_a_version_is_published_on_top_of_the_one_it_was_made_from(ledger: Ledger):
@@ -295,8 +295,12 @@ def test_a_version_is_published_on_top_of_the_one_it_was_made_from(ledger: Ledge
         update = submit(tx, claim(tx, 10))
         assert tx.publish(0, 0, OTHERS, WEIGHTS, [update], NOW)
     with ledger.read() as tx:
-        version, old = tx.version(0), tx.version(0, 0)
-        block, worker, merged = tx.block(0), tx.people.worker("w0"), tx.update(update.lease)
+        version, old = tx.versions.get(0), tx.versions.get(0, 0)
+        block, worker, merged = (
+            tx.blocks.get(0),
+            tx.members.worker("w0"),
+            tx.updates.get(update.lease),
+        )
     assert (version.version, version.weights, version.velocity) == (1, OTHERS, WEIGHTS)
     assert (old.weights, old.velocity, old.merged_batches) == (WEIGHTS, None, 0)
     assert version.merged_batches == block.merged_batches == worker.batches_merged == 10
@@ -316,9 +320,9 @@ def test_of_two_mergers_racing_on_one_version_exactly_one_wins(ledger: Ledger):
     won = at_once([lambda b=b: publish(b) for b in blobs])
     assert sum(won) == 1
     with ledger.read() as tx:
-        assert [v.version for v in tx.versions() if v.block == 0] == [0, 1]
-        assert tx.version(0).weights == blobs[won.index(True)]
-        assert tx.block(0).merged_batches == tx.people.worker("w0").batches_merged == 10
+        assert [v.version for v in tx.versions.all() if v.block == 0] == [0, 1]
+        assert tx.versions.get(0).weights == blobs[won.index(True)]
+        assert tx.blocks.get(0).merged_batches == tx.members.worker("w0").batches_merged == 10
 
 
 def test_the_merger_that_loses_changes_nothing(ledger: Ledger):
@@ -337,8 +341,8 @@ def test_an_update_is_accepted_once(ledger: Ledger):
     with ledger.write() as tx:
         lease = claim(tx, 10)
         submit(tx, lease)
-        tx.accept_update(tx.update(lease.id), lease.base_version, 0.5, NOW + 1)
-        update = tx.update(lease.id)
+        tx.updates.accept(tx.updates.get(lease.id), lease.base_version, 0.5, NOW + 1)
+        update = tx.updates.get(lease.id)
     assert (update.weight, update.committed) == (1.0, NOW)
 
 
@@ -356,9 +360,9 @@ def test_a_refused_update_is_not_merged(ledger: Ledger):
     with ledger.write() as tx:
         lease = claim(tx, 10)
         update = submit(tx, lease)
-        assert tx.refuse_update(lease.id, "x" * 600)
-        assert not tx.refuse_update(lease.id, "again")
-        refused = tx.update(lease.id)
+        assert tx.updates.refuse(lease.id, "x" * 600)
+        assert not tx.updates.refuse(lease.id, "again")
+        refused = tx.updates.get(lease.id)
     assert (refused.state, refused.reason, refused.weight) == ("refused", "x" * 500, 0.0)
     before = contents(ledger)
     with suppress(RuntimeError), ledger.write() as tx:
@@ -370,8 +374,8 @@ def test_a_merged_update_is_not_refused_any_more(ledger: Ledger):
     with ledger.write() as tx:
         update = submit(tx, claim(tx, 10))
         tx.publish(0, 0, OTHERS, None, [update], NOW)
-        assert not tx.refuse_update(update.lease, "too late")
-        assert not tx.live_updates()
+        assert not tx.updates.refuse(update.lease, "too late")
+        assert not tx.updates.live()
 
 
 def test_a_lease_has_one_update(ledger: Ledger):
@@ -385,31 +389,31 @@ def test_a_lease_has_one_update(ledger: Ledger):
 def test_a_merge_is_announced_by_one_until_its_time_is_over(ledger: Ledger):
     def announce(now: float) -> bool:
         with ledger.write() as tx:
-            return tx.claim_merge(0, 0, now, 100.0)
+            return tx.blocks.claim_merge(0, 0, now, 100.0)
 
     assert sum(at_once([lambda: announce(NOW)] * 4)) == 1
     assert not announce(NOW + 100)
     assert announce(NOW + 100.1)
     with ledger.write() as tx:
-        assert tx.claim_merge(1, 0, NOW, 100.0)
-        assert not tx.claim_merge(1, 1, NOW + 1000, 100.0)
+        assert tx.blocks.claim_merge(1, 0, NOW, 100.0)
+        assert not tx.blocks.claim_merge(1, 1, NOW + 1000, 100.0)
 
 
 def test_a_published_version_leaves_the_block_free_to_merge(ledger: Ledger):
     with ledger.write() as tx:
         update = submit(tx, claim(tx, 10))
-        assert tx.claim_merge(0, 0, NOW, 100.0)
+        assert tx.blocks.claim_merge(0, 0, NOW, 100.0)
         assert tx.publish(0, 0, OTHERS, None, [update], NOW)
-        assert tx.claim_merge(0, 1, NOW + 1, 100.0)
+        assert tx.blocks.claim_merge(0, 1, NOW + 1, 100.0)
 
 
 def test_versions_are_forgotten_one_by_one(ledger: Ledger):
     with ledger.write() as tx:
         tx.publish(0, 0, OTHERS, None, [submit(tx, claim(tx, 10))], NOW)
-        tx.forget_version(0, 0)
-        assert sorted((v.block, v.version) for v in tx.versions()) == [(0, 1), (1, 0)]
-        assert tx.version(0).version == 1
-        assert tx.version(1).weights == WEIGHTS
+        tx.versions.forget(0, 0)
+        assert sorted((v.block, v.version) for v in tx.versions.all()) == [(0, 1), (1, 0)]
+        assert tx.versions.get(0).version == 1
+        assert tx.versions.get(1).weights == WEIGHTS
 
 
 # The state of the blocks
@@ -419,11 +423,11 @@ def test_block_states_tell_who_does_what(ledger: Ledger):
     with ledger.write() as tx:
         trains, sends = claim(tx, 10, worker="w0"), claim(tx, 20, worker="w1")
         waits, gave_up = claim(tx, 30, worker="w2"), claim(tx, 40, worker="w3")
-        tx.move_lease(sends.id, "sending")
+        tx.leases.move(sends.id, "sending")
         pending = submit(tx, waits, NOW + 5)
-        tx.move_lease(gave_up.id, "returned")
-        tx.give_back_range(0, gave_up.first_batch, gave_up.steps)
-        state, other = tx.block_states()
+        tx.leases.move(gave_up.id, "returned")
+        tx.blocks.give_back_range(0, gave_up.first_batch, gave_up.steps)
+        state, other = tx.blocks.states()
     assert (state.index, state.version, state.merged_batches) == (0, 0, 0)
     assert (state.next_batch, state.total_batches) == (100, 600)
     assert (state.returned_batches, state.leased_batches, state.open_leases) == (40, 30, 2)
@@ -436,13 +440,13 @@ def test_block_states_tell_who_does_what(ledger: Ledger):
 def test_a_block_is_busy_until_the_last_of_those_who_train_it_is_expected(ledger: Ledger):
     with ledger.write() as tx:
         unknown, first, last, sends = (claim(tx, 10, worker=f"w{n}") for n in range(4))
-        assert tx.block_states()[0].busy_until == -math.inf
+        assert tx.blocks.states()[0].busy_until == -math.inf
         for lease, at in ((first, NOW + 10), (last, NOW + 20), (sends, NOW + 30)):
-            tx.expect_lease(lease.id, at)
-        tx.move_lease(sends.id, "sending")
-        assert tx.block_states()[0].busy_until == NOW + 20
-        tx.expect_lease(unknown.id, NOW + 25)
-        state, other = tx.block_states()
+            tx.leases.set_expected(lease.id, at)
+        tx.leases.move(sends.id, "sending")
+        assert tx.blocks.states()[0].busy_until == NOW + 20
+        tx.leases.set_expected(unknown.id, NOW + 25)
+        state, other = tx.blocks.states()
     assert (state.busy_until, other.busy_until) == (NOW + 25, -math.inf)
 
 
@@ -451,7 +455,7 @@ def test_an_update_of_an_older_version_keeps_nobody_from_going_on(ledger: Ledger
         first, late = claim(tx, 10, worker="w0"), claim(tx, 10, worker="w1")
         tx.publish(0, 0, OTHERS, None, [submit(tx, first)], NOW)
         submit(tx, late)
-        state = tx.block_states()[0]
+        state = tx.blocks.states()[0]
     assert state.workers == {"w1"}
     assert state.finishing == frozenset()
 
@@ -464,22 +468,22 @@ def test_block_states_add_up_whatever_happens(ledger: Ledger):
     for _ in range(120):
         with ledger.write() as tx:
             act = draws.choice(["claim", "claim", "claim", "return", "submit", "merge", "refuse"])
-            if act == "claim" and tx.block_states()[0].to_hand_out:
+            if act == "claim" and tx.blocks.states()[0].to_hand_out:
                 held.append(claim(tx, draws.randint(1, 60), base=version))
             elif act == "return" and held:
                 lease = held.pop(draws.randrange(len(held)))
-                tx.move_lease(lease.id, "expired")
-                tx.give_back_range(0, lease.first_batch, lease.steps)
+                tx.leases.move(lease.id, "expired")
+                tx.blocks.give_back_range(0, lease.first_batch, lease.steps)
             elif act == "submit" and held:
                 waiting.append(submit(tx, held.pop(draws.randrange(len(held)))))
             elif act == "merge" and waiting:
                 assert tx.publish(0, version, WEIGHTS, None, waiting, NOW)
                 version, waiting = version + 1, []
             elif act == "refuse" and waiting:
-                lease = tx.lease(waiting.pop().lease)
-                tx.refuse_update(lease.id, "")
-                tx.give_back_range(0, lease.first_batch, lease.steps)
-            state = tx.block_states()[0]
+                lease = tx.leases.get(waiting.pop().lease)
+                tx.updates.refuse(lease.id, "")
+                tx.blocks.give_back_range(0, lease.first_batch, lease.steps)
+            state = tx.blocks.states()[0]
         assert state.under_way + state.to_hand_out == state.total_batches
         assert state.leased_batches == sum(lease.steps for lease in held)
         assert (state.version, state.open_leases) == (version, len(held))
@@ -493,58 +497,56 @@ def test_block_states_add_up_whatever_happens(ledger: Ledger):
 
 def test_an_invite_has_so_many_uses_however_many_ask_at_once(ledger: Ledger):
     with ledger.write() as tx:
-        tx.people.add_invite(id="i", secret_hash="h", role="train", uses_left=3, expires=NOW)
+        tx.members.add_invite(id="i", secret_hash="h", role="train", uses_left=3, expires=NOW)
 
     def use() -> bool:
         with ledger.write() as tx:
-            return tx.people.use_invite("i")
+            return tx.members.use_invite("i")
 
     assert sum(at_once([use] * 6)) == 3
     with ledger.read() as tx:
-        assert tx.people.invite("h").uses_left == 0
-        assert tx.people.invite("another") is None
+        assert tx.members.invite("h").uses_left == 0
+        assert tx.members.invite("another") is None
 
 
 def test_leases_met_and_missed_are_counted(ledger: Ledger):
     with ledger.write() as tx:
         for met in (True, True, False):
-            tx.count_lease(1, met=met)
-        row = tx.block(1)
+            tx.blocks.count_lease(1, met=met)
+        row = tx.blocks.get(1)
     assert (row.leases_met, row.leases_missed) == (2, 1)
 
 
 def test_events_come_in_order_from_where_one_left_off(ledger: Ledger):
     with ledger.read() as tx:
-        assert tx.records.last_event() == 0
+        assert tx.events.last_number() == 0
     for number in range(5):
         with ledger.write() as tx:
-            tx.records.add_event(
-                NOW + number, "leased", "worker00", 1, f"event {number}" + "x" * 600
-            )
+            tx.events.add(NOW + number, "leased", "worker00", 1, f"event {number}" + "x" * 600)
     with ledger.read() as tx:
-        found = tx.records.events(0, 100)
+        found = tx.events.after(0, 100)
         assert [event.time for event in found] == [NOW + number for number in range(5)]
         assert {len(event.detail) for event in found} == {500}
         assert [event.number for event in found] == sorted({event.number for event in found})
-        assert tx.records.events(found[1].number, 2) == found[2:4]
-        assert tx.records.last_event() == found[-1].number
-        assert tx.records.events(tx.records.last_event(), 100) == []
+        assert tx.events.after(found[1].number, 2) == found[2:4]
+        assert tx.events.last_number() == found[-1].number
+        assert tx.events.after(tx.events.last_number(), 100) == []
 
 
 def test_the_newest_score_of_a_block_or_of_the_model(ledger: Ledger):
     def score(tx: Transaction, block: int | None, ce: float) -> None:
-        tx.records.add_score(
+        tx.events.add_score(
             block=block, versions=(1, 2), split="valid", windows="windows0", ce=ce, worker="w0",
             time=NOW,
         )  # fmt: skip
 
     with ledger.write() as tx:
-        assert tx.records.newest_score(None) is None
+        assert tx.events.newest_score(None) is None
         for block, ce in [(0, 3.0), (None, 2.0), (0, 2.5), (None, 1.5)]:
             score(tx, block, ce)
-        assert tx.records.newest_score(0).ce == 2.5
-        assert tx.records.newest_score(1) is None
-        assert (tx.records.newest_score(None).ce, tx.records.newest_score(None).versions) == (
+        assert tx.events.newest_score(0).ce == 2.5
+        assert tx.events.newest_score(1) is None
+        assert (tx.events.newest_score(None).ce, tx.events.newest_score(None).versions) == (
             1.5,
             "[1, 2]",
         )
@@ -559,28 +561,28 @@ def test_a_run_finishes_once(ledger: Ledger):
 
 def test_ban_and_revoke_say_whether_there_was_anyone(ledger: Ledger):
     with ledger.write() as tx:
-        assert tx.people.ban_worker("w0") and not tx.people.ban_worker("w9")
-        tx.people.add_invite(id="i", secret_hash="h", role="train", uses_left=3, expires=NOW)
-        assert tx.people.revoke_invite("i") and not tx.people.revoke_invite("j")
-        assert tx.people.worker("w0").banned and tx.people.invite("h").revoked
-        assert [worker.id for worker in tx.people.workers()] == [
+        assert tx.members.ban_worker("w0") and not tx.members.ban_worker("w9")
+        tx.members.add_invite(id="i", secret_hash="h", role="train", uses_left=3, expires=NOW)
+        assert tx.members.revoke_invite("i") and not tx.members.revoke_invite("j")
+        assert tx.members.worker("w0").banned and tx.members.invite("h").revoked
+        assert [worker.id for worker in tx.members.workers()] == [
             f"w{number}" for number in range(8)
         ]
-        assert tx.people.worker_of_key("key 3").id == "w3"
+        assert tx.members.worker_of_key("key 3").id == "w3"
 
 
 def test_blobs_that_are_forgotten_stay_until_their_time_is_over(ledger: Ledger):
     first, second = WEIGHTS.name, OTHERS.name
     with ledger.write() as tx:
-        tx.retire_blobs([first, second], NOW, NOW + 60)
-        tx.retire_blobs([second], NOW + 10, NOW + 70)  # it was used and forgotten again
-        tx.retire_blobs([], NOW, NOW)
-        assert tx.end_retired(NOW + 59) == {}
-        assert tx.end_retired(NOW + 60) == {first: NOW}
-        assert tx.retired_blobs() == {second}
+        tx.versions.retire_blobs([first, second], NOW, NOW + 60)
+        tx.versions.retire_blobs([second], NOW + 10, NOW + 70)  # it was used and forgotten again
+        tx.versions.retire_blobs([], NOW, NOW)
+        assert tx.versions.end_retired(NOW + 59) == {}
+        assert tx.versions.end_retired(NOW + 60) == {first: NOW}
+        assert tx.versions.retired_blobs() == {second}
     with ledger.write() as tx:
-        assert tx.end_retired(NOW + 70) == {second: NOW + 10}
-        assert tx.retired_blobs() == set()
+        assert tx.versions.end_retired(NOW + 70) == {second: NOW + 10}
+        assert tx.versions.retired_blobs() == set()
 
 
 # The database
@@ -590,7 +592,7 @@ def test_a_change_happens_whole_or_not_at_all(ledger: Ledger):
     def interrupted() -> None:
         with ledger.write() as tx:
             claim(tx, 10)
-            tx.records.add_event(NOW, "leased")
+            tx.events.add(NOW, "leased")
             raise KeyboardInterrupt
 
     before = contents(ledger)
@@ -625,7 +627,7 @@ def test_an_update_that_waits_keeps_what_it_continues_when_the_schema_changes(
         connection.execute(chosen.values(continues=first.id))
     again = Ledger(url)
     with again.read() as tx:
-        (waiting,) = tx.block_states()[0].pending
+        (waiting,) = tx.blocks.states()[0].pending
     again.close()
     assert (waiting.lease, waiting.continues) == (second.id, first.id)
 
@@ -640,9 +642,9 @@ def test_events_of_before_can_still_be_read_when_the_schema_changes(ledger: Ledg
         connection.execute(sql.insert(events).values(time=NOW, kind="expired", block=0, detail=""))
     again = Ledger(url)
     with again.read() as tx:
-        assert tx.records.events(0, 10)[-1].kind == "lost"
+        assert tx.events.after(0, 10)[-1].kind == "lost"
     with again.write() as tx:
-        tx.add_block(7, 10, tx.version(0).weights, NOW)
+        tx.create_block(7, 10, tx.versions.get(0).weights, NOW)
     again.close()
 
 
@@ -694,7 +696,7 @@ def test_a_new_sqlite_ledger_is_for_its_owner_alone(tmp_path: Path):
     finally:
         os.umask(before)
     with ledger.write() as tx:
-        tx.records.add_event(NOW, "leased")
+        tx.events.add(NOW, "leased")
         modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
     ledger.close()
     assert modes == dict.fromkeys(("ledger.db", "ledger.db-wal", "ledger.db-shm"), 0o600)
@@ -716,7 +718,7 @@ def test_readers_do_not_wait_for_a_writer(ledger: Ledger):
     with ledger.write() as tx:
         claim(tx, 10)
         with ledger.read() as other:
-            assert other.block_states()[0].next_batch == 0
+            assert other.blocks.states()[0].next_batch == 0
 
 
 def test_what_is_no_database_is_refused(tmp_path: Path):
@@ -746,9 +748,9 @@ ledger = Ledger(sys.argv[1])
 for number in range(100_000):
     with ledger.write() as tx:
         lease = claim(tx, 1, block=number % 2)
-        tx.records.add_event(NOW, "leased", None, lease.block, lease.id)
+        tx.events.add(NOW, "leased", None, lease.block, lease.id)
         update = submit(tx, lease)
-        version = tx.block(lease.block).version
+        version = tx.blocks.get(lease.block).version
         assert tx.publish(lease.block, version, Blob(name="c" * 64, size=1), None, [update], NOW)
         if sys.argv[2] == "half" and number == 5:
             print("half", flush=True)
@@ -778,15 +780,15 @@ def killed(url: str, manner: str, lines: int) -> list[str]:
 def check_consistent(ledger: Ledger, committed: list[str]) -> int:
     """Nothing half done; what was told to be done is; how many transactions there were."""
     with ledger.read() as tx:
-        states = tx.block_states()
-        made = [event.detail for event in tx.records.events(0, 10_000)]
-        worker = tx.people.worker("w0")
+        states = tx.blocks.states()
+        made = [event.detail for event in tx.events.after(0, 10_000)]
+        worker = tx.members.worker("w0")
         for state in states:
-            block, version = tx.block(state.index), tx.version(state.index)
+            block, version = tx.blocks.get(state.index), tx.versions.get(state.index)
             assert block.fence == block.version == version.version == state.merged_batches
             assert block.next_batch == version.merged_batches
             assert not (state.pending or state.open_leases or state.returned_batches)
-        assert all(tx.update(lease).state == "merged" for lease in made)
+        assert all(tx.updates.get(lease).state == "merged" for lease in made)
     assert len(made) == sum(state.version for state in states) == worker.updates_merged
     assert committed == made[: len(committed)]
     assert len(made) <= len(committed) + 1
@@ -809,7 +811,7 @@ def test_kill_9_inside_a_transaction_leaves_nothing_of_it(ledger: Ledger, url: s
     assert told[5:] == ["half"]
     assert check_consistent(ledger, told[:5]) == 5
     with ledger.write() as tx:
-        assert claim(tx, 1).fence == tx.block(0).version + 1
+        assert claim(tx, 1).fence == tx.blocks.get(0).version + 1
 
 
 def test_a_driver_that_is_not_installed_is_named_by_its_extra(monkeypatch: pytest.MonkeyPatch):

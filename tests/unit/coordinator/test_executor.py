@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sql
 from tests.support.postgres import fresh_database
 
-from blocktrain.coordinator.executor import MOST_AT_ONCE, LedgerExecutor
+from blocktrain.coordinator.executor import JOBS_PER_COMMIT, LedgerExecutor
 from blocktrain.errors import RefusedError, UnreachableError
 from blocktrain.ledger.ledger import Ledger
 
@@ -37,12 +37,12 @@ def local(tmp_path: Path) -> Iterator[Ledger]:
 
 @contextmanager
 def working(ledger: Ledger) -> Iterator[LedgerExecutor]:
-    desk = LedgerExecutor(ledger)
-    desk.start()
+    executor = LedgerExecutor(ledger)
+    executor.start()
     try:
-        yield desk
+        yield executor
     finally:
-        desk.stop()
+        executor.stop()
 
 
 class Held:
@@ -60,12 +60,12 @@ class Held:
         self._go.set()
 
 
-async def together(desk: LedgerExecutor, *calls: Callable[[], Any]) -> list[Any]:
+async def together(executor: LedgerExecutor, *calls: Callable[[], Any]) -> list[Any]:
     """What these answer who wait at the desk at the same time; errors among them."""
     held = Held()
-    first = asyncio.create_task(desk.ask(held))
+    first = asyncio.create_task(executor.run(held))
     await asyncio.to_thread(held.begun.wait, 20)
-    asked = [asyncio.create_task(desk.ask(call)) for call in calls]
+    asked = [asyncio.create_task(executor.run(call)) for call in calls]
     await asyncio.sleep(0)  # all of them have asked
     held.let_go()
     assert await first == "held"
@@ -74,13 +74,13 @@ async def together(desk: LedgerExecutor, *calls: Callable[[], Any]) -> list[Any]
 
 def note(ledger: Ledger, detail: str) -> str:
     with ledger.write() as tx:
-        tx.records.add_event(NOW, "joined", detail=detail)
+        tx.events.add(NOW, "joined", detail=detail)
     return detail
 
 
 def notes(ledger: Ledger) -> list[str]:
     with ledger.read() as tx:
-        return [event.detail for event in tx.records.events(0, 10_000)]
+        return [event.detail for event in tx.events.after(0, 10_000)]
 
 
 def noting(ledger: Ledger, *details: str) -> list[Callable[[], str]]:
@@ -101,49 +101,49 @@ def fail(error: Exception) -> Any:
 
 
 def test_an_answer_comes_once_it_is_on_disk(ledger: Ledger):
-    async def ask(desk: LedgerExecutor) -> None:
+    async def ask(executor: LedgerExecutor) -> None:
         other = Ledger(ledger.engine.url.render_as_string(hide_password=False))
         for number in range(5):
-            assert await desk.ask(note, ledger, str(number)) == str(number)
+            assert await executor.run(note, ledger, str(number)) == str(number)
             assert notes(other)[-1] == str(number)
         other.close()
 
-    with working(ledger) as desk:
-        asyncio.run(ask(desk))
+    with working(ledger) as executor:
+        asyncio.run(ask(executor))
 
 
 def test_everybody_gets_their_own_answer_in_any_order(local: Ledger):
-    async def ask(desk: LedgerExecutor) -> None:
+    async def ask(executor: LedgerExecutor) -> None:
         async def one(number: int) -> tuple[int, int]:
             await asyncio.sleep(random.Random(number).random() / 50)
-            return number, await desk.ask(lambda: number * number)
+            return number, await executor.run(lambda: number * number)
 
         found = await asyncio.gather(*map(one, range(300)))
         assert all(answer == number * number for number, answer in found)
 
-    with working(local) as desk:
-        asyncio.run(ask(desk))
+    with working(local) as executor:
+        asyncio.run(ask(executor))
 
 
 def test_arguments_are_handed_on(local: Ledger):
-    with working(local) as desk:
-        assert asyncio.run(desk.ask(sorted, [1, 3, 2], reverse=True)) == [3, 2, 1]
+    with working(local) as executor:
+        assert asyncio.run(executor.run(sorted, [1, 3, 2], reverse=True)) == [3, 2, 1]
 
 
 def test_questions_that_wait_together_are_answered_in_their_order(ledger: Ledger):
     details = [str(number) for number in range(20)]
-    with working(ledger) as desk:
-        assert asyncio.run(together(desk, *noting(ledger, *details))) == details
+    with working(ledger) as executor:
+        assert asyncio.run(together(executor, *noting(ledger, *details))) == details
     assert notes(ledger) == details
 
 
-@pytest.mark.parametrize("number", [2, MOST_AT_ONCE, 3 * MOST_AT_ONCE + 1])
+@pytest.mark.parametrize("number", [2, JOBS_PER_COMMIT, 3 * JOBS_PER_COMMIT + 1])
 def test_questions_that_wait_together_share_commits(ledger: Ledger, number: int):
     details = [str(each) for each in range(number)]
     commits = count_commits(ledger)
-    with working(ledger) as desk:
-        assert asyncio.run(together(desk, *noting(ledger, *details))) == details
-    batches = -(-number // MOST_AT_ONCE)
+    with working(ledger) as executor:
+        assert asyncio.run(together(executor, *noting(ledger, *details))) == details
+    batches = -(-number // JOBS_PER_COMMIT)
     assert len(commits) == 1 + batches  # one was for whom they waited
     assert notes(ledger) == details
 
@@ -156,12 +156,12 @@ def test_an_error_reaches_who_asked_and_nobody_else(ledger: Ledger):
 
     def half() -> None:
         with ledger.write() as tx:
-            tx.records.add_event(NOW, "joined", detail="half")
+            tx.events.add(NOW, "joined", detail="half")
             raise error
 
     first, last = noting(ledger, "first", "last")
-    with working(ledger) as desk:
-        found = asyncio.run(together(desk, first, half, lambda: fail(KeyError("k")), last))
+    with working(ledger) as executor:
+        found = asyncio.run(together(executor, first, half, lambda: fail(KeyError("k")), last))
     assert found[0] == "first" and found[3] == "last"
     assert found[1] is error
     assert isinstance(found[2], KeyError)
@@ -171,15 +171,15 @@ def test_an_error_reaches_who_asked_and_nobody_else(ledger: Ledger):
 def test_what_the_database_refuses_to_one_is_done_for_the_others(ledger: Ledger):
     def twice() -> None:
         with ledger.write() as tx:
-            tx.records.add_event(NOW, "joined", detail="half")
+            tx.events.add(NOW, "joined", detail="half")
             for _ in range(2):
-                tx.people.add_invite(
+                tx.members.add_invite(
                     id="same", secret_hash="", role="train", uses_left=1, expires=NOW
                 )
 
     first, last = noting(ledger, "first", "last")
-    with working(ledger) as desk:
-        found = asyncio.run(together(desk, first, twice, last))
+    with working(ledger) as executor:
+        found = asyncio.run(together(executor, first, twice, last))
     assert [found[0], found[2]] == ["first", "last"]
     assert isinstance(found[1], UnreachableError)
     assert notes(ledger) == ["first", "last"]
@@ -191,19 +191,19 @@ def test_nobody_is_told_of_what_is_not_on_disk(ledger: Ledger):
     def break_it() -> None:
         if ledger.engine.dialect.name == "postgresql":
             with ledger.read() as tx:
-                tx._session.connection.exec_driver_sql("SELECT 1 / 0")
+                tx.connection.exec_driver_sql("SELECT 1 / 0")
         with ledger.write() as tx:
-            pages = tx._session.connection.exec_driver_sql("PRAGMA page_count").scalar()
-            tx._session.connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
+            pages = tx.connection.exec_driver_sql("PRAGMA page_count").scalar()
+            tx.connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
             for _ in range(1000):
-                tx.records.add_event(NOW, "joined", detail="x" * 500)
+                tx.events.add(NOW, "joined", detail="x" * 500)
 
     first, last = noting(ledger, "first", "last")
-    with working(ledger) as desk:
-        found = asyncio.run(together(desk, first, break_it, last))
+    with working(ledger) as executor:
+        found = asyncio.run(together(executor, first, break_it, last))
         assert {type(each) for each in found} == {UnreachableError}
         assert notes(ledger) == []
-        assert asyncio.run(desk.ask(note, ledger, "later")) == "later"
+        assert asyncio.run(executor.run(note, ledger, "later")) == "later"
     assert notes(ledger) == ["later"]
 
 
@@ -231,13 +231,13 @@ def test_whatever_fails_is_told_to_all_who_wait_and_the_desk_goes_on(
         ledger.error = error
 
     first, last = noting(ledger, "first", "last")
-    with working(ledger) as desk:
-        found = asyncio.run(asyncio.wait_for(together(desk, first, break_it, last), 20))
+    with working(ledger) as executor:
+        found = asyncio.run(asyncio.wait_for(together(executor, first, break_it, last), 20))
         assert [type(each) for each in found] == [RuntimeError] * 3
         assert repr(error) in str(found[0])
-        assert asyncio.run(desk.ask(note, ledger, "later")) == "later"
+        assert asyncio.run(executor.run(note, ledger, "later")) == "later"
     assert notes(ledger) == ["later"]
-    assert "the desk failed" in caplog.text
+    assert "the ledger's thread failed" in caplog.text
     ledger.close()
 
 
@@ -246,18 +246,18 @@ def test_errors_do_not_grow(local: Ledger):
 
     def break_it() -> None:
         with local.read() as tx:
-            tx._session.connection.exec_driver_sql("SELECT nothing")
+            tx.connection.exec_driver_sql("SELECT nothing")
 
-    async def ask(desk: LedgerExecutor) -> list[int]:
+    async def ask(executor: LedgerExecutor) -> list[int]:
         depths = []
         for _ in range(5):
             with pytest.raises(UnreachableError) as raised:
-                await desk.ask(break_it)
+                await executor.run(break_it)
             depths.append(len(traceback.extract_tb(raised.value.__traceback__)))
         return depths
 
-    with working(local) as desk:
-        assert len(set(asyncio.run(ask(desk)))) == 1
+    with working(local) as executor:
+        assert len(set(asyncio.run(ask(executor)))) == 1
 
 
 def test_after_a_lost_connection_later_questions_succeed():
@@ -265,16 +265,16 @@ def test_after_a_lost_connection_later_questions_succeed():
 
     def lose() -> None:
         with ledger.read() as tx:
-            pid = tx._session.connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
+            pid = tx.connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
         with ledger.engine.begin() as other:
             other.exec_driver_sql(f"SELECT pg_terminate_backend({pid}, 10000)")
 
     first, last = noting(ledger, "first", "last")
-    with working(ledger) as desk:
+    with working(ledger) as executor:
         for number in range(3):
-            found = asyncio.run(together(desk, first, lose, last))
+            found = asyncio.run(together(executor, first, lose, last))
             assert {type(each) for each in found} == {UnreachableError}
-            assert asyncio.run(desk.ask(note, ledger, f"later {number}")) == f"later {number}"
+            assert asyncio.run(executor.run(note, ledger, f"later {number}")) == f"later {number}"
     assert notes(ledger) == ["later 0", "later 1", "later 2"]
     ledger.close()
 
@@ -285,22 +285,22 @@ def test_after_a_lost_connection_later_questions_succeed():
 def test_one_who_leaves_does_no_harm(ledger: Ledger):
     complaints: list[Any] = []
 
-    async def ask(desk: LedgerExecutor) -> list[Any]:
+    async def ask(executor: LedgerExecutor) -> list[Any]:
         asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
         held = Held()
-        first = asyncio.create_task(desk.ask(held))
+        first = asyncio.create_task(executor.run(held))
         await asyncio.to_thread(held.begun.wait, 20)
         calls = [*noting(ledger, "a", "left"), lambda: fail(KeyError("left")), *noting(ledger, "b")]
-        asked = [asyncio.create_task(desk.ask(call)) for call in calls]
+        asked = [asyncio.create_task(executor.run(call)) for call in calls]
         await asyncio.sleep(0)
         for task in (first, asked[1], asked[2]):
             task.cancel()
         held.let_go()
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    with working(ledger) as desk:
-        found = asyncio.run(ask(desk))
-        assert asyncio.run(desk.ask(note, ledger, "later")) == "later"
+    with working(ledger) as executor:
+        found = asyncio.run(ask(executor))
+        assert asyncio.run(executor.run(note, ledger, "later")) == "later"
     assert [found[0], found[3]] == ["a", "b"]
     assert {type(each) for each in found[1:3]} == {asyncio.CancelledError}
     assert complaints == []
@@ -310,29 +310,29 @@ def test_one_who_leaves_does_no_harm(ledger: Ledger):
 def test_a_loop_that_has_ended_does_no_harm(local: Ledger):
     held = Held()
 
-    async def leave(desk: LedgerExecutor) -> None:
-        task = asyncio.create_task(desk.ask(held))
+    async def leave(executor: LedgerExecutor) -> None:
+        task = asyncio.create_task(executor.run(held))
         await asyncio.to_thread(held.begun.wait, 20)
         task.cancel()
 
-    with working(local) as desk:
-        asyncio.run(leave(desk))
+    with working(local) as executor:
+        asyncio.run(leave(executor))
         held.let_go()
-        assert asyncio.run(desk.ask(note, local, "later")) == "later"
+        assert asyncio.run(executor.run(note, local, "later")) == "later"
 
 
 def test_two_loops_in_two_threads_may_ask(ledger: Ledger):
     begun, found = threading.Barrier(2), {}
 
-    async def ask(desk: LedgerExecutor, name: str) -> None:
+    async def ask(executor: LedgerExecutor, name: str) -> None:
         begun.wait()
         details = [f"{name}{number}" for number in range(40)]
-        found[name] = await asyncio.gather(*(desk.ask(note, ledger, each) for each in details))
+        found[name] = await asyncio.gather(*(executor.run(note, ledger, each) for each in details))
         assert found[name] == details
 
-    with working(ledger) as desk:
+    with working(ledger) as executor:
         threads = [
-            threading.Thread(target=lambda name=name: asyncio.run(ask(desk, name)))
+            threading.Thread(target=lambda name=name: asyncio.run(ask(executor, name)))
             for name in ("a", "b")
         ]
         for thread in threads:
@@ -344,28 +344,28 @@ def test_two_loops_in_two_threads_may_ask(ledger: Ledger):
 
 
 def test_an_answer_is_given_in_the_loop_that_asked(local: Ledger):
-    async def ask(desk: LedgerExecutor) -> None:
-        asker, worker = threading.get_ident(), await desk.ask(threading.get_ident)
+    async def ask(executor: LedgerExecutor) -> None:
+        asker, worker = threading.get_ident(), await executor.run(threading.get_ident)
         assert threading.get_ident() == asker != worker
 
-    with working(local) as desk:
-        asyncio.run(ask(desk))
+    with working(local) as executor:
+        asyncio.run(ask(executor))
 
 
 # The end
 
 
-@pytest.mark.parametrize("number", [1, MOST_AT_ONCE - 1, MOST_AT_ONCE, 2 * MOST_AT_ONCE])
+@pytest.mark.parametrize("number", [1, JOBS_PER_COMMIT - 1, JOBS_PER_COMMIT, 2 * JOBS_PER_COMMIT])
 def test_stop_answers_what_was_asked_before(local: Ledger, number: int):
     details = [str(each) for each in range(number)]
 
-    async def ask(desk: LedgerExecutor) -> list[Any]:
+    async def ask(executor: LedgerExecutor) -> list[Any]:
         held = Held()
-        first = asyncio.create_task(desk.ask(held))
+        first = asyncio.create_task(executor.run(held))
         await asyncio.to_thread(held.begun.wait, 20)
-        asked = [asyncio.create_task(desk.ask(note, local, detail)) for detail in details]
+        asked = [asyncio.create_task(executor.run(note, local, detail)) for detail in details]
         await asyncio.sleep(0)
-        stopping = asyncio.create_task(asyncio.to_thread(desk.stop))
+        stopping = asyncio.create_task(asyncio.to_thread(executor.stop))
         await asyncio.sleep(0.05)
         assert not stopping.done()
         held.let_go()
@@ -373,17 +373,17 @@ def test_stop_answers_what_was_asked_before(local: Ledger, number: int):
         assert await first == "held"
         return await asyncio.gather(*asked)
 
-    desk = LedgerExecutor(local)
-    desk.start()
-    assert asyncio.run(ask(desk)) == details
+    executor = LedgerExecutor(local)
+    executor.start()
+    assert asyncio.run(ask(executor)) == details
     assert not desk._thread.is_alive()
     assert notes(local) == details
 
 
 def test_stop_without_a_question_ends_the_thread(local: Ledger):
-    desk = LedgerExecutor(local)
-    desk.start()
-    desk.stop()
+    executor = LedgerExecutor(local)
+    executor.start()
+    executor.stop()
     assert not desk._thread.is_alive()
 
 
@@ -395,13 +395,13 @@ def test_others_write_to_the_same_ledger_meanwhile(ledger: Ledger):
     mine = [f"mine {number}" for number in range(40)]
     theirs = [f"theirs {number}" for number in range(40)]
 
-    async def ask(desk: LedgerExecutor) -> None:
-        await asyncio.gather(*(desk.ask(note, ledger, each) for each in theirs))
+    async def ask(executor: LedgerExecutor) -> None:
+        await asyncio.gather(*(executor.run(note, ledger, each) for each in theirs))
 
-    with working(ledger) as desk:
+    with working(ledger) as executor:
         rounds = threading.Thread(target=lambda: [note(ledger, each) for each in mine])
         rounds.start()
-        asyncio.run(ask(desk))
+        asyncio.run(ask(executor))
         rounds.join()
     found = notes(ledger)
     assert [each for each in found if each in mine] == mine
