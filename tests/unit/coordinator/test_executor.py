@@ -376,7 +376,7 @@ def test_stop_answers_what_was_asked_before(local: Ledger, number: int):
     executor = LedgerExecutor(local)
     executor.start()
     assert asyncio.run(ask(executor)) == details
-    assert not desk._thread.is_alive()
+    assert not executor._thread.is_alive()
     assert notes(local) == details
 
 
@@ -384,7 +384,7 @@ def test_stop_without_a_question_ends_the_thread(local: Ledger):
     executor = LedgerExecutor(local)
     executor.start()
     executor.stop()
-    assert not desk._thread.is_alive()
+    assert not executor._thread.is_alive()
 
 
 # Beside the desk

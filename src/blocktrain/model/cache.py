@@ -1,10 +1,8 @@
-"""Keys and values of many requests at once: ragged batches, and roll-back.
+"""The key-value cache: every layer has a pool, and every sequence a slot in all pools.
 
-Every request has a slot in every layer's pool; the pools of all blocks of a stage grow together,
-by doubling. A batch is a view of some slots: rows of different lengths that start at different
-positions, padded to the longest. What a slot holds from a row's start on is written over, so that
-rolling back needs no call of its own; a mask hides what is older. Knows nothing of requests, of
-limits or of time.
+A batch is a view of some slots: rows that start at different positions and have different lengths,
+padded to the longest. A row overwrites its slot from its start on, which is how drafts are rolled
+back. Pools grow by doubling. Knows nothing of requests, limits or time.
 
 Shapes: S slots, T positions of room, B rows, Q new positions of the longest row, N new positions
 of all rows, D width, H heads, K = D / H.
@@ -13,34 +11,43 @@ of all rows, D width, H heads, K = D / H.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from blocktrain.config import ModelConfig
-from blocktrain.model.kv_cache import CachedPositions
 
 FIRST_SLOTS, FIRST_ROOM = 1, 64
-KEPT_PER_POSITION = 3  # keys, values and inputs of the local filter
+VECTORS_PER_POSITION = 3  # key, value and input of the local filter
+
+
+class CachedPositions(NamedTuple):
+    """Keys and values that the queries of new positions read, and which of them each may see."""
+
+    k_BHTK: Tensor
+    v_BHTK: Tensor
+    causal: bool  # queries and keys cover the same positions
+    mask: Tensor | None  # B x 1 x Q x T; None: all that `causal` leaves
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the new positions of a batch go and what they see: the same for every layer."""
+class BatchPlaces:
+    """Where a batch's new positions are written and what they see; the same for every layer."""
 
     slots: slice | Tensor
-    end: int  # positions the longest row has when all is written
+    end: int  # positions of the row that ends last
     positions_BQ: Tensor
-    given_N: Tensor | None  # which of the B x Q inputs are no padding; None: all
-    written_N: Tensor  # their places in a pool of keys or of values
-    inputs_N: Tensor  # their places in a pool of the local filter's inputs
-    before_BC: Tensor  # the places of the inputs just before each row
+    given_N: Tensor | None  # indices of the B x Q inputs that are no padding; None: all
+    written_N: Tensor  # their indices in a pool of keys or values
+    inputs_N: Tensor  # their indices in the pool of the local filter's inputs
+    before_BC: Tensor  # indices of the filter inputs just before each row
     causal: bool
     mask_B1QT: Tensor | None
 
     def chosen(self, pool_STD: Tensor) -> Tensor:
-        """The batch's slots, as far as they are read. Slots in a row are not copied."""
+        """The batch's slots up to `end`; consecutive slots are not copied."""
         return pool_STD[:, : self.end][self.slots]
 
     def write(self, pool_STD: Tensor, places_N: Tensor, new_BQD: Tensor) -> None:
@@ -51,8 +58,8 @@ class Places:
         pool_STD.view(-1, width).index_copy_(0, places_N, flat)
 
 
-class SlotLayer:
-    """One layer's pools, with `taps` positions of zeros before the filter's first input."""
+class LayerPool:
+    """One layer's pools; the filter's has `taps` positions of zeros before its first input."""
 
     def __init__(self, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.heads, self.taps = model.heads, model.taps
@@ -66,43 +73,49 @@ class SlotLayer:
         self.h_SID = _grown(self.h_SID, slots, self.taps + room if self.taps else 0)
 
 
-class SlotLayerView:
-    """A layer's memory, as one batch sees it."""
+class LayerCache:
+    """One layer's cache as one batch sees it."""
 
-    def __init__(self, layer: SlotLayer, at: Places) -> None:
-        self.layer = layer
-        self.at = at
+    def __init__(self, pool: LayerPool, places: BatchPlaces) -> None:
+        self.pool = pool
+        self.places = places
 
     def positions(self, count: int) -> Tensor:
-        assert count == self.at.positions_BQ.size(1)
-        return self.at.positions_BQ
+        """B x `count` positions of the next inputs in their sequences."""
+        assert count == self.places.positions_BQ.size(1)
+        return self.places.positions_BQ
 
-    def extend_tail(self, h_BTD: Tensor, count: int) -> Tensor:
-        pool = self.layer.h_SID
-        before = pool.view(-1, pool.size(-1))[self.at.before_BC]
-        self.at.write(pool, self.at.inputs_N, h_BTD)
+    def extend_inputs(self, h_BTD: Tensor) -> Tensor:
+        """Store the local filter's new inputs; returns them behind the `taps` inputs before."""
+        pool = self.pool.h_SID
+        before = pool.view(-1, pool.size(-1))[self.places.before_BC]
+        self.places.write(pool, self.places.inputs_N, h_BTD)
         return torch.cat([before, h_BTD], dim=1)
 
     def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> CachedPositions:
-        at, layer = self.at, self.layer
-        at.write(layer.k_STD, at.written_N, k_BHTK.transpose(1, 2))
-        at.write(layer.v_STD, at.written_N, v_BHTK.transpose(1, 2))
-        k, v = self._by_head(layer.k_STD), self._by_head(layer.v_STD)
-        return CachedPositions(k, v, at.causal, at.mask_B1QT)
+        """Store new keys and values; returns all that the batch reads."""
+        places, pool = self.places, self.pool
+        places.write(pool.k_STD, places.written_N, k_BHTK.transpose(1, 2))
+        places.write(pool.v_STD, places.written_N, v_BHTK.transpose(1, 2))
+        k, v = self._by_head(pool.k_STD), self._by_head(pool.v_STD)
+        return CachedPositions(k, v, places.causal, places.mask_B1QT)
 
     def _by_head(self, pool_STD: Tensor) -> Tensor:
-        chosen = self.at.chosen(pool_STD)
-        return chosen.view(*chosen.shape[:2], self.layer.heads, -1).transpose(1, 2)
+        chosen = self.places.chosen(pool_STD)
+        return chosen.view(*chosen.shape[:2], self.pool.heads, -1).transpose(1, 2)
 
 
 @dataclass(frozen=True)
-class SlotBlockView:
-    layers: list[SlotLayerView]
-    tail: list[SlotLayerView]
+class BlockCache:
+    """The caches of a block's layers and of its private tail's, as one batch sees them."""
+
+    layers: list[LayerCache]
+    tail: list[LayerCache]
 
 
 class SlotCache:
-    """The pools of consecutive blocks; `shapes` has each block's layers and private tail."""
+    """The pools of consecutive blocks; `shapes` are each block's numbers of layers and of tail
+    layers."""
 
     def __init__(
         self,
@@ -114,8 +127,8 @@ class SlotCache:
         self.model, self.device = model, device
         self.slots = self.room = 0
         self._blocks = [
-            ([SlotLayer(model, device, dtype) for _ in range(layers)],
-             [SlotLayer(model, device, dtype) for _ in range(tail)])
+            ([LayerPool(model, device, dtype) for _ in range(layers)],
+             [LayerPool(model, device, dtype) for _ in range(tail)])
             for layers, tail in shapes
         ]  # fmt: skip
 
@@ -123,24 +136,24 @@ class SlotCache:
     def slot_bytes(
         model: ModelConfig, shapes: Sequence[tuple[int, int]], dtype: torch.dtype
     ) -> int:
-        """What a slot takes once it holds a whole window."""
+        """Bytes of a slot that holds a whole window."""
         layers = sum(depth + tail for depth, tail in shapes)
-        return KEPT_PER_POSITION * layers * model.window * model.width * dtype.itemsize
+        return VECTORS_PER_POSITION * layers * model.window * model.width * dtype.itemsize
 
     def view(
         self, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
-    ) -> list[SlotBlockView]:
-        """Each block's memory for one batch; rows are padded to the longest."""
+    ) -> list[BlockCache]:
+        """Each block's cache for one batch: rows of `lengths` new positions from `starts` on."""
         end = max(map(add, starts, lengths))
         if end > self.model.window:
             raise ValueError(f"position {end} is past the model's window")
         self._make_room(max(slots) + 1, end)
         self._wipe([slot for slot, start in zip(slots, starts, strict=True) if not start])
-        at = self._places(slots, starts, lengths, end)
+        places = self._places(slots, starts, lengths, end)
         return [
-            SlotBlockView(
-                [SlotLayerView(layer, at) for layer in layers],
-                [SlotLayerView(layer, at) for layer in tail],
+            BlockCache(
+                [LayerCache(pool, places) for pool in layers],
+                [LayerCache(pool, places) for pool in tail],
             )
             for layers, tail in self._blocks
         ]
@@ -155,7 +168,7 @@ class SlotCache:
                 layer.grow(self.slots, self.room)
 
     def _wipe(self, slots: Sequence[int]) -> None:
-        """For a fresh context: a mask hides whatever number was there, but not what is none."""
+        """Zero slots before a new context: a mask hides old numbers, but not an old NaN."""
         if not slots:
             return
         chosen = self._consecutive(slots)
@@ -166,7 +179,7 @@ class SlotCache:
 
     def _places(
         self, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int], end: int
-    ) -> Places:
+    ) -> BatchPlaces:
         count, taps = max(lengths), self.model.taps
         rows_B1, starts_B1 = np.array(slots)[:, None], np.array(starts)[:, None]
         offsets_Q = np.arange(count)
@@ -179,7 +192,7 @@ class SlotCache:
             given = self._tensor(np.flatnonzero(given_BQ))
             written, inputs = written[given_BQ], inputs[given_BQ]
         before_BC = rows_B1 * (taps + self.room) + starts_B1 + np.arange(taps)
-        return Places(
+        return BatchPlaces(
             self._consecutive(slots),
             end,
             self._tensor(np.minimum(positions_BQ, self.model.window - 1)),
@@ -198,9 +211,9 @@ class SlotCache:
         return self._tensor(np.array(slots))
 
     def _mask(self, starts: Sequence[int], positions_BQ: np.ndarray, end: int) -> Tensor | None:
-        """A query sees what stands up to its own place; padding sees more, and is not read."""
+        """A query sees positions up to its own; padding sees more, and is never read."""
         if not any(starts) or min(starts) == end - 1:
-            return None  # plainly causal, or one new position each that sees everything
+            return None  # all causal, or one new position each, which sees everything
         seen_BQT = np.arange(end) <= positions_BQ[:, :, None]
         return self._tensor(seen_BQT[:, None])
 

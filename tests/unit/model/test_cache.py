@@ -1,4 +1,4 @@
-"""Many requests in slots, against each alone in a cache of its own."""
+"""Ragged batches in the cache's slots, against each text in one pass without a cache."""
 
 from pathlib import Path
 
@@ -11,10 +11,9 @@ from torch import Tensor
 
 from blocktrain.config import Config, load_config
 from blocktrain.model.block import target_table
+from blocktrain.model.cache import BlockCache, SlotCache
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock, NoiseLevel
-from blocktrain.model.kv_cache import BlockMemory
-from blocktrain.model.slots import SlotCache
 from blocktrain.numerics.noise import precondition
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,7 +35,7 @@ def slots_of(config: Config) -> SlotCache:
     return SlotCache(config.model, [(config.model.layers, 0)], CPU, torch.float32)
 
 
-def read(block: torch.nn.Module, ids_BT: Tensor, memory: BlockMemory) -> Tensor:
+def read(block: torch.nn.Module, ids_BT: Tensor, memory: BlockCache | None) -> Tensor:
     """What a block makes of its context."""
     with torch.no_grad():
         if isinstance(block, CausalBlock):
@@ -47,7 +46,7 @@ def read(block: torch.nn.Module, ids_BT: Tensor, memory: BlockMemory) -> Tensor:
 
 
 def alone(block: torch.nn.Module, text: list[int]) -> Tensor:
-    return read(block, torch.tensor([text]), block.new_cache())[0]  # type: ignore[operator]
+    return read(block, torch.tensor([text]), None)[0]
 
 
 STEPS = st.lists(
@@ -85,11 +84,11 @@ def test_ragged_rows_with_roll_back_are_what_each_is_alone(
             assert torch.allclose(row[: len(ids)], expected, atol=1e-5)
 
 
-def test_slots_in_a_row_are_not_copied():
+def test_consecutive_slots_are_not_copied():
     cache = slots_of(tiny("end_to_end"))
     layer = cache.view([1, 2], [0, 0], [5, 3])[0].layers[0]
     k = torch.randn(2, 2, 5, 8)
-    assert layer.append(k, k).k_BHTK.untyped_storage().data_ptr() == layer.layer.k_STD.data_ptr()
+    assert layer.append(k, k).k_BHTK.untyped_storage().data_ptr() == layer.pool.k_STD.data_ptr()
     scattered = cache.view([2, 0], [3, 0], [1, 1])[0].layers[0]
     new = torch.randn(2, 2, 1, 8)
     held = scattered.append(new, new).k_BHTK
@@ -116,15 +115,15 @@ def test_layers_without_a_local_filter_have_slots_too():
 
 
 @pytest.mark.parametrize("kind", ["end_to_end", "denoise"])
-def test_what_was_no_number_is_nothing_to_the_next_in_its_slot(kind: str):
-    """Behind a mask a number counts nothing, but what is none would."""
+def test_a_slot_that_held_nan_is_clean_for_the_next_sequence(kind: str):
+    """A mask hides an old number, but not an old NaN."""
     block, cache = BLOCKS[kind], slots_of(tiny(kind))
     first, other = [*range(40)], [*range(100, 130)]
     (view,) = cache.view([0], [0], [40])
     read(block, torch.tensor([first]), view)
     for layer in view.layers:
-        layer.layer.k_STD.fill_(torch.nan)
-        layer.layer.v_STD.fill_(torch.nan)
+        layer.pool.k_STD.fill_(torch.nan)
+        layer.pool.v_STD.fill_(torch.nan)
     (view,) = cache.view([0, 1], [0, 0], [2, 30])
     read(block, torch.tensor([[*first[:2], *[0] * 28], other]), view)
     (view,) = cache.view([0, 1], [2, 30], [1, 1])
