@@ -378,3 +378,4 @@ def test_the_disk_is_full_for_a_while(swarm: Swarm, tmp_path: Path):
     swarm.finishes(tmp_path / "model")
     for worker in workers:
         swarm.processes.wait_for_end(worker)
+    assert "the ledger answers again" in coordinator.log.read_text()  # so it did not meanwhile
