@@ -38,6 +38,7 @@ SAMPLE_BYTES = 240
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True
 )
+@options.thread_count
 @options.as_json
 def demo_command(config_path: Path, overrides: tuple[str, ...], out: Path, as_json: bool) -> None:
     """Start a coordinator and workers on this machine, train blocks that never exchange a

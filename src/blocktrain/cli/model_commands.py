@@ -74,6 +74,7 @@ def fetch_command(invite: str, out: Path, as_json: bool) -> None:
 )
 @options.first_blocks
 @options.device
+@options.thread_count
 @options.precision
 @options.as_json
 def generate_command(
