@@ -33,10 +33,10 @@ from blocktrain.data.corpus import Corpus
 from blocktrain.data.windows import TrainingWindows, evaluation_windows, shifted
 from blocktrain.model import readout
 from blocktrain.model.block import target_table
-from blocktrain.model.generation import GenerationOptions, generate
 from blocktrain.model.stack import Stack, assemble
 from blocktrain.numerics.merge import Contribution, Outer, merge_tensor
-from blocktrain.numerics.sampling import mixed_seed
+from blocktrain.numerics.sampling import Sampling, mixed_seed
+from blocktrain.serve.router.local import generate
 from blocktrain.train.device import resolve
 from blocktrain.train.trainer import BlockTrainer
 
@@ -120,7 +120,7 @@ def denoising_stack(
     config: Config, corpus: Corpus, precision: str = "fp32"
 ) -> tuple[Stack, list[list[float]]]:
     trainers = [
-        new_trainer(config, block, corpus, None, precision) for block in range(config.units)
+        new_trainer(config, block, corpus, None, precision) for block in range(config.block_count)
     ]
     found = [losses(trainer) for trainer in trainers]
     return assemble(config, [trainer.module for trainer in trainers]), found
@@ -133,7 +133,7 @@ def cascade_stack(
     versions of the blocks before it."""
     shelf = Shelf()
     trainers = [
-        new_trainer(config, block, corpus, shelf, precision) for block in range(config.units)
+        new_trainer(config, block, corpus, shelf, precision) for block in range(config.block_count)
     ]
     found: dict[str, list[float]] = {name: [] for name in ("first", "middle", "last")}
     for _ in range(2):
@@ -173,8 +173,9 @@ def texts(stack: Stack) -> dict[str, str]:
     result = {}
     for name in readout.READOUTS:
         for start in ("mean", "noise"):
-            sampling = GenerationOptions(temperature=0.8, seed=3, start=start, readout=name)
-            made = bytes(generate(stack, PROMPT * (window // len(PROMPT) - 1), 12, sampling))
+            sampling = Sampling(temperature=0.8, seed=3)
+            prompt = PROMPT * (window // len(PROMPT) - 1)
+            made = bytes(generate(stack, prompt, 12, sampling, readout=name, start=start))
             result[f"{name} {start}"] = made.hex()
     return result
 
@@ -229,7 +230,7 @@ def merged_versions(folder: Path) -> dict[str, str]:
             second.send(second.make(three, by=-0.25))
             assert service.merger.merge_due() == 1
             with service.run.ledger.read() as tx:
-                version = tx.version(0)
+                version = tx.versions.get(0)
             assert version.version == number and version.velocity is not None
             result[f"weights {number}"] = digest(tensors_of(service.run, version.weights))
             result[f"velocity {number}"] = digest(tensors_of(service.run, version.velocity))
