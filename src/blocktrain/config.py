@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from blocktrain.errors import ConfigError
 from blocktrain.numerics.noise import LogNormal, Partition, lognormal_partition
+from blocktrain.swarm.plan import LONGEST_INTERVAL
 
 
 def closest_match(word: str, known: Iterable[str]) -> str | None:
@@ -32,10 +33,11 @@ def setting(
     low: float | None = None,
     high: float | None = None,
     choices: Sequence[str] | None = None,
+    written: bool = True,
 ) -> Any:
-    return field(
-        default=default, metadata={"doc": doc, "low": low, "high": high, "choices": choices}
-    )
+    """Not `written`: `to_toml` leaves it out at its default, for workers that do not know it."""
+    rules = {"low": low, "high": high, "choices": choices, "written": written}
+    return field(default=default, metadata={"doc": doc, **rules})
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,15 @@ class SwarmConfig:
     deadline_factor: float = setting(4.0, "a lease's deadline in multiples of its time", low=1.0)
     shortest_deadline: float = setting(60.0, "seconds no deadline is shorter than", low=0.5)
     longest_deadline: float = setting(
-        86_400.0, "seconds no deadline is longer than, however slow a worker says it is", low=1.0
+        86_400.0,
+        "seconds no lease lasts longer than; nor than 30 times lease_seconds * deadline_factor",
+        low=1.0,
+    )
+    heartbeat_timeout: float = setting(
+        120.0,
+        "seconds after which the leases of a silent worker expire; workers report every 10",
+        low=3 * LONGEST_INTERVAL,
+        written=False,
     )
     quorum: int = setting(2, "updates that make a version, or as many as there are workers", low=1)
     grace_seconds: float = setting(5.0, "time others get once there is a quorum", low=0.0)
@@ -311,9 +321,13 @@ class Config:
 
     def to_toml(self) -> str:
         lines = []
-        for section, values in self.to_dict().items():
-            lines.append(f"[{section}]")
-            lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
+        for section in dataclasses.fields(self):
+            lines.append(f"[{section.name}]")
+            values = getattr(self, section.name)
+            for item in dataclasses.fields(values):
+                value = getattr(values, item.name)
+                if item.metadata["written"] or value != item.default:
+                    lines.append(f"{item.name} = {_toml(value)}")
             lines.append("")
         return "\n".join(lines)
 

@@ -86,6 +86,12 @@ TRAINED_LEASE = (
     .where(leases.c.id == _the_lease, leases.c.worker == _the_worker, in_state(leases, "open"))
     .values(state="sending")
 )
+SILENT = (
+    select(leases)
+    .join(workers, workers.c.id == leases.c.worker)
+    .where(in_state(leases, *HELD), workers.c.seen + bindparam("silence") < bindparam("now"))
+)
+MOVE_DEADLINE = update(leases).where(leases.c.id == _the_lease).values(deadline=bindparam("until"))
 EXPECT_LEASE = update(leases).where(leases.c.id == _the_lease).values(expected=bindparam("at"))
 MOVE_LEASE = (
     update(leases)

@@ -184,6 +184,10 @@ class Transaction:
         self._session.tell(statements.EXPECT_LEASE, of_lease=lease, at=at)
         self._standing.lease_changed(lease, expected=at)
 
+    def move_deadline(self, lease: str, deadline: float) -> None:
+        self._session.tell(statements.MOVE_DEADLINE, of_lease=lease, until=deadline)
+        self._standing.lease_changed(lease, deadline=deadline)
+
     def move_lease_if_held(self, lease: str, state: str) -> None:
         """The same for whoever does not ask: nothing waits for it."""
         self._session.tell(statements.MOVE_LEASE, of_lease=lease, to=state)
@@ -202,6 +206,10 @@ class Transaction:
 
     def overdue(self, now: float) -> Sequence[Found]:
         return self._session.rows(statements.OVERDUE, now=now)
+
+    def silent(self, now: float, silence: float) -> Sequence[Found]:
+        """Leases that are held by workers not heard of for more than so many seconds."""
+        return self._session.rows(statements.SILENT, now=now, silence=silence)
 
     def held_leases(self) -> Sequence[Found]:
         return self._session.rows(statements.HELD_LEASES)

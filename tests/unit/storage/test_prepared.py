@@ -54,8 +54,10 @@ VALUES: dict[str, dict[str, Any]] = {
     "ADD_LEASE": {**LEASE, "id": "new", "fence": 2**40, "state": "open"},
     "HELD_LEASES": {},
     "OVERDUE": {"now": NOW + 61},
+    "SILENT": {"now": NOW + 10.0, "silence": 5.0},
     "TRAINED_LEASE": {"of_lease": "open", "of_worker": "w0"},
     "EXPECT_LEASE": {"of_lease": "open", "at": NOW + 7},
+    "MOVE_DEADLINE": {"of_lease": "open", "until": NOW + 7},
     "MOVE_LEASE": {"of_lease": "open", "to": "returned"},
     "UPDATE": {"of_lease": "pending"},
     "ADD_UPDATE": {
