@@ -188,15 +188,11 @@ def test_a_block_that_cannot_be_merged_does_not_hold_up_the_others(tmp_path, clo
 def after_statement(ledger: Ledger, words: str, act: Callable[[], None]) -> None:
     """Do something once, right after a statement of this ledger."""
     acts = [act]
-    ask = ledger._prepared.ask
 
-    def notice(connection, statement, **values):
-        found = ask(connection, statement, **values)()
-        if words in str(statement) and acts:
+    @sql.event.listens_for(ledger.engine, "after_cursor_execute")
+    def notice(connection, cursor, statement, parameters, context, many):
+        if words in statement and acts:
             acts.pop()()
-        return lambda: found
-
-    ledger._prepared.ask = notice
 
 
 def test_a_run_is_not_finished_because_a_lease_came_back_meanwhile(tmp_path, clock, url):

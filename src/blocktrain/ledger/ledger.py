@@ -7,7 +7,7 @@ coordinators may share a ledger. The ledger has no clock: times are passed in.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,20 +97,17 @@ class _Batch(threading.local):
 
 @contextmanager
 def _savepoint(connection: Connection) -> Iterator[None]:
-    savepoint = connection.begin_nested()
+    inside: BaseException | None = None
     try:
-        yield
-    except BaseException:
-        _end(connection, savepoint.rollback)
-        raise
-    _end(connection, savepoint.commit)
-
-
-def _end(connection: Connection, end: Callable[[], None]) -> None:
-    try:
-        end()
-    except SQLAlchemyError:
-        connection.invalidate()  # the database has ended the whole transaction: nothing may follow
+        with connection.begin_nested():
+            try:
+                yield
+            except BaseException as error:
+                inside = error
+                raise
+    except SQLAlchemyError as error:
+        if error is not inside:  # the savepoint is gone, and with it the whole transaction
+            connection.invalidate()  # so that nothing can follow in it
         raise
 
 
