@@ -25,7 +25,7 @@ class Ledger:
     def __init__(self, url: str) -> None:
         self.url = url
         self.engine = open_engine(url)
-        self._writers = FairLock()
+        self._writing = FairLock()
         self._batch = _Batch()
         shown = without_password(url)
         try:
@@ -48,7 +48,7 @@ class Ledger:
             with _savepoint(connection):
                 yield Transaction(connection, locked=True)
             return
-        with self._writers.hold(), self.engine.begin() as connection:
+        with self._writing.hold(), self.engine.begin() as connection:
             yield Transaction(connection, locked=self._writes_one_by_one)
 
     @contextmanager
@@ -68,7 +68,7 @@ class Ledger:
     def together(self) -> Iterator[None]:
         """What this thread reads and writes inside is one transaction, with one commit at the end:
         what takes time is the disk. Each `write` inside is still all or nothing by itself."""
-        with self._writers.hold(), self.engine.begin() as connection:
+        with self._writing.hold(), self.engine.begin() as connection:
             # Before any savepoint, since locks taken after one are lost when it is rolled back.
             transaction = Transaction(connection, locked=self._writes_one_by_one)
             transaction.blocks.lock()
@@ -112,7 +112,8 @@ def _savepoint(connection: Connection) -> Iterator[None]:
 
 
 class FairLock:
-    """Threads get it in the order in which they asked, so that a busy one cannot starve others."""
+    """Threads get it in the order in which they asked. With a plain lock, or with the database's
+    alone, a thread that commits without a pause keeps the others waiting for seconds."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
