@@ -238,7 +238,7 @@ def _check_versions_follow(run: Run) -> None:
     give; and differences lead there."""
     with run.ledger.read() as tx:
         versions = {(item.block, item.version): item for item in tx.versions.all()}
-        differences = {block: tx.versions.deltas(block) for block in range(run.config.units)}
+        differences = {block: tx.versions.deltas(block) for block in range(run.config.block_count)}
         sent = tx.connection.execute(updates.select().where(updates.c.state == "merged")).all()
     assert len(versions) > 4
     for (block, number), made in versions.items():
@@ -378,3 +378,4 @@ def test_the_disk_is_full_for_a_while(swarm: Swarm, tmp_path: Path):
     swarm.finishes(tmp_path / "model")
     for worker in workers:
         swarm.processes.wait_for_end(worker)
+    assert "the ledger answers again" in coordinator.log.read_text()  # so it did not meanwhile

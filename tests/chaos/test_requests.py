@@ -397,7 +397,6 @@ def test_an_upload_broken_at_90_percent_goes_on_from_there(what: str, threads: i
                 client, cache, Throttle(None, client.clock), TrafficCounter(), threads
             )
             assert transfer.send(made.offer, client.patience(SECONDS)).state == "pending"
-        assert proxy.was_cut
         under_way = 0.005 * TEN_CHUNKS if threads == 1 else threads * CHUNK_BYTES
         assert proxy.up < 1.005 * TEN_CHUNKS + under_way  # half a percent for TLS
         server.processes.wait_for("a merge", lambda: bool(server.merged()), SECONDS)

@@ -111,7 +111,7 @@ class Leases:
         return LeaseState(open=False, seconds_left=0.0, reason=f"this lease is {held.state}")
 
     def give_back(self, caller: Caller, lease: str, told: LeaseReturn) -> LeaseState:
-        traffic.check_downloads(told.downloads, self.run.config.units)
+        traffic.check_downloads(told.downloads, self.run.config.block_count)
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.blocks.lock()
@@ -197,8 +197,8 @@ class Leases:
         )
 
     def _predecessors(self, tx: Transaction, block: int) -> tuple[Predecessor, ...]:
-        """In a cascade, the blocks before as they stand now."""
-        if self.run.config.objective.kind != "cascade":
+        """The current versions of the blocks whose features the block reads."""
+        if not self.run.config.kind.reads_predecessors:
             return ()
         current = [tx.versions.get(before) for before in range(block)]
         return tuple(

@@ -136,7 +136,7 @@ class Merger:
     ) -> Merged:
         swarm = self.run.config.swarm
         outer = Outer(swarm.outer_rate, swarm.outer_momentum)
-        codec = codec_named(swarm.codec, plan.kept_down(swarm, state, len(sources)))
+        codec = codec_named(swarm.codec, plan.top_k_down(swarm, state, len(sources)))
         merge = partial(
             merge_blobs, self.run.blobs, current.weights, sources, current.velocity, outer
         )

@@ -105,12 +105,12 @@ class Reports:
     def score(self, caller: Caller, told: Score) -> None:
         if caller.role != "evaluate":
             raise RefusedError("forbidden", "scores come from workers with the evaluate role")
-        if told.block is not None and told.block >= self.run.config.units:
+        if told.block is not None and told.block >= self.run.config.block_count:
             raise RefusedError("not_found", f"there is no block {told.block}")
-        scored = self.run.config.units if told.block is None else 1
+        scored = self.run.config.block_count if told.block is None else 1
         if len(told.versions) != scored:
             raise RefusedError("malformed", f"versions: {scored} expected, one for each block")
-        traffic.check_downloads(told.downloads, self.run.config.units)
+        traffic.check_downloads(told.downloads, self.run.config.block_count)
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.blocks.lock()

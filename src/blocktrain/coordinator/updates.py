@@ -69,7 +69,7 @@ class Updates:
     def offer(self, caller: Caller, offer: UpdateOffer) -> bool:
         """Take down what a worker is about to send; whether it is to be sent."""
         claim, now = offer.claim, self.run.clock()
-        traffic.check_downloads(offer.downloads, self.run.config.units)
+        traffic.check_downloads(offer.downloads, self.run.config.block_count)
         with self.run.ledger.write() as tx:
             worker = self.members.seen(tx, caller, now)
             self._check_named(claim, worker.id)
@@ -171,7 +171,7 @@ class Updates:
         Of whoever cannot show that it is his to send, and fits, nothing is stored; of one lease, no
         more than it takes to settle it."""
         claim = offer.claim
-        traffic.check_downloads(offer.downloads, self.run.config.units)
+        traffic.check_downloads(offer.downloads, self.run.config.block_count)
         self._check_named(claim, held.worker)
         if claim.fence != held.fence:
             raise RefusedError("conflict", "the fencing token is not this lease's")
@@ -313,7 +313,7 @@ class Updates:
     def _largest_codec(self) -> Codec | None:
         """The run's, as it keeps the most: any update may be a worker's last."""
         swarm = self.run.config.swarm
-        return codec_named(swarm.codec, top_k_of_final_update(swarm.kept))
+        return codec_named(swarm.codec, top_k_of_final_update(swarm.top_k_per_4096))
 
     def _missing(self, lease: str, recipe: Recipe) -> tuple[str, ...]:
         """Chunks not here yet, in order; what lies in quarantine is verified and taken in."""

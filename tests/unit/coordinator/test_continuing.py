@@ -207,7 +207,12 @@ def test_last_words_are_taken_while_others_go_on_with_the_block(tmp_path: Path, 
 
 def test_a_last_version_owes_nothing(tmp_path: Path, clock: SetClock):
     """Every version before is cut down to what its difference holds."""
-    settings = {"swarm__codec": "sparse", "swarm__kept": 1, "swarm__quorum": 1, "train__steps": 8}
+    settings = {
+        "swarm__codec": "sparse",
+        "swarm__top_k_per_4096": 1,
+        "swarm__quorum": 1,
+        "train__steps": 8,
+    }
     coder = codec_named("sparse", 16)
     assert coder is not None
     with running(tmp_path, clock, **settings) as service:

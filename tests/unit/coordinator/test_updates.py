@@ -489,7 +489,7 @@ FEW = Sparse(2)
 @pytest.fixture
 def frugal(tmp_path_factory: pytest.TempPathFactory, clock: SetClock) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("frugal")
-    with running(folder, clock, swarm__codec="sparse", swarm__kept=2) as service:
+    with running(folder, clock, swarm__codec="sparse", swarm__top_k_per_4096=2) as service:
         yield service
 
 
@@ -554,7 +554,7 @@ def test_an_encoded_update_is_what_its_claim_says(
     tmp_path: Path, clock: SetClock, claimed: str, by: frames.Codec, state: str
 ):
     """A worker's last words keep more than other updates do, and nothing keeps more than they."""
-    with running(tmp_path, clock, swarm__codec=claimed, swarm__kept=FEW.kept) as service:
+    with running(tmp_path, clock, swarm__codec=claimed, swarm__top_k_per_4096=FEW.kept) as service:
         member = join(service)
         lease = member.lease(blocks=(0,))
         nothing = np.zeros(24, np.float32)

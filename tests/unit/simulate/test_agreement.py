@@ -85,7 +85,7 @@ class Mirrored(VirtualCoordinator):
     """Does everything twice, and compares."""
 
     def __init__(self, scene: Scenario, service: Service, clock: SetClock) -> None:
-        super().__init__(scene.swarm, scene.units, scene.train.steps, lead=scene.lead)
+        super().__init__(scene.swarm, scene.block_count, scene.train.steps, lead=scene.lead)
         self.service, self.clock = service, clock
         self.members: dict[str, Member] = {}
         self.real: dict[int, tuple[Member, Lease]] = {}
@@ -251,7 +251,7 @@ def test_the_real_coordinator_gives_every_answer_that_was_simulated(
         assert report.merged_batches == (300, 300)
         assert report.leases_missed and report.refused and report.staleness[1]  # all of it happened
         with service.run.ledger.read() as tx:
-            rows = [tx.blocks.get(index) for index in range(scene.units)]
+            rows = [tx.blocks.get(index) for index in range(scene.block_count)]
         assert sum(row.fence for row in rows) == report.leases_given
         assert sum(row.leases_met for row in rows) == report.leases_met
         assert sum(row.leases_missed for row in rows) == report.leases_missed
