@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sql
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
 from tests.support.postgres import fresh_database
 
 from blocktrain.errors import ConfigError, UnreachableError
@@ -605,24 +603,6 @@ def test_a_change_happens_whole_or_not_at_all(ledger: Ledger):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert contents(ledger) == before
-
-
-def test_the_migrations_make_exactly_the_schema(url: str):
-    ledger = Ledger(url)
-    with ledger.engine.connect() as connection:
-        options = {"compare_type": True, "compare_server_default": True}
-        context = MigrationContext.configure(connection, opts=options)
-        assert compare_metadata(context, metadata) == []
-        tables = sql.inspect(connection).get_table_names()
-    assert set(tables) == {*metadata.tables, "alembic_version"}
-    ledger.close()
-
-
-def test_a_ledger_of_a_newer_program_is_told_from_one_that_is_broken(ledger: Ledger, url: str):
-    with ledger.engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
-    with pytest.raises(ConfigError, match="newer blocktrain"):
-        Ledger(url)
 
 
 def test_opening_at_the_same_time_is_fine(url: str):
