@@ -17,7 +17,7 @@ from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
 from blocktrain.errors import ConfigError, UnreachableError
 from blocktrain.ledger.database import open_engine, without_password
-from blocktrain.ledger.migrations import upgrade
+from blocktrain.ledger.migrations import create_or_upgrade
 from blocktrain.ledger.transaction import Transaction
 
 
@@ -29,7 +29,7 @@ class Ledger:
         self._batch = _Batch()
         shown = without_password(url)
         try:
-            upgrade(self.engine)
+            create_or_upgrade(self.engine)
         except DatabaseError as error:
             self.engine.dispose()
             raise UnreachableError(f"cannot open the ledger {shown}: {error.orig}") from None

@@ -1,4 +1,4 @@
-"""The schema: its one migration, its typed rows, and ledgers of other releases."""
+"""The schema: of a new database, in typed rows, and of ledgers of other releases."""
 
 import dataclasses
 import shutil
@@ -63,7 +63,7 @@ def old_release(tmp_path: Path) -> Path:
     return copy
 
 
-def test_the_migration_makes_exactly_the_schema(url: str):
+def test_a_new_database_has_exactly_the_schema(url: str):
     expected = metadata_indexes(url.replace("postgresql://", "postgresql+psycopg://"))
     with closing(Ledger(url)) as ledger, ledger.engine.connect() as connection:
         assert differences(connection) == []
