@@ -193,10 +193,12 @@ class Leases(Statements):
         same = select(leases).where(leases.c.worker == worker, in_state(leases, *states))
         return self.rows(LeaseRow, same.order_by(leases.c.created))
 
-    def held(self) -> list[LeaseRow]:
-        return self.rows(LeaseRow, select(leases).where(in_state(leases, *HELD)))
+    ALL_HELD = select(leases).where(in_state(leases, *HELD))
 
-    OVERDUE = select(leases).where(in_state(leases, *HELD), leases.c.deadline < bindparam("now"))
+    def held(self) -> list[LeaseRow]:
+        return self.rows(LeaseRow, self.ALL_HELD)
+
+    OVERDUE = ALL_HELD.where(leases.c.deadline < bindparam("now"))
 
     def overdue(self, now: float) -> list[LeaseRow]:
         return self.rows(LeaseRow, self.OVERDUE, now=now)
