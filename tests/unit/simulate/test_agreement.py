@@ -242,7 +242,7 @@ class Mirrored(VirtualCoordinator):
     def keep_reporting(self) -> None:
         with self.service.run.ledger.write() as tx:
             for worker in self.present:
-                tx.people.touch_worker(self.members[worker].id, self.clock.now)
+                tx.members.touch_worker(self.members[worker].id, self.clock.now)
 
     def compare(self) -> None:
         names = {member.id: name for name, member in self.members.items()}
