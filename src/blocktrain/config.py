@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import StatisticsError
 from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
+from blocktrain.codec.registry import CODECS
 from blocktrain.errors import ConfigError
 from blocktrain.numerics.noise import LogNormal, Partition, lognormal_partition
 
@@ -22,7 +23,6 @@ def closest_match(word: str, known: Iterable[str]) -> str | None:
 
 
 KINDS = ("denoise", "cascade", "end_to_end")
-CODECS = ("none", "bf16", "int8", "sparse")
 
 
 def setting(

@@ -7,7 +7,8 @@ may take its time.
 from typing import NamedTuple
 
 from blocktrain import faults
-from blocktrain.codec.frames import Codec, codec_named, largest_encoded_size, top_k_of_final_update
+from blocktrain.codec.frames import largest_encoded_size
+from blocktrain.codec.registry import Codec, update_codec
 from blocktrain.coordinator import traffic
 from blocktrain.coordinator.leases import LeaseGrant, own_lease
 from blocktrain.coordinator.limits import LruCache
@@ -27,10 +28,10 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
     UploadState,
 )
-from blocktrain.storage.chunks import Incoming, name_of
-from blocktrain.storage.merging import check_encoded, check_update
+from blocktrain.storage.chunks import IncomingChunk, name_of
 from blocktrain.storage.tensor_file import TensorSpec
-from blocktrain.storage.weights_file import magnitude, weights_form
+from blocktrain.storage.validation import check_encoded, check_update, magnitude
+from blocktrain.storage.weights_file import weights_form
 from blocktrain.swarm import plan
 
 URL_SECONDS = 3600
@@ -98,7 +99,7 @@ class Updates:
             return None
         return known if self.run.clock() - known.looked_up < MOMENT else None
 
-    def keep_chunk(self, arrived: Incoming, name: str) -> None:
+    def keep_chunk(self, arrived: IncomingChunk, name: str) -> None:
         try:
             arrived.keep(name)
         except ProtocolError as error:
@@ -127,7 +128,7 @@ class Updates:
     def _fault(self, recipe: Recipe, base: Version, steps: int) -> str:
         config, form, codec = self.run.config, self._form(base), self._largest_codec()
         before = 0.0 if codec else self._magnitude(base, form)
-        reader = self.run.blobs.reader(recipe, checked=False)
+        reader = self.run.blobs.forward_reader(recipe)
         try:
             found = check_encoded(reader, form, codec) if codec else check_update(reader, form)
         except ProtocolError as error:
@@ -143,7 +144,7 @@ class Updates:
         moment ago, and what may have been learned since."""
         now, read = self.run.clock(), self._read.get(version.block)
         if not read or (read.version != version.version and now - read.at > READ_SECONDS):
-            found = magnitude(self.run.blobs.reader(version.weights), form)
+            found = magnitude(self.run.blobs.forward_reader(version.weights), form)
             read = self._read[version.block] = _Read(version.version, found, now)
         config, between = self.run.config, abs(version.version - read.version)
         most = plan.most_moved(config.train, config.swarm, config.swarm.most_steps)
@@ -309,9 +310,8 @@ class Updates:
             raise RefusedError("malformed", f"{size} bytes are {chunks} chunks")
 
     def _largest_codec(self) -> Codec | None:
-        """The run's, as it keeps the most: any update may be a worker's last."""
-        swarm = self.run.config.swarm
-        return codec_named(swarm.codec, top_k_of_final_update(swarm.kept))
+        """Any update may be a worker's final one."""
+        return update_codec(self.run.config.swarm, final=True)
 
     def _missing(self, lease: str, recipe: Recipe) -> tuple[str, ...]:
         """Chunks not here yet, in order; what lies in quarantine is verified and taken in."""

@@ -1,24 +1,22 @@
-"""A weights file as one long array of float32, chunk by chunk.
+"""A weights file as one long array of float32, frame by frame.
 
 Weights, velocities and residuals of a block are canonical safetensors files with the same header,
-so the same chunk of every one of them holds the same numbers. Knows nothing of what is done with
-the numbers.
+so the same frame of each of them holds the same numbers. Knows nothing of what the numbers mean.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 
-from blocktrain.codec.dense import Floats
-from blocktrain.codec.frames import FRAME_NUMBERS, framed
+from blocktrain.codec.frames import FRAME_NUMBERS
 from blocktrain.errors import ProtocolError
-from blocktrain.protocol.messages import CHUNK_BYTES
-from blocktrain.storage.blobs import BlobReader
+from blocktrain.numerics.quantization import Floats
+from blocktrain.storage.blobs import BlobReader, ForwardReader
 from blocktrain.storage.tensor_file import TensorSpec, canonical, check_like, parse_header
 
 FLOAT = np.dtype("<f4")
+FRAME_BYTES = FRAME_NUMBERS * FLOAT.itemsize
 
 
 def weights_form(reader: BlobReader) -> list[TensorSpec]:
@@ -29,72 +27,21 @@ def weights_form(reader: BlobReader) -> list[TensorSpec]:
     header = canonical(specs)
     if reader.read(0, min(len(header), reader.size)) != header:
         raise ProtocolError("a weights file is sorted by name and has no metadata")
-    reader.forget()
     return specs
 
 
 def check_form(reader: BlobReader, form: Sequence[TensorSpec]) -> None:
     """Refuse a file that is not a weights file of these tensors."""
     header = canonical(form)
-    if reader.size == len(header) + FLOAT.itemsize * number_count(form):
-        found = reader.read(0, len(header))
-        reader.forget()
-        if found == header:
-            return
-    check_like(weights_form(reader), form)  # which tells what is wrong
+    has_size = reader.size == len(header) + FLOAT.itemsize * number_count(form)
+    if not has_size or reader.read(0, len(header)) != header:
+        check_like(weights_form(reader), form)  # its error says what is wrong
 
 
-def magnitude(reader: BlobReader, form: Sequence[TensorSpec]) -> float:
-    """The root mean square of a file's numbers. It is not finite where one of them is not, or is
-    too large to be squared: so this one pass finds those too."""
-    header = len(canonical(form))
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = sum(
-            float(np.dot(piece, piece))
-            for index in range(reader.chunk_count)
-            for piece in chunk_numbers(reader, index, header)
-        )
-    return math.sqrt(squares / max(1, number_count(form)))
-
-
-def all_numbers(reader: BlobReader, header: int) -> Iterator[Floats]:
-    """A file's numbers, frame by frame; a frame lasts until the next one is asked for."""
-    return framed(
-        piece
-        for index in range(reader.chunk_count)
-        for piece in chunk_numbers(reader, index, header)
-    )
-
-
-def chunk_numbers(
-    reader: BlobReader, index: int, header: int, most: int = FRAME_NUMBERS
-) -> Iterator[Floats]:
-    """What one chunk holds of a file's numbers, cut as `chunk_cuts` says: whole numbers, as
-    header and chunks are multiples of 8 bytes. A piece lasts until the next one is asked for."""
-    pieces = chunk_cuts(reader, index, header, most)
-    lengths = [FLOAT.itemsize * size for size in pieces]
-    skipped = _chunk_length(reader, index) - sum(lengths)
-    parts = reader.parts(index, [skipped, *lengths])
-    next(parts)  # the header
-    return (np.frombuffer(part, FLOAT) for part in parts)
-
-
-def chunk_cuts(reader: BlobReader, index: int, header: int, most: int = FRAME_NUMBERS) -> list[int]:
-    """How many numbers of a chunk are in each piece: they end at multiples of `most`, as a codec's
-    frames do, and are few enough for the arithmetic to stay in the cache."""
-    first = first_number(index, header)
-    last = max(0, index * CHUNK_BYTES + _chunk_length(reader, index) - header) // FLOAT.itemsize
-    inner = range(first - first % most + most, last, most)
-    return [end - start for start, end in pairwise([first, *inner, last]) if end > start]
-
-
-def _chunk_length(reader: BlobReader, index: int) -> int:
-    return min(CHUNK_BYTES, reader.size - index * CHUNK_BYTES)
-
-
-def first_number(index: int, header: int) -> int:
-    """The place of a chunk's first number among all of the file."""
-    return max(0, index * CHUNK_BYTES - header) // FLOAT.itemsize
+def weights_frames(reader: ForwardReader, header_size: int) -> Iterator[Floats]:
+    """A file's numbers, FRAME_NUMBERS at a time. They may count once the last one was taken."""
+    for start in range(header_size, reader.size, FRAME_BYTES):
+        yield np.frombuffer(reader.read(start, min(FRAME_BYTES, reader.size - start)), FLOAT)
 
 
 def number_count(form: Sequence[TensorSpec]) -> int:

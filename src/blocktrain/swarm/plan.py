@@ -12,7 +12,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from blocktrain.codec.frames import top_k_of_final_update
+from blocktrain.codec import registry
+from blocktrain.codec.registry import Codec
 from blocktrain.config import SwarmConfig, TrainConfig
 from blocktrain.swarm.state import BlockView, LeaseView, UpdateView
 
@@ -335,12 +336,10 @@ def refusal(
     return None if text_is_its_own else UpdateRefusal.HANDED_OUT_AGAIN
 
 
-def kept_down(swarm: SwarmConfig, block: BlockView[Any], updates: int) -> int:
-    """Of every 4096 numbers, how many a sparse version's difference keeps: room for all that its
-    updates name, or what the run says. Once all text is handed out, updates are last words."""
-    if block.to_hand_out == 0:
-        return top_k_of_final_update(swarm.kept * updates)
-    return swarm.kept_down or min(swarm.kept * updates, 4096)
+def delta_codec(swarm: SwarmConfig, block: BlockView[Any], updates: int) -> Codec | None:
+    """For the delta to a version made of this many updates. Once all text is handed out, updates
+    are the final ones of their workers."""
+    return registry.delta_codec(swarm, updates, final=block.to_hand_out == 0)
 
 
 def most_moved(train: TrainConfig, swarm: SwarmConfig, steps: int) -> float:
