@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.codec.frames import NAMES
 from blocktrain.config import (
-    CODECS,
     Config,
     balanced_depths,
+    closest_match,
     describe,
     from_dict,
     from_toml,
@@ -224,5 +223,7 @@ def test_the_blocks_of_a_cascade_begin_one_after_another():
     assert from_dict(settings).last_step == 100
 
 
-def test_the_codecs_of_the_settings_are_those_there_are():
-    assert CODECS == NAMES
+def test_a_mistyped_word_is_understood_and_another_is_not():
+    known = ("width", "window", "layers")
+    assert closest_match("wdth", known) == "width"
+    assert closest_match("colour", known) is None

@@ -128,9 +128,13 @@ class Updates:
     def _fault(self, recipe: Recipe, base: Version, steps: int) -> str:
         config, form, codec = self.run.config, self._form(base), self._largest_codec()
         before = 0.0 if codec else self._magnitude(base, form)
-        reader = self.run.blobs.forward_reader(recipe)
+        blobs = self.run.blobs
         try:
-            found = check_encoded(reader, form, codec) if codec else check_update(reader, form)
+            found = (
+                check_encoded(blobs, recipe, form, codec)
+                if codec
+                else check_update(blobs, recipe, form)
+            )
         except ProtocolError as error:
             return str(error)
         moved = found - before
@@ -144,7 +148,7 @@ class Updates:
         moment ago, and what may have been learned since."""
         now, read = self.run.clock(), self._read.get(version.block)
         if not read or (read.version != version.version and now - read.at > READ_SECONDS):
-            found = magnitude(self.run.blobs.forward_reader(version.weights), form)
+            found = magnitude(self.run.blobs, version.weights, form)
             read = self._read[version.block] = _Read(version.version, found, now)
         config, between = self.run.config, abs(version.version - read.version)
         most = plan.most_moved(config.train, config.swarm, config.swarm.most_steps)

@@ -93,7 +93,7 @@ class MergeRule:
         for value, weight in zip(values[1:], weights[1:], strict=True):
             total += np.multiply(value, weight, dtype=np.float64)
             total_weight += weight
-        return np.divide(total, total_weight, out=total)
+        return total / total_weight
 
     @_UNWARNED
     def _outer_step(

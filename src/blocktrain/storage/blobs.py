@@ -200,8 +200,9 @@ class BlobReader:
 
 class ForwardReader(BlobReader):
     """Reads a file from its start to its end. Only what is asked for is in memory, so a chunk is
-    checked after its last byte was read, and the last chunk by `finish`: what was made of the bytes
-    may not count until then. Going back reads the chunk again from its start."""
+    checked when its last byte is read, and the last chunk by `finish`: what was made of the bytes
+    may not count until then. Going back reads the chunk again from its start. Holds a file open
+    until it is closed."""
 
     def __init__(self, chunks: ChunkStore, recipe: Recipe) -> None:
         super().__init__(chunks, recipe)
@@ -225,34 +226,32 @@ class ForwardReader(BlobReader):
             self._file = None
 
     def _part(self, index: int, start: int, length: int) -> bytes:
-        if index != self._index or start < self._place:
+        if not self._file or index != self._index:
             self.finish()
-            self._open(index)
+            self.close()
+            self._file, size = self._chunks.open(self._recipe.chunks[index])
+            self._index, self._place, self._hash = index, 0, blake3()
+            if size != self._length(index):
+                self.chunk(index)  # raises: it was altered, or the recipe lies about it
+        elif start < self._place:
+            self.finish()
+            self._file.seek(0)
+            self._place, self._hash = 0, blake3()
         self._skip_to(start)
         return self._next(length)
-
-    def _open(self, index: int) -> None:
-        self.close()
-        self._file, size = self._chunks.open(self._recipe.chunks[index])
-        self._index, self._place, self._hash = index, 0, blake3()
-        self._check_size(index, size)
 
     def _skip_to(self, place: int) -> None:
         while self._place < place:
             self._next(min(SKIPPED_BYTES, place - self._place))
 
     def _next(self, length: int) -> bytes:
-        data = b""
-        if length:
-            assert self._file, "bytes are left, so the chunk is open"
-            data = _read(self._file, length)
+        assert self._file, "the chunk is open"
+        data = _read(self._file, length)
         self._hash.update(data)
         self._place += len(data)
         name, is_read = self._recipe.chunks[self._index], self._place == self._length(self._index)
         if len(data) != length or (is_read and self._hash.hexdigest() != name):
             raise altered(name, self._chunks)
-        if is_read:
-            self.close()
         return data
 
 

@@ -20,6 +20,7 @@ from blocktrain.swarm.state import BlockView, LeaseView, UpdateView
 STAY = 0.25  # of a block: how much more there may be to do elsewhere before a worker moves
 PATIENCE = 0.25  # of a lease's time that a worker spends on its own transfers without moving
 FILLING = 0.1  # of a lease's time: what is left until others end is filled if it is more
+MOST_MERGED = 256  # updates in one merge, which keeps their files open
 QUORUM_LEASES = 2.0  # of a lease's time that the first update waits for a quorum
 MILLIONTH = 1e-6  # of a step a second; whole ones, because sums of them stay exact
 MERGE_WAIT = 0.3  # seconds; the worker's own update is about to become a version
@@ -268,8 +269,8 @@ def lease_seconds(
 
 
 def due_updates(block: BlockView[Update], swarm: SwarmConfig, now: float) -> Sequence[Update]:
-    """The updates to merge now; none where it is better to wait."""
-    return block.pending if now >= due_at(block, swarm) else ()
+    """The updates to merge now; none if it is better to wait."""
+    return block.pending[:MOST_MERGED] if now >= due_at(block, swarm) else ()
 
 
 def due_at(block: BlockView[UpdateView], swarm: SwarmConfig) -> float:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blocktrain.codec.sparse import Sparse
 from blocktrain.config import SwarmConfig
 from blocktrain.swarm.plan import (
     FILLING,
@@ -18,12 +19,12 @@ from blocktrain.swarm.plan import (
     STAY,
     UpdateRefusal,
     choose_block,
+    delta_codec,
     due_at,
     due_updates,
     expected_at,
     expected_now,
     is_patient,
-    kept_down,
     lease_seconds,
     lease_steps,
     refusal,
@@ -667,10 +668,10 @@ def test_a_slow_line_gets_a_later_deadline():
 def test_a_version_has_room_for_all_its_updates_unless_the_run_says_otherwise(
     kept: int, down: int, updates: int, expected: int
 ):
-    swarm = SwarmConfig(kept=kept, kept_down=down)
-    assert kept_down(swarm, block(), updates) == expected
-    all_out = block(next_batch=100)  # what comes now are last words
-    assert kept_down(swarm, all_out, updates) == min(16 * kept * updates, 4096)
+    swarm = SwarmConfig(codec="sparse", kept=kept, kept_down=down)
+    assert delta_codec(swarm, block(), updates) == Sparse(expected)
+    all_out = block(next_batch=100)  # the updates that are left are final ones
+    assert delta_codec(swarm, all_out, updates) == Sparse(min(16 * kept * updates, 4096))
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 300))
