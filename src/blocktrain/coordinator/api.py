@@ -69,7 +69,7 @@ from blocktrain.protocol.messages import (
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 1 << 20  # of a chunk that is sent: all of it that is in memory
+PIECE_BYTES = 1 << 20  # of a chunk on its way in or out: all of it that is in memory
 VERIFIED_AT_ONCE = 2  # updates: each has a chunk in memory and keeps a processor busy
 THREADS = 20  # fewer than a ledger has connections: the desk always finds one
 MOST_LISTENERS = 64  # streams of events, each of which looks into the ledger twice a second
@@ -232,8 +232,13 @@ async def put_chunk(asked: RequestContext) -> Response:
     if name not in coming.chunks:
         raise RefusedError("forbidden", "this chunk is no part of the update that was offered")
     with asked.service.run.chunks.incoming() as arriving:
+        piece = bytearray()
         async for part in asked.parts(CHUNK_BYTES):
-            arriving.write(part)
+            piece += part
+            if len(piece) >= PIECE_BYTES:  # in a thread, as the disk may be slow
+                await run_in_threadpool(arriving.write, piece)
+                piece = bytearray()
+        await run_in_threadpool(arriving.write, piece)
         await run_in_threadpool(updates.keep_chunk, arriving, name)
     asked.metrics.received(arriving.size)
     return Response(status_code=204)
