@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.data.sources import Source, open_source
-from blocktrain.data.splits import split_of
+from blocktrain.data.corpus import open_source
+from blocktrain.data.sources import Source, split_of
 from blocktrain.errors import DataError
 
 LIMIT = 10_000_000
