@@ -19,7 +19,11 @@ KEPT = 32
 
 @contextmanager
 def frugal(folder: Path, clock: SetClock, **settings: Any) -> Iterator[Service]:
-    sparse = {"swarm__codec": "sparse", "swarm__kept": KEPT, "swarm__kept_down": KEPT}
+    sparse = {
+        "swarm__codec": "sparse",
+        "swarm__top_k_per_4096": KEPT,
+        "swarm__top_k_per_4096_down": KEPT,
+    }
     weights = [block_weights(block) for block in range(2)]
     with running(folder, clock, weights=weights, **{**sparse, **settings}) as service:
         yield service

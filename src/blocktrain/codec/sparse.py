@@ -34,13 +34,13 @@ MOST_LOW_BITS = 15
 
 
 class SparseSettings(Protocol):
-    """How many of every 4096 numbers are sent; `kept_down`: in a delta, 0 if that depends on its
+    """How many of every 4096 numbers are sent; `..._down`: in a delta, 0 if that depends on its
     updates."""
 
     @property
-    def kept(self) -> int: ...
+    def top_k_per_4096(self) -> int: ...
     @property
-    def kept_down(self) -> int: ...
+    def top_k_per_4096_down(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Sparse:
 
     @classmethod
     def for_update(cls, settings: SparseSettings, *, final: bool) -> Self:
-        return cls(min(settings.kept * (FINAL_UPDATE if final else 1), CHUNK))
+        return cls(min(settings.top_k_per_4096 * (FINAL_UPDATE if final else 1), CHUNK))
 
     @classmethod
     def for_delta(cls, settings: SparseSettings, updates: int, *, final: bool) -> Self:
         """Room for all that its updates name, unless the settings say less."""
         if final:
-            return cls(min(settings.kept * updates * FINAL_UPDATE, CHUNK))
-        return cls(settings.kept_down or min(settings.kept * updates, CHUNK))
+            return cls(min(settings.top_k_per_4096 * updates * FINAL_UPDATE, CHUNK))
+        return cls(settings.top_k_per_4096_down or min(settings.top_k_per_4096 * updates, CHUNK))
 
     @classmethod
     def from_parameter(cls, parameter: int) -> Self:

@@ -12,6 +12,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
+    ValidationError,
     WithJsonSchema,
 )
 
@@ -51,6 +52,12 @@ Codec = Annotated[
 ]
 Split = Literal["train", "valid", "test"]
 WorkerState = Literal["training", "waiting", "away", "lost", "banned"]
+
+
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """The first invalid field as a dotted path ("" for the whole), and what is wrong with it."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return ".".join(map(str, first["loc"])), first["msg"]
 
 
 class Message(BaseModel):

@@ -132,7 +132,7 @@ class LeaseTrainer:
         self, lease: Lease, base: Tensors | None, predecessors: WeightsOf
     ) -> BlockTrainer:
         assert lease.block == self.block, "a lease of another block"
-        reads_others = self.config.objective.kind == "cascade" and lease.block > 0
+        reads_others = self.config.kind.reads_predecessors and lease.block > 0
         published = LeasedVersions(lease, predecessors) if reads_others else None
         trainer = self._trainer or self._new_trainer(published)
         assert base is not None or self._trainer, "nothing is held yet"

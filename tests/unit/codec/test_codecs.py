@@ -280,7 +280,7 @@ def test_a_long_array_is_encoded_in_the_memory_of_a_frame():
 
 
 def test_every_name_has_its_codec():
-    found = {name: update_codec(SwarmConfig(codec=name, kept=7)) for name in CODECS}
+    found = {name: update_codec(SwarmConfig(codec=name, top_k_per_4096=7)) for name in CODECS}
     assert found == {"none": None, "bf16": Bf16(), "int8": Int8(), "sparse": Sparse(7)}
     assert {name: codec.name for name, codec in REGISTRY.items()} == {n: n for n in REGISTRY}
     assert len({codec.code for codec in REGISTRY.values()}) == len(REGISTRY)
@@ -296,13 +296,13 @@ def test_a_codec_is_found_again_by_what_a_file_says(name: str):
 
 
 def test_how_many_numbers_sparse_sends():
-    settings = SwarmConfig(codec="sparse", kept=100)
+    settings = SwarmConfig(codec="sparse", top_k_per_4096=100)
     assert update_codec(settings) == Sparse(100)
     assert update_codec(settings, final=True) == Sparse(1600)
     assert delta_codec(settings, 3) == Sparse(300)
     assert delta_codec(settings, 2, final=True) == Sparse(3200)
     assert delta_codec(settings, 50) == delta_codec(settings, 3, final=True) == Sparse(4096)
-    limited = SwarmConfig(codec="sparse", kept=100, kept_down=250)
+    limited = SwarmConfig(codec="sparse", top_k_per_4096=100, top_k_per_4096_down=250)
     assert delta_codec(limited, 3) == Sparse(250)
     assert delta_codec(limited, 2, final=True) == Sparse(3200)
 

@@ -668,7 +668,7 @@ def test_a_slow_line_gets_a_later_deadline():
 def test_a_version_has_room_for_all_its_updates_unless_the_run_says_otherwise(
     kept: int, down: int, updates: int, expected: int
 ):
-    swarm = SwarmConfig(codec="sparse", kept=kept, kept_down=down)
+    swarm = SwarmConfig(codec="sparse", top_k_per_4096=kept, top_k_per_4096_down=down)
     assert delta_codec(swarm, block(), updates) == Sparse(expected)
     all_out = block(next_batch=100)  # the updates that are left are final ones
     assert delta_codec(swarm, all_out, updates) == Sparse(min(16 * kept * updates, 4096))
