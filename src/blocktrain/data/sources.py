@@ -73,9 +73,7 @@ def file_source(spec: str, pattern: str, limit: int) -> Source:
         by_split[split_of(path.name)].append(path)
     if not by_split["train"]:
         names = ", ".join(map(str, files))
-        raise DataError(
-            f"{spec}: no file to train on, only {names}; add one without a split's name"
-        )
+        raise DataError(f"{spec}: no file to train on, only {names}")
     return split_source(spec, by_split, limit)
 
 

@@ -242,7 +242,7 @@ def test_bytes_must_have_their_hash(service: Service, member: Member, lease: Lea
     made = member.make(lease)
     offer(member, made)
     ((name, data),) = made.chunks.items()
-    for wrong in (b"", data[:-1], data + b"x", bytes(len(data)), bytes(CHUNK_BYTES + 1)):
+    for wrong in (b"", data[:-1], data + b"x", bytes(len(data)), bytes(CHUNK_BYTES)):
         assert refusal(lambda wrong=wrong: put(member, made, name, wrong)).code == "malformed"
     assert offer(member, made) == (name,)
 
@@ -553,7 +553,7 @@ def test_an_encoded_update_is_what_its_claim_says(
     tmp_path: Path, clock: SetClock, claimed: str, by: Codec, state: str
 ):
     """A worker's last words keep more than other updates do, and nothing keeps more than they."""
-    with running(tmp_path, clock, swarm__codec=claimed, swarm__top_k_per_4096=FEW.kept) as service:
+    with running(tmp_path, clock, swarm__codec=claimed, swarm__top_k_per_4096=FEW.top_k) as service:
         member = join(service)
         lease = member.lease(blocks=(0,))
         nothing = np.zeros(24, np.float32)
