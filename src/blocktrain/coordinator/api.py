@@ -240,6 +240,7 @@ async def put_chunk(asked: RequestContext) -> Response:
                 piece = bytearray()
         await run_in_threadpool(arriving.write, piece)
         await run_in_threadpool(updates.keep_chunk, arriving, name)
+    await asked.desk.run(asked.service.leases.chunk_came, asked.caller, upload)
     asked.metrics.received(arriving.size)
     return Response(status_code=204)
 
