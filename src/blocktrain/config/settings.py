@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from statistics import StatisticsError
 from typing import Any, Self
 
+from blocktrain.codec.registry import CODECS
 from blocktrain.config.kinds import END_TO_END, KINDS, Kind
 from blocktrain.config.schema import Values, build, setting, stored_values
 from blocktrain.errors import ConfigError
 from blocktrain.numerics.noise import LogNormal, Partition, lognormal_partition
 
-CODECS = ("none", "bf16", "int8", "sparse")
 LAYERS = ("two_stream",)
 
 

@@ -121,7 +121,7 @@ def found_run(
 
 
 def _whole_bytes(config: Config, chunks: ChunkStore) -> int:
-    if chunks.takes_from_anyone:
+    if chunks.has_presigned_urls:
         return 0
     return WHOLE_WEIGHTS_BYTES if config.swarm.codec == "none" else WHOLE_BYTES
 

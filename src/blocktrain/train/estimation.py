@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from blocktrain.codec.frames import codec_named, largest_encoded_size
+from blocktrain.codec.frames import largest_encoded_size
+from blocktrain.codec.registry import delta_codec, update_codec
 from blocktrain.config import Config
 from blocktrain.model.stack import new_block
 from blocktrain.train.cascade import cache_bytes
@@ -77,9 +78,7 @@ def _wire_bytes(config: Config, numbers: int) -> int:
     """Of an update up and a version down that a quorum made, for a worker that has the version
     before."""
     swarm = config.swarm
-    up = swarm.top_k_per_4096
-    down = swarm.top_k_per_4096_down or min(up * swarm.quorum, 4096)
-    codecs = (codec_named(swarm.codec, top_k) for top_k in (up, down))
+    codecs = (update_codec(swarm), delta_codec(swarm, swarm.quorum))
     return sum(largest_encoded_size(codec, numbers) if codec else 4 * numbers for codec in codecs)
 
 

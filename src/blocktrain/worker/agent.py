@@ -349,7 +349,7 @@ class Agent:
             fence=lease.fence,
             block=lease.block,
             base_version=lease.base_version,
-            codec=self._config.swarm.codec,  # type: ignore[arg-type]  # one of CODECS
+            codec=self._config.swarm.codec,
             recipe=update.recipe,
             loss=update.loss,
         )

@@ -38,7 +38,8 @@ class LastWords(Script):
 def learned(script: Script, number: int, like: Tensors) -> np.ndarray:
     data = b"".join(script.server.chunks[name] for name in script.claims[number].recipe.chunks)
     count = sum(array.size for array in like.values())
-    return UpdateDecoder(lambda at, size: data[at : at + size], len(data), count).numbers(0, count)
+    decoder = UpdateDecoder(lambda at, size: data[at : at + size], len(data), count)
+    return np.concatenate(list(decoder.frames()))
 
 
 def row(weights: Tensors) -> np.ndarray:
