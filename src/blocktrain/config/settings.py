@@ -13,6 +13,7 @@ from blocktrain.config.kinds import END_TO_END, KINDS, Kind
 from blocktrain.config.schema import Values, build, setting, stored_values
 from blocktrain.errors import ConfigError
 from blocktrain.numerics.noise import LogNormal, Partition, lognormal_partition
+from blocktrain.vocabulary import BYTE_VOCABULARY, Vocabulary
 
 CODECS = ("none", "bf16", "int8", "sparse")
 LAYERS = ("two_stream",)
@@ -259,6 +260,16 @@ class Config:
     def trained_layers(self) -> int:
         """The most layers that any one block trains, its tail included."""
         return max(depth + self.tail_layers(block) for block, depth in enumerate(self.depths))
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return BYTE_VOCABULARY
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes of text that one optimizer step is trained on."""
+        tokens = self.train.batch * self.model.window
+        return round(tokens * self.vocabulary.bytes_per_token)
 
     @property
     def state_width(self) -> int:

@@ -13,24 +13,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from blocktrain.config import ModelConfig
+from blocktrain.config import Config, ModelConfig
 from blocktrain.model.kv_cache import BlockCache
 from blocktrain.model.layer import Layer, Rotation, rotation
-from blocktrain.vocabulary import BYTES, IDS
+from blocktrain.vocabulary import BYTE_VOCABULARY
 
 TABLE_STREAM = 0x7AB1E  # keeps the table's randomness apart from every other use of the seed
 
 
 @lru_cache(maxsize=4)
-def target_table(seed: int, dimensions: int) -> Tensor:
-    """BYTES x dimensions; orthonormal rows where the dimensions allow it."""
+def target_table(seed: int, dimensions: int, tokens: int = BYTE_VOCABULARY.size) -> Tensor:
+    """Tokens x dimensions; the rows are orthonormal if there are at least as many dimensions."""
     draws = np.random.Generator(np.random.Philox(key=[seed, TABLE_STREAM]))
-    rows = draws.standard_normal((BYTES, dimensions))
-    if dimensions >= BYTES:
+    rows = draws.standard_normal((tokens, dimensions))
+    if dimensions >= tokens:
         q, r = np.linalg.qr(rows.T)
         rows = (q * np.sign(np.diag(r))).T  # the sign of a QR factor is the library's choice
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     return torch.from_numpy(rows.astype(np.float32))
+
+
+def run_targets(config: Config, device: torch.device) -> Tensor:
+    """The target table of a run."""
+    dimensions = config.objective.target_dim
+    return target_table(config.train.seed, dimensions, config.vocabulary.size).to(device)
 
 
 T = TypeVar("T")
@@ -39,14 +45,18 @@ EMBED_STD = 0.1
 
 
 class Block(nn.Module):
-    def __init__(self, model: ModelConfig, layers: int, *, reads_bytes: bool = True) -> None:
+    """The parts that every kind of block has: an embedding if it reads ids, and layers."""
+
+    def __init__(self, config: Config, index: int) -> None:
         super().__init__()
+        model = config.model
+        reads_ids = index == 0 or not config.kind.reads_predecessors
         self.compute_dtype = torch.float32
         self.recompute = False
-        self.embed = nn.Embedding(IDS, model.width) if reads_bytes else None
+        self.embed = nn.Embedding(config.vocabulary.ids, model.width) if reads_ids else None
         if self.embed is not None:
             nn.init.normal_(self.embed.weight, std=EMBED_STD)
-        self.layers = new_layers(model, layers)
+        self.layers = new_layers(model, config.depths[index])
         # Held, not computed where they are used: a compiler would work every cosine out again
         # for every sequence, head and layer, a third of the whole step. Real even where the
         # parameters are not yet: nobody brings these from elsewhere.

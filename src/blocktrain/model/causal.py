@@ -12,11 +12,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from blocktrain.config import ModelConfig
+from blocktrain.config import Config
 from blocktrain.model.block import Block, new_layers, typed
 from blocktrain.model.kv_cache import BlockCache, BlockMemory, LayerMemory
 from blocktrain.model.layer import Layer, Linear, Rotation, rms_norm
-from blocktrain.vocabulary import BYTES
 
 # A zero-initialised head behind a gain learns at the pace of the layers under AdamW.
 CAUSAL_GAIN = 8.0
@@ -45,12 +44,10 @@ class Trunk(Block):
 
 
 class CausalBlock(Trunk):
-    def __init__(
-        self, model: ModelConfig, layers: int, tail: int = 0, *, reads_bytes: bool = True
-    ) -> None:
-        super().__init__(model, layers, reads_bytes=reads_bytes)
-        self.tail = new_layers(model, tail)
-        self.head = Linear(model.width, BYTES, zero=True)
+    def __init__(self, config: Config, index: int) -> None:
+        super().__init__(config, index)
+        self.tail = new_layers(config.model, config.tail_layers(index))
+        self.head = Linear(config.model.width, config.vocabulary.size, zero=True)
 
     def new_cache(self) -> BlockCache:
         return BlockCache(len(self.layers), len(self.tail))

@@ -12,12 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from blocktrain.config import ModelConfig, ObjectiveConfig
+from blocktrain.config import Config
 from blocktrain.model.block import Block, typed
 from blocktrain.model.kv_cache import BlockMemory, LayerMemory
 from blocktrain.model.layer import MODULATIONS, Context, Layer, Linear, Rotation, rms_norm
 from blocktrain.numerics.noise import Preconditioning
-from blocktrain.vocabulary import BYTES
 
 Modulation = tuple[Tensor, ...]
 
@@ -79,18 +78,21 @@ class DenoisingBlock(Block):
     a rare byte's row far better when no rotation mixes it with the frequent ones.
     """
 
-    def __init__(self, model: ModelConfig, layers: int, objective: ObjectiveConfig) -> None:
-        super().__init__(model, layers)
+    def __init__(self, config: Config, index: int) -> None:
+        super().__init__(config, index)
+        width, tokens = config.model.width, config.vocabulary.size
+        rank = config.objective.sigma_rank
         # Zero at first: the block starts as a plain language model, and learns what to take from z.
-        self.target_in = Linear(BYTES, model.width, zero=True)
-        self.sigma_in = Linear(SIGMA_FEATURES, objective.sigma_rank)
+        self.target_in = Linear(tokens, width, zero=True)
+        self.sigma_in = Linear(SIGMA_FEATURES, rank)
         self.modulate = nn.ModuleList(
-            Linear(objective.sigma_rank, MODULATIONS * model.width, zero=True)
-            for _ in range(layers)
+            Linear(rank, MODULATIONS * width, zero=True) for _ in self.layers
         )
-        self.target_out = Linear(model.width, BYTES, zero=True)
+        self.target_out = Linear(width, tokens, zero=True)
         self.log_scale = (
-            nn.Parameter(torch.tensor(10.0).log()) if objective.logit_scale == "learned" else None
+            nn.Parameter(torch.tensor(10.0).log())
+            if config.objective.logit_scale == "learned"
+            else None
         )
 
     def forward(self, ids_BT: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor) -> Tensor:

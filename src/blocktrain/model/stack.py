@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError
-from blocktrain.model.block import target_table
+from blocktrain.model.block import run_targets
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import BlockContext, DenoisingBlock, Modulation, NoiseLevel
 from blocktrain.model.kv_cache import BlockCache
@@ -28,10 +28,7 @@ INIT_STREAM = 1
 
 def new_block(config: Config, index: int) -> CausalBlock | DenoisingBlock:
     """One untrained block of the run, randomly initialised."""
-    depth = config.depths[index]
-    if config.kind.denoises:
-        return DenoisingBlock(config.model, depth, config.objective)
-    return CausalBlock(config.model, depth, config.tail_layers(index), reads_bytes=index == 0)
+    return DenoisingBlock(config, index) if config.kind.denoises else CausalBlock(config, index)
 
 
 def initial_block(config: Config, index: int) -> CausalBlock | DenoisingBlock:
@@ -45,8 +42,7 @@ def assemble(config: Config, blocks: Sequence[nn.Module]) -> "Stack":
         block.eval()
     if config.kind.denoises:
         device = next(blocks[0].parameters()).device
-        table = target_table(config.train.seed, config.objective.target_dim).to(device)
-        return DenoisingStack(config, list(blocks), table)
+        return DenoisingStack(config, list(blocks), run_targets(config, device))
     return CausalStack(config, list(blocks))
 
 

@@ -76,7 +76,7 @@ def take_weights(trunk: Trunk, weights: Mapping[str, Tensor]) -> None:
 
 def _frozen_trunk(config: Config, block: int, compute: Compute) -> Trunk:
     start = initial_block(config, block)
-    trunk = Trunk(config.model, config.depths[block], reads_bytes=block == 0)
+    trunk = Trunk(config, block)
     if config.objective.frozen == "int8":
         in_8_bits(trunk)
     trunk.requires_grad_(False)
@@ -252,4 +252,6 @@ class Predecessors:
         return prefix
 
     def _context(self, step: int) -> Tensor:
-        return torch.tensor(shifted(self.windows[step])).to(self.compute.device)
+        return torch.tensor(shifted(self.windows[step], self.config.vocabulary)).to(
+            self.compute.device
+        )

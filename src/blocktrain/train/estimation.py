@@ -11,7 +11,6 @@ from blocktrain.config import Config
 from blocktrain.model.stack import new_block
 from blocktrain.train.cascade import cache_bytes
 from blocktrain.train.optimizer import moment_shapes
-from blocktrain.vocabulary import BYTES
 
 FLOPS = {
     "laptop-cpu": 1.0e11,
@@ -69,7 +68,7 @@ def estimate(config: Config) -> Estimate:
         flops_per_step=max(_flops_per_step(config, blocks, index) for index in range(len(blocks))),
         wire_bytes_per_round=_wire_bytes(config, largest),
         steps=config.train.steps,
-        bytes_per_block=config.train.steps * config.train.batch * config.model.window,
+        bytes_per_block=config.train.steps * config.bytes_per_step,
     )
 
 
@@ -151,7 +150,7 @@ def _activation_bytes(config: Config, index: int, parameters: int) -> int:
     if config.train.checkpoint_layers:
         at_once = 1.5 if config.kind.denoises else 1.0
         widths = streams + at_once * (8 + 3 * model.mlp_ratio)
-    logits = 4 * BYTES * 4
+    logits = 4 * config.vocabulary.size * 4
     weights_in_bf16 = parameters * 2 if element == 2 else 0
     return int(_positions(config) * (widths * model.width * element + logits)) + weights_in_bf16
 
@@ -174,7 +173,7 @@ def _flops_per_step(config: Config, blocks: list[nn.Module], index: int) -> floa
 
 def _outside_layers(config: Config) -> int:
     """Weights of the products around the layers: the head, or z in and F out with the table."""
-    width = config.model.width
+    width, tokens = config.model.width, config.vocabulary.size
     if not config.kind.denoises:
-        return BYTES * width
-    return 2 * BYTES * width + 3 * BYTES * config.objective.target_dim
+        return tokens * width
+    return 2 * tokens * width + 3 * tokens * config.objective.target_dim

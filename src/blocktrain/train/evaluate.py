@@ -17,7 +17,7 @@ from blocktrain.config import Config
 from blocktrain.data.corpus import Bytes
 from blocktrain.data.windows import Ids, evaluation_windows, shifted
 from blocktrain.model import readout
-from blocktrain.model.block import target_table
+from blocktrain.model.block import run_targets
 from blocktrain.model.denoising import NoiseLevel
 from blocktrain.model.stack import DenoisingStack, Stack
 from blocktrain.numerics.noise import precondition
@@ -108,7 +108,9 @@ def fit_product_weights(stack: Stack, valid: Bytes) -> list[float]:
     log_probs: list[list[Tensor]] = []
     targets: list[Tensor] = []
     for batch in _batches(windows):
-        log_probs.append(stack.log_probs(to_device(shifted(batch), stack.device)))
+        log_probs.append(
+            stack.log_probs(to_device(shifted(batch, stack.config.vocabulary), stack.device))
+        )
         targets.append(to_device(batch, stack.device))
     blocks = [torch.cat(parts) for parts in zip(*log_probs, strict=True)]
     return readout.fit_weights(blocks, torch.cat(targets))
@@ -123,26 +125,29 @@ def solo_ce(
     module.eval()
     device = next(module.parameters()).device
     if not config.kind.denoises:
-        return _causal_ce(module, windows, prefix, device)
-    target_dim = config.objective.target_dim
-    table = target_table(config.train.seed, target_dim).to(device)
+        return _causal_ce(config, module, windows, prefix, device)
+    table = run_targets(config, device)
     sigma = config.partition().owned_range(block)[1]
     level = precondition(sigma, config.objective.sigma_data)
     total = 0.0
     for batch in _batches(windows):
-        ids = to_device(shifted(batch), device)
-        z = torch.zeros(*ids.shape, target_dim, device=device)
+        ids = to_device(shifted(batch, config.vocabulary), device)
+        z = torch.zeros(*ids.shape, config.state_width, device=device)
         logits = module(ids, z, NoiseLevel.constant(level, len(ids), device), table)
         total += _summed_ce(logits, batch)
     return total / windows.size
 
 
 def _causal_ce(
-    module: nn.Module, windows: Bytes, prefix: Prefix | None, device: torch.device
+    config: Config,
+    module: nn.Module,
+    windows: Bytes,
+    prefix: Prefix | None,
+    device: torch.device,
 ) -> float:
     total = 0.0
     for batch in _batches(windows):
-        ids = to_device(shifted(batch), device)
+        ids = to_device(shifted(batch, config.vocabulary), device)
         total += _summed_ce(module(prefix(ids) if prefix else ids), batch)
     return total / windows.size
 
@@ -155,7 +160,7 @@ def _summed_ce(logits: Tensor, batch: Bytes) -> float:
 def _readings(
     stack: Stack, batch: Bytes, seeds: list[int], weights: list[float] | None
 ) -> list[tuple[Reading, Tensor]]:
-    ids = to_device(shifted(batch), stack.device)
+    ids = to_device(shifted(batch, stack.config.vocabulary), stack.device)
     if not isinstance(stack, DenoisingStack):
         return _causal_readings(stack.log_probs(ids), weights)
     contexts = stack.read_contexts(ids)

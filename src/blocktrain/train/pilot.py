@@ -60,7 +60,9 @@ def loss_by_sigma(
     for sigma in sigmas:
         torch.manual_seed(mixed_seed(config.train.seed, GRID_STREAM))
         with torch.no_grad():
-            batch = objective.batch_at(targets, shifted(targets), [sigma] * len(targets))
+            batch = objective.batch_at(
+                targets, shifted(targets, config.vocabulary), [sigma] * len(targets)
+            )
             loss = objective.loss(trainer.module, batch.to(compute.device))
         losses.append(float(loss.ce))
     return sigmas, losses

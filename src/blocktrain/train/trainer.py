@@ -312,7 +312,7 @@ class BlockTrainer:
         self.store.save(snapshot)
 
     def _bytes(self, steps: int) -> int:
-        return steps * self.config.train.batch * self.config.model.window
+        return steps * self.config.bytes_per_step
 
     def _progress(self, mark: float, since: int, valid_ce: float | None) -> Progress:
         loss, ce, counted = self.take_sums()  # waits for the device: before the clock is read

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import Config
 from blocktrain.errors import CacheFullError, ProtocolError
-from blocktrain.model.block import target_table
+from blocktrain.model.block import run_targets
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock
 from blocktrain.model.kv_cache import BlockMemory
@@ -61,7 +61,7 @@ class Unit(Protocol):
 
 def new_unit(config: Config, index: int, block: nn.Module, device: torch.device) -> Unit:
     if config.kind.denoises:
-        table = target_table(config.train.seed, config.objective.target_dim).to(device)
+        table = run_targets(config, device)
         typed = cast("DenoisingBlock", block)
         return DenoisingUnit(Descent.of(config, index, typed, table))
     return CausalUnit(cast("CausalBlock", block))
