@@ -295,7 +295,7 @@ class Config:
         if self.kind.denoises and self.objective.sigma_min < 1.0:
             return [
                 f"objective.sigma_min = {self.objective.sigma_min} is below 1: the noisy target"
-                " then contains the answer, and a block's loss looks better than the model is"
+                " leaks the answer, and a block's loss looks better than the model is"
             ]
         return []
 

@@ -4,7 +4,7 @@ Computed in float64 and rounded once, so that machines with different linear alg
 arrive at the same float32 numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TypeVar, cast
 
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from blocktrain.config import Config, ModelConfig
 from blocktrain.model.kv_cache import BlockCache
 from blocktrain.model.layer import Layer, Rotation, rotation
+from blocktrain.model.two_stream import TwoStreamLayer
 from blocktrain.vocabulary import BYTE_VOCABULARY
 
 TABLE_STREAM = 0x7AB1E  # keeps the table's randomness apart from every other use of the seed
@@ -42,6 +43,8 @@ def run_targets(config: Config, device: torch.device) -> Tensor:
 T = TypeVar("T")
 
 EMBED_STD = 0.1
+# The choices of model.layer.
+LAYERS: dict[str, type[Layer]] = {"two_stream": TwoStreamLayer}
 
 
 class Block(nn.Module):
@@ -61,9 +64,13 @@ class Block(nn.Module):
         # for every sequence, head and layer, a third of the whole step. Real even where the
         # parameters are not yet: nobody brings these from elsewhere.
         positions = torch.arange(model.window, device="cpu")
-        tables = rotation(model.width // model.heads, positions)
+        tables = rotation(layer_class(model).rotary_width(model), positions)
         self.register_buffer("cos_TR", tables.cos_TR, persistent=False)
         self.register_buffer("sin_TR", tables.sin_TR, persistent=False)
+
+    def undecayed(self) -> Iterator[nn.Parameter]:
+        """Parameters of the block itself, not of its layers, without weight decay."""
+        return iter(())
 
     def new_cache(self) -> BlockCache:
         return BlockCache(len(self.layers))
@@ -86,13 +93,12 @@ class Block(nn.Module):
         return function(*inputs)
 
 
+def layer_class(model: ModelConfig) -> type[Layer]:
+    return LAYERS[model.layer]
+
+
 def new_layers(model: ModelConfig, count: int) -> nn.ModuleList:
-    return nn.ModuleList(
-        Layer(
-            model.width, model.heads, model.mlp_ratio, model.activation, model.taps, model.dropout
-        )
-        for _ in range(count)
-    )
+    return nn.ModuleList(layer_class(model)(model) for _ in range(count))
 
 
 def typed(layers: nn.ModuleList) -> list[Layer]:

@@ -6,7 +6,7 @@ noisy target, which the clean stream never sees. Knows nothing of losses.
 Shapes: B batch, T positions, D width, E target dimensions, V bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from blocktrain.config import Config
 from blocktrain.model.block import Block, typed
 from blocktrain.model.kv_cache import BlockMemory, LayerMemory
-from blocktrain.model.layer import MODULATIONS, Context, Layer, Linear, Rotation, rms_norm
+from blocktrain.model.layer import Context, Layer, Linear, Rotation, rms_norm
 from blocktrain.numerics.noise import Preconditioning
 
 Modulation = tuple[Tensor, ...]
@@ -86,7 +86,7 @@ class DenoisingBlock(Block):
         self.target_in = Linear(tokens, width, zero=True)
         self.sigma_in = Linear(SIGMA_FEATURES, rank)
         self.modulate = nn.ModuleList(
-            Linear(rank, MODULATIONS * width, zero=True) for _ in self.layers
+            Linear(rank, layer.modulations * width, zero=True) for layer in typed(self.layers)
         )
         self.target_out = Linear(width, tokens, zero=True)
         self.log_scale = (
@@ -94,6 +94,11 @@ class DenoisingBlock(Block):
             if config.objective.logit_scale == "learned"
             else None
         )
+
+    def undecayed(self) -> Iterator[nn.Parameter]:
+        yield from self.sigma_in.parameters()
+        if self.log_scale is not None:
+            yield self.log_scale
 
     def forward(self, ids_BT: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor) -> Tensor:
         """Logits of the next byte at every position, both streams in one pass."""
@@ -148,14 +153,14 @@ class DenoisingBlock(Block):
         return clean_BTD + noisy
 
     def modulations(self, level: NoiseLevel) -> list[Modulation]:
-        """Per layer: six B x 1 x D tensors that depend on sigma alone."""
+        """Per layer: B x 1 x D tensors that depend on sigma alone."""
         frequencies = torch.arange(1, SIGMA_FEATURES // 2 + 1, device=level.c_noise_B.device)
         angles = level.c_noise_B[:, None] * frequencies * torch.pi
         features = torch.cat([angles.cos(), angles.sin()], dim=-1)
         hidden = nn.functional.silu(self.sigma_in(features))
         return [
-            modulate(hidden)[:, None, :].to(self.compute_dtype).chunk(MODULATIONS, dim=-1)
-            for modulate in self.modulate
+            modulate(hidden)[:, None, :].to(self.compute_dtype).chunk(layer.modulations, dim=-1)
+            for layer, modulate in zip(typed(self.layers), self.modulate, strict=True)
         ]
 
     def _logits(self, n_BTD: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor) -> Tensor:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from blocktrain.config import ModelConfig
+from blocktrain.model.block import layer_class
 from blocktrain.model.kv_cache import CachedPositions
+from blocktrain.model.layer import CacheShape
 
 FIRST_SLOTS, FIRST_ROOM = 1, 64
-KEPT_PER_POSITION = 3  # keys, values and inputs of the local filter
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,21 @@ class Places:
 
 
 class SlotLayer:
-    """One layer's pools, with `taps` positions of zeros before the filter's first input."""
+    """One layer's pools; zeros stand before the first input that the layer reads again."""
 
-    def __init__(self, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.heads, self.taps = model.heads, model.taps
-        self.k_STD = torch.zeros(0, 0, model.width, device=device, dtype=dtype)
-        self.v_STD = self.k_STD.clone()
-        self.h_SID = torch.zeros(0, model.taps, model.width, device=device, dtype=dtype)
+    def __init__(self, shape: CacheShape, device: torch.device, dtype: torch.dtype) -> None:
+        def pool(room: int, width: int) -> Tensor:
+            return torch.zeros(0, room, width, device=device, dtype=dtype)
+
+        self.heads, self.before = shape.heads, shape.inputs_before
+        self.k_STD = pool(0, shape.heads * shape.key_width)
+        self.v_STD = pool(0, shape.heads * shape.value_width)
+        self.h_SID = pool(self.before, shape.input_width)
 
     def grow(self, slots: int, room: int) -> None:
         self.k_STD = _grown(self.k_STD, slots, room)
         self.v_STD = _grown(self.v_STD, slots, room)
-        self.h_SID = _grown(self.h_SID, slots, self.taps + room if self.taps else 0)
+        self.h_SID = _grown(self.h_SID, slots, self.before + room if self.before else 0)
 
 
 class SlotLayerView:
@@ -112,10 +116,11 @@ class SlotCache:
         dtype: torch.dtype,
     ) -> None:
         self.model, self.device = model, device
+        self.layer_shape = layer_class(model).cache_shape(model)
         self.slots = self.room = 0
         self._blocks = [
-            ([SlotLayer(model, device, dtype) for _ in range(layers)],
-             [SlotLayer(model, device, dtype) for _ in range(tail)])
+            ([SlotLayer(self.layer_shape, device, dtype) for _ in range(layers)],
+             [SlotLayer(self.layer_shape, device, dtype) for _ in range(tail)])
             for layers, tail in shapes
         ]  # fmt: skip
 
@@ -125,7 +130,8 @@ class SlotCache:
     ) -> int:
         """What a slot takes once it holds a whole window."""
         layers = sum(depth + tail for depth, tail in shapes)
-        return KEPT_PER_POSITION * layers * model.window * model.width * dtype.itemsize
+        numbers = layer_class(model).cache_shape(model).numbers
+        return numbers * layers * model.window * dtype.itemsize
 
     def view(
         self, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
@@ -167,7 +173,7 @@ class SlotCache:
     def _places(
         self, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int], end: int
     ) -> Places:
-        count, taps = max(lengths), self.model.taps
+        count, taps = max(lengths), self.layer_shape.inputs_before
         rows_B1, starts_B1 = np.array(slots)[:, None], np.array(starts)[:, None]
         offsets_Q = np.arange(count)
         given = None

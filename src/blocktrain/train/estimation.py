@@ -8,6 +8,7 @@ from torch import nn
 
 from blocktrain.codec.frames import codec_named, largest_encoded_size
 from blocktrain.config import Config
+from blocktrain.model.block import layer_class
 from blocktrain.model.stack import new_block
 from blocktrain.train.cascade import cache_bytes
 from blocktrain.train.optimizer import moment_shapes
@@ -131,14 +132,13 @@ def _trunk_parameters(block: nn.Module) -> int:
 
 
 def stream_layers(config: Config, index: int) -> int:
-    """Layers times streams that are trained: a denoising block has two streams, but in its last
-    layer only one runs in full."""
+    """Layers times streams that are trained; in the last layer only one stream runs in full."""
     layers = config.depths[index] + config.tail_layers(index)
-    return 2 * layers - 1 if config.kind.denoises else layers
+    return config.kind.streams * (layers - 1) + 1
 
 
 def _activation_bytes(config: Config, index: int, parameters: int) -> int:
-    """What the backward pass keeps: about 8 + 3 x mlp_ratio widths per stream and layer.
+    """What the backward pass keeps of each stream and layer, logits, and weights in bf16.
 
     With layers recomputed, only their inputs stay, and one layer at a time in full; a second
     stream, without keys and values of its own, adds about half of one.
@@ -146,13 +146,14 @@ def _activation_bytes(config: Config, index: int, parameters: int) -> int:
     model = config.model
     element = 4 if config.train.precision == "fp32" else 2
     streams = stream_layers(config, index)
-    widths = streams * (8 + 3 * model.mlp_ratio)
+    per_layer = layer_class(model).costs(model).activations
+    numbers = streams * per_layer
     if config.train.checkpoint_layers:
-        at_once = 1.5 if config.kind.denoises else 1.0
-        widths = streams + at_once * (8 + 3 * model.mlp_ratio)
+        at_once = 1.5 if config.kind.streams > 1 else 1.0
+        numbers = streams * model.width + at_once * per_layer
     logits = 4 * config.vocabulary.size * 4
     weights_in_bf16 = parameters * 2 if element == 2 else 0
-    return int(_positions(config) * (widths * model.width * element + logits)) + weights_in_bf16
+    return int(_positions(config) * (numbers * element + logits)) + weights_in_bf16
 
 
 def _flops_per_step(config: Config, blocks: list[nn.Module], index: int) -> float:
@@ -163,11 +164,9 @@ def _flops_per_step(config: Config, blocks: list[nn.Module], index: int) -> floa
     streams = stream_layers(config, index)
     layers = config.depths[index] + config.tail_layers(index)
     per_layer = _per_layer(blocks[index])
-    attention = model.width * model.window  # causal: half of T keys, two products
-    # Keys and values are computed by the clean stream alone.
-    kv = 2 * model.width**2
-    own = streams * (per_layer - kv + attention) + layers * kv
-    frozen = _before(config, index) * (per_layer + attention) / 3
+    costs = layer_class(model).costs(model)
+    own = streams * (per_layer - costs.context + costs.attention) + layers * costs.context
+    frozen = _before(config, index) * (per_layer + costs.attention) / 3
     return float(6 * positions * (own + frozen + _outside_layers(config)))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.config import TrainConfig
+from blocktrain.model.block import Block
 from blocktrain.model.layer import Layer, Linear
 
 
@@ -18,7 +19,6 @@ def learning_rate(step: int, settings: TrainConfig) -> float:
     return settings.lr * warm * (settings.lr_floor + (1.0 - settings.lr_floor) * cosine)
 
 
-NOT_DECAYED = ("taps", "sigma_in", "log_scale")
 MOMENTUM = 0.95
 # A quintic that takes singular values from (0, 1] to about 1 in five turns: steepest at zero,
 # exact nowhere, and exact is not needed (Jordan et al., 2024).
@@ -32,12 +32,17 @@ AT_ONCE = 2**25  # numbers made orthogonal together: copies of them are in memor
 def new_optimizer(module: nn.Module, settings: TrainConfig, lr: Tensor) -> torch.optim.Optimizer:
     by_muon = _stepped_by_muon(module, settings)
     taken = {id(matrix.weight) for matrix in by_muon}
+    spared = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, Block | Layer)
+        for parameter in part.undecayed()
+    }
     decayed: list[Tensor] = []
     others: list[Tensor] = []
-    for name, parameter in module.named_parameters():
-        spared = any(part in NOT_DECAYED for part in name.split("."))
+    for parameter in module.parameters():
         if id(parameter) not in taken:
-            (others if spared else decayed).append(parameter)
+            (others if id(parameter) in spared else decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": settings.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -138,4 +143,4 @@ def _stepped_by_muon(module: nn.Module, settings: TrainConfig) -> list[Linear]:
     if settings.optimizer != "muon":
         return []
     layers = [layer for layer in module.modules() if isinstance(layer, Layer)]
-    return [part for layer in layers for part in layer.modules() if isinstance(part, Linear)]
+    return [matrix for layer in layers for matrix in layer.muon_matrices()]

@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 from tests.support.models import awake_block
 from torch import Tensor
 
-from blocktrain.config import Config, load_config
-from blocktrain.model.block import target_table
+from blocktrain.config import LAYERS as LAYER_NAMES
+from blocktrain.config import Config, ModelConfig, load_config
+from blocktrain.model.block import LAYERS, target_table
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock, NoiseLevel
 from blocktrain.model.kv_cache import BlockMemory
+from blocktrain.model.layer import CacheShape
 from blocktrain.model.slots import SlotCache
+from blocktrain.model.two_stream import TwoStreamLayer
 from blocktrain.numerics.noise import precondition
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -131,3 +134,31 @@ def test_what_was_no_number_is_nothing_to_the_next_in_its_slot(kind: str):
     found = read(block, torch.tensor([[first[2]], [5]]), view)
     torch.testing.assert_close(found[0, 0], alone(block, first[:3])[2], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found[1, 0], alone(block, [*other, 5])[30], atol=1e-5, rtol=1e-4)
+
+
+def test_a_layer_caches_what_it_asks_for(config: Config, monkeypatch: pytest.MonkeyPatch):
+    """Fewer heads of keys and values than of queries, values and inputs of other widths."""
+    shape = CacheShape(heads=1, key_width=8, value_width=4, input_width=3, inputs_before=2)
+
+    class NarrowLayer(TwoStreamLayer):
+        @classmethod
+        def cache_shape(cls, model: ModelConfig) -> CacheShape:
+            return shape
+
+    monkeypatch.setitem(LAYERS, "two_stream", NarrowLayer)
+    assert SlotCache.slot_bytes(config.model, [(1, 0)], torch.float32) == 4 * 32 * (8 + 4 + 3)
+    cache = SlotCache(config.model, [(1, 0)], CPU, torch.float32)
+    k, v, inputs = torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 4), torch.randn(1, 5, 3)
+    for start, end in ((0, 3), (3, 5)):
+        (block,) = cache.view([0], [start], [end - start])
+        (layer,) = block.layers
+        read = layer.extend_tail(inputs[:, start:end], 2)
+        cached = layer.append(k[:, :, start:end], v[:, :, start:end])
+        before = torch.cat([torch.zeros(1, 2, 3), inputs], dim=1)
+        assert torch.equal(read, before[:, start : end + 2])
+    assert torch.equal(cached.k_BHTK, k)
+    assert torch.equal(cached.v_BHTK, v)
+
+
+def test_every_choice_of_a_layer_exists():
+    assert tuple(LAYERS) == LAYER_NAMES

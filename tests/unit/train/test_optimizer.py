@@ -5,11 +5,12 @@ import torch
 from tests.support.training import CPU, quiet
 from torch import Tensor, nn
 
-from blocktrain.config import Config, TrainConfig
+from blocktrain.config import Config, ModelConfig, TrainConfig
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import RunError
 from blocktrain.model.layer import Layer, Linear
 from blocktrain.model.stack import new_block
+from blocktrain.model.two_stream import TwoStreamLayer
 from blocktrain.train import optimizer as optimizer_module
 from blocktrain.train.optimizer import MOMENTUM, moment_shapes, new_optimizer, orthogonal
 from blocktrain.train.trainer import BlockTrainer
@@ -32,11 +33,13 @@ def test_a_matrix_without_gradient_direction_stays_at_nothing():
     assert not orthogonal(torch.zeros(1, 4, 4)).any()
 
 
-class OneMatrix(Layer):
+class OneMatrix(TwoStreamLayer):
     """A layer of which the output map alone is looked at."""
 
     def __init__(self) -> None:
-        super().__init__(16, 2, 2.0, "gelu", 1, 0.0)
+        super().__init__(
+            ModelConfig(width=16, heads=2, mlp_ratio=2.0, activation="gelu", taps=1, dropout=0.0)
+        )
 
 
 def stepped(layer: nn.Module, gradients: list[dict[str, Tensor]], settings: TrainConfig) -> None:
