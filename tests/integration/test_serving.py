@@ -14,7 +14,8 @@ from tests.support.ring import Ring
 from tests.support.training import stop_after
 
 from blocktrain.config import load_config
-from blocktrain.model.generation import GenerationOptions, generate
+from blocktrain.numerics.sampling import Sampling
+from blocktrain.serve.router.local import generate
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import resolve
@@ -43,7 +44,7 @@ def alone(run: Path) -> dict[float, str]:
     stack = load_stack(RunDir.open(run), resolve("cpu", "fp32"))
     return {
         temperature: bytes(
-            generate(stack, PROMPT.encode(), LONG, GenerationOptions(temperature, seed=7))
+            generate(stack, PROMPT.encode(), LONG, Sampling(temperature, seed=7))
         ).decode(errors="replace")
         for temperature in (0.0, 1.0)
     }

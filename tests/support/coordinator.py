@@ -139,7 +139,7 @@ def tensors_of(run: Run, blob: Blob) -> Weights:
 
 def weights_now(run: Run, block: int) -> Weights:
     with run.ledger.read() as tx:
-        blob = tx.version(block).weights
+        blob = tx.versions.get(block).weights
     return tensors_of(run, blob)
 
 

@@ -38,6 +38,7 @@ SAMPLE_BYTES = 240
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True
 )
+@options.thread_count
 @options.as_json
 def demo_command(config_path: Path, overrides: tuple[str, ...], out: Path, as_json: bool) -> None:
     """Start a coordinator and workers on this machine, train blocks that never exchange a
@@ -169,12 +170,13 @@ def _score(run: "RunDir") -> dict[str, Any]:
 
 
 def _sample(run: "RunDir") -> str:
-    from blocktrain.model.generation import GenerationOptions, generate
+    from blocktrain.numerics.sampling import Sampling
+    from blocktrain.serve.router.local import generate
     from blocktrain.train.assemble import load_stack
     from blocktrain.train.device import resolve
 
     stack = load_stack(run, resolve(run.config.train.device, "fp32"))
-    made = bytes(generate(stack, PROMPT.encode(), SAMPLE_BYTES, GenerationOptions(temperature=0.6)))
+    made = bytes(generate(stack, PROMPT.encode(), SAMPLE_BYTES, Sampling(temperature=0.6)))
     return PROMPT + made.decode("utf-8", errors="replace")
 
 

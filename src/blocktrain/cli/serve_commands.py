@@ -49,6 +49,7 @@ from blocktrain.cli import options
 )
 @options.served_readout
 @options.device
+@options.thread_count
 @options.precision
 @options.weights
 @click.option(
@@ -161,6 +162,7 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
 @options.plain_tcp
 @options.served_readout
 @options.device
+@options.thread_count
 @options.precision
 @options.weights
 @click.option("--most-requests", type=click.IntRange(min=1), default=64, show_default=True)

@@ -21,6 +21,7 @@ from blocktrain.cli import options
     show_default=True,
     help="Blocks to train side by side, each in a process of its own.",
 )
+@options.thread_count
 @options.as_json
 def train_command(
     config_path: Path,

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktrain.config import Config, ModelConfig
-from blocktrain.model.kv_cache import BlockCache
 from blocktrain.model.layer import Layer, Rotation, rotation
 from blocktrain.model.two_stream import TwoStreamLayer
 from blocktrain.vocabulary import BYTE_VOCABULARY
@@ -71,9 +70,6 @@ class Block(nn.Module):
     def undecayed(self) -> Iterator[nn.Parameter]:
         """Parameters of the block itself, not of its layers, without weight decay."""
         return iter(())
-
-    def new_cache(self) -> BlockCache:
-        return BlockCache(len(self.layers))
 
     def embedded(self, ids_BT: Tensor) -> Tensor:
         assert self.embed is not None

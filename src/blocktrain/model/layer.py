@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig
-from blocktrain.model.kv_cache import CachedPositions, LayerMemory
+from blocktrain.model.cache import CachedPositions, CacheShape, LayerCache
 
 
 class Rotation(NamedTuple):
@@ -33,20 +33,6 @@ class Context(NamedTuple):
 
     cached: CachedPositions
     local_BTD: Tensor | float
-
-
-class CacheShape(NamedTuple):
-    """What a layer caches of each position."""
-
-    heads: int  # of keys and values; there may be fewer of them than of queries
-    key_width: int  # of one head
-    value_width: int
-    input_width: int = 0  # of the layer's own inputs, if it reads earlier ones; 0: none are cached
-    inputs_before: int = 0  # how many earlier inputs each position reads
-
-    @property
-    def numbers(self) -> int:
-        return self.heads * (self.key_width + self.value_width) + self.input_width
 
 
 class LayerCosts(NamedTuple):
@@ -88,12 +74,12 @@ class Layer(nn.Module, ABC):
 
     @abstractmethod
     def clean(
-        self, x_BTD: Tensor, by: Rotation, cache: LayerMemory | None = None
+        self, x_BTD: Tensor, by: Rotation, cache: LayerCache | None = None
     ) -> tuple[Tensor, Context]:
         """The clean stream's step, and its context; a cache adds the positions before."""
 
     @abstractmethod
-    def offer(self, x_BTD: Tensor, by: Rotation, cache: LayerMemory | None = None) -> Context:
+    def offer(self, x_BTD: Tensor, by: Rotation, cache: LayerCache | None = None) -> Context:
         """The context alone, for the last layer that a clean stream reaches."""
 
     @abstractmethod

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig
-from blocktrain.model.kv_cache import CachedPositions, LayerMemory
+from blocktrain.model.cache import CachedPositions, CacheShape, LayerCache
 from blocktrain.model.layer import (
-    CacheShape,
     Context,
     Layer,
     LayerCosts,
@@ -93,7 +92,7 @@ class TwoStreamLayer(Layer):
             yield self.taps
 
     def clean(
-        self, x_BTD: Tensor, by: Rotation, cache: LayerMemory | None = None
+        self, x_BTD: Tensor, by: Rotation, cache: LayerCache | None = None
     ) -> tuple[Tensor, Context]:
         h = rms_norm(x_BTD)
         local = self._local_mix(h, cache)
@@ -102,7 +101,7 @@ class TwoStreamLayer(Layer):
         x = x_BTD + self._drop(self._attend(q, context, by))
         return x + self._drop(self.mlp(rms_norm(x))), context
 
-    def offer(self, x_BTD: Tensor, by: Rotation, cache: LayerMemory | None = None) -> Context:
+    def offer(self, x_BTD: Tensor, by: Rotation, cache: LayerCache | None = None) -> Context:
         width = x_BTD.size(-1)
         h = rms_norm(x_BTD)
         local = self._local_mix(h, cache)
@@ -125,7 +124,7 @@ class TwoStreamLayer(Layer):
         v_BTD: Tensor,
         local_BTD: Tensor | float,
         by: Rotation,
-        cache: LayerMemory | None,
+        cache: LayerCache | None,
     ) -> Context:
         """The context of normalised and rotated keys, with the positions before from a cache."""
         k = rotate(rms_norm(self._split(k_BTD)), by).transpose(1, 2)
@@ -145,15 +144,12 @@ class TwoStreamLayer(Layer):
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(q_BTD.shape))
         return out
 
-    def _local_mix(self, h_BTD: Tensor, cache: LayerMemory | None) -> Tensor | float:
+    def _local_mix(self, h_BTD: Tensor, cache: LayerCache | None) -> Tensor | float:
         """A causal depthwise filter over the positions just before each one."""
         if self.taps is None:
             return 0.0
         count = self.taps.size(0)
-        if cache is None:
-            padded = F.pad(h_BTD, (0, 0, count, 0))
-        else:
-            padded = cache.extend_tail(h_BTD, count)
+        padded = F.pad(h_BTD, (0, 0, count, 0)) if cache is None else cache.extend_inputs(h_BTD)
         taps = self.taps.to(h_BTD.dtype)
         length = h_BTD.size(1)
         mix = taps[0] * padded[:, count - 1 : count - 1 + length]

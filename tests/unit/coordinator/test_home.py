@@ -49,7 +49,7 @@ def test_its_first_versions_are_the_models_initialization(
     home, config = founded
     run = home.open()
     with run.ledger.read() as tx:
-        versions = [tx.version(block) for block in range(config.block_count)]
+        versions = [tx.versions.get(block) for block in range(config.block_count)]
     assert len(versions) == 2
     for block, version in enumerate(versions):
         expected = dict(initial_block(config, block).named_parameters())

@@ -69,12 +69,12 @@ def refusal(call: Callable[[], Any]) -> RefusedError:
 
 def update_row(service: Service, lease: Lease) -> Any:
     with service.run.ledger.read() as tx:
-        return tx.update(lease.lease)
+        return tx.updates.get(lease.lease)
 
 
 def block_state(service: Service, block: int = 0) -> Any:
     with service.run.ledger.read() as tx:
-        return tx.block_states()[block]
+        return tx.blocks.states()[block]
 
 
 def last_event(service: Service) -> tuple[str, str]:
@@ -97,7 +97,7 @@ def test_an_offer_is_answered_with_what_is_missing(service: Service, member: Mem
     assert (row.state, row.worker, row.block, row.steps) == ("offered", member.id, 0, 10)
     assert row.loss == 1.5
     with service.run.ledger.read() as tx:
-        assert tx.lease(lease.lease).state == "sending"
+        assert tx.leases.get(lease.lease).state == "sending"
 
 
 def test_an_offer_may_be_sent_again_to_learn_what_is_still_missing(tmp_path: Path, clock: SetClock):
@@ -476,7 +476,7 @@ def test_a_late_update_starts_from_the_version_it_was_trained_from(long_run: Ser
     late.send(late.make(lease, by=4.0))
     long_run.merger.merge_due()
     with long_run.run.ledger.read() as tx:
-        merged = tensors_of(long_run.run, tx.version(0).weights)
+        merged = tensors_of(long_run.run, tx.versions.get(0).weights)
     for name, tensor in first_weights(0).items():
         np.testing.assert_allclose(merged[name], tensor + 1.0 + 0.5 * 4.0, rtol=1e-5)
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.models import awake_stack
-from tests.support.serving import of_kind, stage
+from tests.support.serving import of_kind, reference_text, stage
 
 from blocktrain.config import load_config
 from blocktrain.errors import OverloadedError, UnavailableError, UnreachableError
-from blocktrain.model import generation
 from blocktrain.model.stack import Stack
 from blocktrain.protocol.addresses import bound_socket
 from blocktrain.protocol.framing import FrameMessage, Kind
@@ -49,8 +48,7 @@ def model(kind: str) -> Stack:
 
 @lru_cache
 def expected(kind: str) -> bytes:
-    rule = generation.GenerationOptions(1.0, SAMPLING.seed)
-    return bytes(generation.generate(model(kind), PROMPT, LONG, rule))
+    return reference_text(model(kind), PROMPT, LONG, SAMPLING)
 
 
 def request(mode: str = "ar", **more: object) -> Request:

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from blocktrain.config import Config
 from blocktrain.errors import CacheFullError, ProtocolError
-from blocktrain.model.block import run_targets
+from blocktrain.model.block import layer_class, run_targets
+from blocktrain.model.cache import BlockCache, SlotCache
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock
-from blocktrain.model.kv_cache import BlockMemory
-from blocktrain.model.slots import SlotBlockView, SlotCache
 from blocktrain.model.stack import Descent
 from blocktrain.serve.stage.batch import (
     DEFAULT_LIMITS,
@@ -45,7 +44,7 @@ class Unit(Protocol):
         self,
         ids_BQ: Tensor,
         state_BQW: Tensor,
-        memory: BlockMemory,
+        memory: BlockCache,
         read_R: Tensor | None,
         *,
         head: bool,
@@ -54,7 +53,7 @@ class Unit(Protocol):
         names among the B x Q (None: of all); without `head` they are left out."""
         ...
 
-    def read(self, ids_BQ: Tensor, memory: BlockMemory) -> None:
+    def read(self, ids_BQ: Tensor, memory: BlockCache) -> None:
         """Take in context that nothing is predicted from; needs no state."""
         ...
 
@@ -82,7 +81,7 @@ class CausalUnit:
         self,
         ids_BQ: Tensor,
         state_BQW: Tensor,
-        memory: BlockMemory,
+        memory: BlockCache,
         read_R: Tensor | None,
         *,
         head: bool,
@@ -94,7 +93,7 @@ class CausalUnit:
         private = _chosen(self.block.private(features, memory), read_R)
         return features, torch.log_softmax(self.block.predict(private), dim=-1)
 
-    def read(self, ids_BQ: Tensor, memory: BlockMemory) -> None:
+    def read(self, ids_BQ: Tensor, memory: BlockCache) -> None:
         raise ProtocolError("a block of a cascade reads features, not bytes")
 
 
@@ -108,7 +107,7 @@ class DenoisingUnit:
         self,
         ids_BQ: Tensor,
         state_BQW: Tensor,
-        memory: BlockMemory,
+        memory: BlockCache,
         read_R: Tensor | None,
         *,
         head: bool,
@@ -117,7 +116,7 @@ class DenoisingUnit:
         log_probs, z = self.descent(context, state_BQW)
         return z, _chosen(log_probs, read_R) if head else None
 
-    def read(self, ids_BQ: Tensor, memory: BlockMemory) -> None:
+    def read(self, ids_BQ: Tensor, memory: BlockCache) -> None:
         self.descent.block.read_context(ids_BQ, memory)
 
 
@@ -136,8 +135,11 @@ class StageCompute:
         readout: str = "product",
         limits: SlotLimits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.monotonic,
+        block_count: int | None = None,
     ) -> None:
+        """`block_count` is smaller than the model's for an early exit."""
         self.config, self.blocks, self.compute, self.readout = config, blocks, compute, readout
+        self.block_count = block_count or config.block_count
         self.denoises = config.kind.denoises
         self.state_width = config.state_width
         self._clock = clock
@@ -146,12 +148,13 @@ class StageCompute:
             for index, module in zip(blocks, modules, strict=True)
         ]
         shapes = [shape(config, block) for block in blocks]
-        slot_bytes = SlotCache.slot_bytes(config.model, shapes, compute.dtype)
+        window, layer = config.model.window, layer_class(config.model).cache_shape(config.model)
+        slot_bytes = SlotCache.slot_bytes(window, layer, shapes, compute.dtype)
         most = min(limits.requests, limits.cache_bytes // slot_bytes)
         if not most:
             raise CacheFullError(f"one request alone needs {slot_bytes} bytes of cache")
         self._tenants = SlotTable(most, limits.idle_seconds)
-        self._cache = SlotCache(config.model, shapes, compute.device, compute.dtype)
+        self._cache = SlotCache(window, layer, shapes, compute.device, compute.dtype)
 
     @classmethod
     def load(
@@ -227,7 +230,7 @@ class StageCompute:
         readout = self._tensor(readout_RV)
         with self._writing(batch.shares) as views:
             for block, unit, view in zip(self.blocks, self._units, views, strict=True):
-                last = block == self.config.block_count - 1
+                last = block == self.block_count - 1
                 head = heads if heads is not None else self.readout == "product" or last
                 state, found = unit.advance(batch.ids_BQ, state, view, batch.read_R, head=head)
                 if found is not None:
@@ -244,7 +247,7 @@ class StageCompute:
                     unit.read(batch.ids_BQ, view)
 
     @contextmanager
-    def _writing(self, shares: Sequence[Share]) -> Iterator[list[SlotBlockView]]:
+    def _writing(self, shares: Sequence[Share]) -> Iterator[list[BlockCache]]:
         """The shares' memory. What they write over counts as held again once all is written."""
         for share in shares:
             share.tenant.held = share.row.start
@@ -268,11 +271,11 @@ class StageCompute:
         return shares
 
     def _state_of(self, work: Work, shares: Sequence[Share]) -> np.ndarray:
-        """The state handed in; before the first block there is none yet."""
+        """The state handed in; the first block may start without one, from zeros."""
         carried, read = shares[-1].carried.stop, shares[-1].read.stop
         if work.readout_RV.shape != (read, BYTES):
             raise ProtocolError(f"a readout of shape {work.readout_RV.shape} for {read} positions")
-        if self.blocks.start == 0:
+        if self.blocks.start == 0 and not work.state.size:
             return np.zeros((carried, self.state_width), np.float32)
         if work.state.shape != (carried, self.state_width):
             raise ProtocolError(f"a state of shape {work.state.shape} for {carried} positions")
