@@ -5,11 +5,12 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,8 +91,10 @@ def _has_triton() -> bool:
 def _fast_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # Without matrix units for it, bf16 on a CPU is no faster than fp32.
-    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())
+    # Without matrix units for it, bf16 on a CPU is no faster than fp32. An older torch does not say
+    # whether there are any.
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return device.type == "cpu" and bool(capabilities.get("amx_tile"))
 
 
 EAGER_STEPS = 3  # libraries allocate and choose algorithms in the first steps; capture after

@@ -30,7 +30,7 @@ from blocktrain.train.cascade import Predecessors, Published
 from blocktrain.train.device import Compute, GraphedStep
 from blocktrain.train.evaluate import solo_ce
 from blocktrain.train.objective import Batch, new_objective
-from blocktrain.train.optimizer import learning_rate, moment_shapes, new_optimizer
+from blocktrain.train.optimizer import BlockOptimizer, learning_rate, moment_shapes
 
 DATA_STREAM, STEP_STREAM = 2, 3
 REPORT_EVERY = 10
@@ -88,7 +88,7 @@ class BlockTrainer:
             self.build_on(published, settings.steps)
         # On a CUDA device the rate is read there, so that a captured step can go on using it.
         self._lr = torch.tensor(settings.lr, device=compute.device)
-        self.optimizer = new_optimizer(self.module, settings, self._lr)
+        self.optimizer = BlockOptimizer(self.module, settings, self._lr)
         graphed = settings.cuda_graph and not settings.checkpoint_layers
         self._graph = GraphedStep() if graphed and compute.device.type == "cuda" else None
         self.step = 0
@@ -222,13 +222,7 @@ class BlockTrainer:
         limit = self.config.train.clip or math.inf
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), limit)
         bad = (~torch.isfinite(total.sum() + norm)).float()
-        if self.compute.device.type == "mps":  # its fused optimizer does not read the flag
-            if not bad:
-                self.optimizer.step()
-        else:
-            # The fused optimizer reads the flag on the device and skips: no wait for the host.
-            self.optimizer.found_inf = bad  # type: ignore[attr-defined]
-            self.optimizer.step()
+        self.optimizer.step_unless(bad)
         self.optimizer.zero_grad(set_to_none=True)
         self._skipped += bad
         self._streak.add_(bad).mul_(bad)

@@ -56,3 +56,11 @@ def test_for_a_gpu_it_is_compiled():
 def test_a_device_that_is_not_there_is_named(name: str):
     with pytest.raises(DeviceError, match=name):
         resolve(name, "auto")
+
+
+@pytest.mark.parametrize(("has_amx", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_cpu_computes_in_bf16_if_it_has_matrix_units_for_it(
+    monkeypatch: pytest.MonkeyPatch, has_amx: bool, dtype: torch.dtype
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": has_amx}, raising=False)
+    assert resolve("cpu", "auto").dtype == dtype
