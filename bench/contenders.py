@@ -29,9 +29,9 @@ from torch import Tensor
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.train.device import Compute
-from blocktrain.train.lockstep import Board
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.vocabulary import BYTES
+from lockstep import Board
 from plain import PlainLoop
 
 CORPUS_BYTES = 1 << 24

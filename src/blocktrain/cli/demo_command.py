@@ -151,9 +151,9 @@ def _say_stopped(console: "Console") -> None:
 def _score(run: "RunDir") -> dict[str, Any]:
     from blocktrain.data.corpus import load_corpus
     from blocktrain.data.windows import evaluation_windows
-    from blocktrain.train.assemble import load_stack
     from blocktrain.train.device import resolve
     from blocktrain.train.evaluate import evaluate
+    from blocktrain.train.loading import load_stack
 
     stack = load_stack(run, resolve(run.config.train.device, run.config.train.precision))
     window = run.config.model.window
@@ -172,8 +172,8 @@ def _score(run: "RunDir") -> dict[str, Any]:
 def _sample(run: "RunDir") -> str:
     from blocktrain.numerics.sampling import Sampling
     from blocktrain.serve.router.local import generate
-    from blocktrain.train.assemble import load_stack
     from blocktrain.train.device import resolve
+    from blocktrain.train.loading import load_stack
 
     stack = load_stack(run, resolve(run.config.train.device, "fp32"))
     made = bytes(generate(stack, PROMPT.encode(), SAMPLE_BYTES, Sampling(temperature=0.6)))

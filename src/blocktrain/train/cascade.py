@@ -212,14 +212,14 @@ class Predecessors:
         self._prefix: Prefix | None = None
         self._cache = new_cache(config, folder)
 
-    def features(self, step: int) -> Tensor:
-        """What the blocks before make of the context of one step."""
+    def features(self, step: int, context_BT: Tensor) -> Tensor:
+        """What the blocks before make of a step's context, which is on the device already."""
         if step >= self._next_look:
             self._look(step)
         if self._cache:
             return self._cache[step].to(self.compute.device)
         assert self._prefix
-        return self._prefix.features(self._context(step))
+        return self._prefix.features(context_BT)
 
     def look_now(self) -> None:
         """Take over newer versions before the next step, whenever the last look was."""

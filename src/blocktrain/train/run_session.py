@@ -24,9 +24,10 @@ from blocktrain.data.corpus import Corpus, load_corpus
 from blocktrain.errors import BlocktrainError, DeviceError, RunError
 from blocktrain.storage.run_dir import BlockDir, RunDir
 from blocktrain.train.cascade import PublishedRun, cache_bytes
+from blocktrain.train.checkpoints import Progress
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.pilot import with_fitted_bounds
-from blocktrain.train.trainer import BlockTrainer, Progress
+from blocktrain.train.trainer import BlockTrainer
 
 OnProgress = Callable[[Progress], None]
 ShouldStop = Callable[[], bool]

@@ -7,8 +7,9 @@ import torch
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
+from blocktrain.train.checkpoints import Progress
 from blocktrain.train.device import resolve
-from blocktrain.train.trainer import BlockTrainer, Progress
+from blocktrain.train.trainer import BlockTrainer
 
 pytestmark = [
     pytest.mark.gpu,
