@@ -132,13 +132,13 @@ def _followed(swarm: "LocalSwarm", console: "Console", stop: Callable[[], bool])
 
 def _train_alone(name: str, config: "Config", folder: Path, console: "Console") -> "RunDir":
     from blocktrain.cli.display import shown
-    from blocktrain.cli.options import stop_on_signal
+    from blocktrain.cli.options import PROGRAM, stop_on_signal
     from blocktrain.train.run_session import open_session
 
     console.print(f"[bold]{name}[/bold]")
     session = open_session(config, folder)
     with stop_on_signal() as stop, shown("  model", err=console.stderr) as on_progress:
-        if not session.train_side_by_side([0], 1, on_progress, stop):
+        if not session.train_side_by_side([0], 1, on_progress, stop, PROGRAM):
             _say_stopped(console)
     return session.run
 
