@@ -1,7 +1,6 @@
-"""The frozen target table: one unit-norm row per byte, drawn from the run's seed, never trained.
+"""What all kinds of block share: an embedding, layers, rotary tables; and the frozen target table.
 
-Computed in float64 and rounded once, so that machines with different linear algebra libraries
-arrive at the same float32 numbers.
+Knows neither losses nor how blocks are joined.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,12 +17,22 @@ from blocktrain.model.layer import Layer, Rotation, rotation
 from blocktrain.model.two_stream import TwoStreamLayer
 from blocktrain.vocabulary import BYTE_VOCABULARY
 
+EMBED_STD = 0.1
 TABLE_STREAM = 0x7AB1E  # keeps the table's randomness apart from every other use of the seed
+# The layers that model.layer can choose.
+LAYERS: dict[str, type[Layer]] = {"two_stream": TwoStreamLayer}
+
+T = TypeVar("T")
 
 
 @lru_cache(maxsize=4)
 def target_table(seed: int, dimensions: int, tokens: int = BYTE_VOCABULARY.size) -> Tensor:
-    """Tokens x dimensions; the rows are orthonormal if there are at least as many dimensions."""
+    """One unit-norm row per token, drawn from the run's seed and never trained; the rows are
+    orthonormal if there are at least as many dimensions.
+
+    Computed in float64 and rounded once, so that machines with different linear algebra libraries
+    get the same float32 numbers.
+    """
     draws = np.random.Generator(np.random.Philox(key=[seed, TABLE_STREAM]))
     rows = draws.standard_normal((tokens, dimensions))
     if dimensions >= tokens:
@@ -39,13 +48,6 @@ def run_targets(config: Config, device: torch.device) -> Tensor:
     return target_table(config.train.seed, dimensions, config.vocabulary.size).to(device)
 
 
-T = TypeVar("T")
-
-EMBED_STD = 0.1
-# The choices of model.layer.
-LAYERS: dict[str, type[Layer]] = {"two_stream": TwoStreamLayer}
-
-
 class Block(nn.Module):
     """The parts that every kind of block has: an embedding if it reads ids, and layers."""
 
@@ -59,9 +61,9 @@ class Block(nn.Module):
         if self.embed is not None:
             nn.init.normal_(self.embed.weight, std=EMBED_STD)
         self.layers = new_layers(model, config.depths[index])
-        # Held, not computed where they are used: a compiler would work every cosine out again
-        # for every sequence, head and layer, a third of the whole step. Real even where the
-        # parameters are not yet: nobody brings these from elsewhere.
+        # Stored, since a compiler would compute every cosine again for every sequence, head and
+        # layer: a third of the whole step. On the CPU even under the meta device, since no
+        # checkpoint holds them.
         positions = torch.arange(model.window, device="cpu")
         tables = rotation(layer_class(model).rotary_width(model), positions)
         self.register_buffer("cos_TR", tables.cos_TR, persistent=False)

@@ -1,4 +1,4 @@
-"""How fast devices train: sustained bf16 FLOP/s at these widths, not the datasheet's peak."""
+"""What a run needs, before it starts: parameters, memory, arithmetic and traffic per worker."""
 
 import math
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from blocktrain.model.stack import new_block
 from blocktrain.train.cascade import cache_bytes
 from blocktrain.train.optimizer import moment_shapes
 
+# Sustained bf16 FLOP/s of devices at these widths, not the peak of their data sheets.
 FLOPS = {
     "laptop-cpu": 1.0e11,
     "server-cpu": 1.0e12,
@@ -35,14 +36,14 @@ class Estimate:
     end_to_end_parameters: int
     fixed_bytes_per_worker: int
     activation_bytes_per_worker: int
-    feature_cache_bytes: int  # in RAM or on disk, beside the memory of the device
+    feature_cache_bytes: int  # in RAM or on disk, not in the memory of the device
     flops_per_step: float
     wire_bytes_per_round: int
     steps: int
     bytes_per_block: int
 
     def seconds(self, flops_per_s: float) -> float:
-        """Time for one worker to train one block to the end."""
+        """Time in which one worker trains one block to the end."""
         return self.flops_per_step * self.steps / flops_per_s
 
     @property
@@ -51,7 +52,7 @@ class Estimate:
 
 
 def estimate(config: Config) -> Estimate:
-    """For the worker that has the most to do: in a cascade they differ."""
+    """For the worker with the most to do; in a cascade blocks differ."""
     blocks = [_on_meta(config, index) for index in range(config.block_count)]
     end_to_end = _on_meta(config.end_to_end(), 0)
     largest = max(map(_count, blocks))
@@ -74,8 +75,7 @@ def estimate(config: Config) -> Estimate:
 
 
 def _wire_bytes(config: Config, numbers: int) -> int:
-    """Of an update up and a version down that a quorum made, for a worker that has the version
-    before."""
+    """Bytes of an update up and a version's delta down, if a quorum's updates make the version."""
     swarm = config.swarm
     up = swarm.top_k_per_4096
     down = swarm.top_k_per_4096_down or min(up * swarm.quorum, 4096)
@@ -84,7 +84,7 @@ def _wire_bytes(config: Config, numbers: int) -> int:
 
 
 def memory_of(config: Config, index: int) -> int:
-    """What one block's worker needs: in a cascade they differ."""
+    """Memory of a worker that trains this block; in a cascade blocks differ."""
     blocks = [_on_meta(config, index) for index in range(config.block_count)]
     return _fixed_bytes(config, blocks, index) + _activation_bytes(
         config, index, _count(blocks[index])
@@ -110,12 +110,12 @@ def _positions(config: Config) -> int:
 
 
 def _before(config: Config, index: int) -> int:
-    """Frozen layers a worker runs before its own."""
+    """Frozen layers that run before a worker's own."""
     return sum(config.depths[:index]) if config.kind.reads_predecessors else 0
 
 
 def _fixed_bytes(config: Config, blocks: list[nn.Module], index: int) -> int:
-    """Weights, gradients and moments of the worker's own, and the frozen weights before them."""
+    """Weights, gradients and moments of the block, and the weights of frozen blocks before it."""
     moments = sum(
         math.prod(shape) for shape in moment_shapes(blocks[index], config.train).values() if shape
     )
@@ -140,8 +140,8 @@ def stream_layers(config: Config, index: int) -> int:
 def _activation_bytes(config: Config, index: int, parameters: int) -> int:
     """What the backward pass keeps of each stream and layer, logits, and weights in bf16.
 
-    With layers recomputed, only their inputs stay, and one layer at a time in full; a second
-    stream, without keys and values of its own, adds about half of one.
+    If layers are recomputed, only their inputs stay, and one layer at a time in full; a second
+    stream, which has no keys and values of its own, adds about half of that.
     """
     model = config.model
     element = 4 if config.train.precision == "fp32" else 2

@@ -1,8 +1,8 @@
-"""An honest cross entropy: teacher-forced context, z started from nothing it could copy.
+"""An honest cross entropy: the context is teacher-forced, and z starts without the target in it.
 
-Scores non-overlapping windows, every byte predicted once, and names the windows by a digest so
-that only scores on the same bytes are ever compared. Per start (`mean`, `noise`), per block and
-per readout; noise starts also as the mixture over K draws.
+Scores non-overlapping windows, in which every token is predicted once, and names the windows by a
+digest, so that scores are only compared if they are of the same text. There is a score per start
+(`mean`, `noise`), per block and per readout, and for noise starts also of the mixture over K draws.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from blocktrain.train.cascade import Prefix
 
 Reading = tuple[str, str, int]  # start, readout, draws
 
-NO_START = "none"  # where no z is handed on
+NO_START = "none"  # of models whose blocks hand on no z
 POSITIONS_PER_BATCH = 1 << 15
 FITTED_BYTES = 1 << 16
 
@@ -61,8 +61,8 @@ class Evaluation:
 
     @property
     def default(self) -> ModelScore:
-        """The reading a user gets when none is named: product, from the mean where there is a
-        start; or the one there is."""
+        """The reading that users get by default: product, from the mean start if there are starts;
+        otherwise the only one."""
         for score in self.scores:
             if score.readout == "product" and score.start in ("mean", NO_START):
                 return score
@@ -102,7 +102,8 @@ def evaluate(
 
 
 def fit_product_weights(stack: Stack, valid: Bytes) -> list[float]:
-    """Weights of the product that suit the start of valid best; never fit on what is reported."""
+    """Weights of the product that fit the beginning of valid best; never fit them on the windows
+    whose score is reported."""
     window = stack.config.model.window
     windows = evaluation_windows(valid, window, max(1, FITTED_BYTES // window))
     log_probs: list[list[Tensor]] = []
@@ -120,8 +121,8 @@ def fit_product_weights(stack: Stack, valid: Bytes) -> list[float]:
 def solo_ce(
     config: Config, block: int, module: nn.Module, windows: Bytes, prefix: Prefix | None = None
 ) -> float:
-    """One block's honest score by itself. A denoising block is asked at its own highest sigma, z
-    at the mean; a block of a cascade reads the blocks before it and predicts through its tail."""
+    """The cross entropy of one block alone. A denoising block starts from the mean at its own
+    highest sigma; a block of a cascade reads the blocks before it and predicts through its tail."""
     module.eval()
     device = next(module.parameters()).device
     if not config.kind.denoises:
@@ -199,15 +200,15 @@ def _causal_readings(
 
 
 def _agreed(readings: list[tuple[Reading, Tensor]]) -> int:
-    """Positions where the first block's likeliest byte is the last block's: what a draft by the
-    first block alone would get right."""
-    found: dict[str, Tensor] = {}
+    """Positions at which the first and the last block agree on the likeliest token: drafts of the
+    first block that the model would accept."""
+    likeliest: dict[str, Tensor] = {}
     for (start, name, _), log_probs in readings:
         if start in ("mean", NO_START) and name in ("block 0", "final"):
-            found[name] = log_probs.argmax(dim=-1)
-    if len(found) < 2:
+            likeliest[name] = log_probs.argmax(dim=-1)
+    if len(likeliest) < 2:
         return 0
-    return int((found["block 0"] == found["final"]).sum())
+    return int((likeliest["block 0"] == likeliest["final"]).sum())
 
 
 def _named(blocks: list[Tensor]) -> list[tuple[str, Tensor]]:

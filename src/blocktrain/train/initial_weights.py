@@ -1,5 +1,6 @@
-"""Version 0 of every block, as files: made once, in a process of its own, because a coordinator
-never loads torch.
+"""Writes version 0 of every block of a new run to files.
+
+A coordinator, which never loads torch, runs this once in another process:
 
     python -m blocktrain.train.initial_weights CONFIG FOLDER
 """

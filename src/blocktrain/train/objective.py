@@ -1,6 +1,6 @@
-"""What a block learns by: the same next-byte target, through a loss of its own.
+"""What a block learns by: the next token as the target, through a loss of its own.
 
-An objective turns a batch of target bytes into a loss for one block. Its randomness (noise
+An objective turns a batch of target tokens into a loss for one block. Its randomness (noise
 levels, noise, hidden context) comes from a seed per step, so that a step can be repeated
 anywhere. Knows nothing of optimizers, files or clocks.
 """
@@ -20,7 +20,7 @@ from blocktrain.model.denoising import NoiseLevel
 from blocktrain.numerics.noise import mean_weight, precondition
 from blocktrain.vocabulary import Vocabulary
 
-WRONG_BYTES_RATE = 0.3  # of the bytes after the cut, in a sequence whose context is corrupted
+WRONG_RATE = 0.3  # share of wrong tokens after the cut, in a sequence with a corrupted context
 
 
 class Loss(NamedTuple):
@@ -52,12 +52,12 @@ class Objective(Protocol):
         ...
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """Device work only, nothing that waits for the host: a CUDA graph can hold it."""
+        """Only work on the device, nothing that waits for the host: a CUDA graph can contain it."""
         ...
 
 
 class NextByte:
-    """The plain loss: of end-to-end training, and of every block of a cascade."""
+    """The plain cross entropy, for end-to-end training and every block of a cascade."""
 
     def __init__(self, config: Config) -> None:
         self.vocabulary = config.vocabulary
@@ -73,6 +73,8 @@ class NextByte:
 
 
 class Denoise:
+    """The cross entropy of a noisy target at random noise levels of the block's range."""
+
     def __init__(self, config: Config, block: int, device: torch.device) -> None:
         self.block = block
         self.settings = config.objective
@@ -113,7 +115,8 @@ def new_objective(config: Config, block: int, device: torch.device) -> Objective
 def hide_context(
     context: Ids, draws: np.random.Generator, share: float, vocabulary: Vocabulary
 ) -> Ids:
-    """After a random cut, in a share of the sequences: MASK, or bytes with errors, half each."""
+    """In a share of the sequences, replace the context after a random cut: by masks in half of
+    them, by tokens of which some are wrong in the others."""
     if share == 0.0:
         return context
     count, length = context.shape
@@ -121,7 +124,7 @@ def hide_context(
     cuts = draws.integers(1, length, (count, 1))
     after = chosen & (np.arange(length) >= cuts)
     masked = draws.random((count, 1)) < 0.5
-    wrong = draws.random(context.shape) < WRONG_BYTES_RATE
+    wrong = draws.random(context.shape) < WRONG_RATE
     noise = draws.integers(0, vocabulary.size, context.shape)
     hidden = np.where(after & masked, vocabulary.mask, context)
     return np.where(after & ~masked & wrong, noise, hidden).astype(context.dtype)
