@@ -14,6 +14,7 @@ from blocktrain.config import (
     Config,
     ModelConfig,
     balanced_depths,
+    closest_match,
     describe,
     from_dict,
     from_toml,
@@ -309,3 +310,9 @@ def test_settings_of_a_newer_release_are_read_if_all_are_known():
 def test_a_config_version_is_a_positive_whole_number(version: object):
     with pytest.raises(ConfigError, match="config_version"):
         from_dict({"config_version": version})
+
+
+def test_a_mistyped_word_is_understood_and_another_is_not():
+    known = ("width", "window", "layers")
+    assert closest_match("wdth", known) == "width"
+    assert closest_match("colour", known) is None
