@@ -187,7 +187,7 @@ def test_a_cascade_is_trained_in_turn_then_everything_else(home: Path, cascade: 
 def test_more_blocks_than_there_are_cannot_be_used(home: Path, cascade: Path, verb: str):
     done = run(home, verb, "cascade", "--blocks", 9)
     assert done.returncode == 2
-    assert done.stderr == "error: the model has 2 blocks, not 9\n"
+    assert done.stderr == "error: the model has 2 blocks; it cannot exit after 9\n"
 
 
 @pytest.mark.parametrize("readout", ["final", "product"])

@@ -230,7 +230,7 @@ class Config:
         if self.train.batch % self.train.accumulate:
             raise ConfigError("train.batch must be a multiple of train.accumulate")
         if self.train.keep == "best" and not self.train.eval_every:
-            raise ConfigError('train.keep = "best" needs train.eval_every')
+            raise ConfigError('train.keep = "best" needs scores: set train.eval_every above 0')
 
     def _check_partition(self) -> None:
         try:
@@ -240,7 +240,7 @@ class Config:
         if len(set(bounds)) != self.model.blocks + 1 or list(bounds) != sorted(bounds):
             raise ConfigError(
                 "objective.p_mean and objective.p_std leave too little probability between"
-                " objective.sigma_min and sigma_max to cut it into blocks"
+                " objective.sigma_min and sigma_max to cut the range into blocks"
             )
 
     @property

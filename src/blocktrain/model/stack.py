@@ -60,7 +60,9 @@ class Stack(ABC):
     def first(self, count: int | None) -> Self:
         """An early exit: the model that the first `count` blocks make. None: all blocks."""
         if count is not None and count > len(self.blocks):
-            raise ConfigError(f"the model has {len(self.blocks)} blocks, not {count}")
+            raise ConfigError(
+                f"the model has {len(self.blocks)} blocks; it cannot exit after {count}"
+            )
         return replace(self, blocks=self.blocks[:count])
 
     @abstractmethod

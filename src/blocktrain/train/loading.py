@@ -23,11 +23,11 @@ def load_stack(run: RunDir, compute: Compute) -> Stack:
 
 
 def load_stored_block(
-    run: RunDir, index: int, compute: Compute, dtype: torch.dtype, held: str = "full"
+    run: RunDir, index: int, compute: Compute, dtype: torch.dtype, weight_format: str = "full"
 ) -> nn.Module:
-    """One of a run's blocks, on the device; reads no other block. `held`: full, or int8 for the
-    matrices of layers."""
-    block, origin = meta_init_block(run.config, index, held), str(run.path)
+    """One of a run's blocks, on the device; reads no other block. `weight_format` int8 stores the
+    matrices of layers in 8 bits."""
+    block, origin = meta_init_block(run.config, index, weight_format), str(run.path)
     missing = weight_shapes(block)
     for name, weight in run.read_block(index):
         stored = torch.from_numpy(weight)
@@ -50,11 +50,11 @@ def load_block(module: nn.Module, weights: Tensors, origin: str) -> None:
             parameter.copy_(torch.from_numpy(weights[name]))
 
 
-def meta_init_block(config: Config, index: int, held: str = "full") -> Block:
+def meta_init_block(config: Config, index: int, weight_format: str = "full") -> Block:
     """A block of the run whose parameters have shapes but no values."""
     with torch.device("meta"):
         block = new_block(config, index)
-    if held == "int8":
+    if weight_format == "int8":
         for layers in ("layers", "tail"):
             in_8_bits(getattr(block, layers, nn.ModuleList()))
     return block

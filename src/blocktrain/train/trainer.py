@@ -197,7 +197,7 @@ class BlockTrainer:
         if {name: array.shape for name, array in moments.items()} != self.moment_shapes():
             optimizer = self.config.train.optimizer
             raise RunError(
-                f"block {self.block}: the optimizer state is not by train.optimizer={optimizer};"
+                f"block {self.block}: its optimizer state is not by train.optimizer={optimizer};"
                 " use the optimizer that the block was trained with"
             )
         parameters = dict(self.module.named_parameters())

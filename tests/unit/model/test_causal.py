@@ -116,7 +116,7 @@ def test_no_more_blocks_can_be_used_than_there_are(three: Config, kind: str):
     stack = awake_stack(three.with_settings(objective__kind=kind))
     count = len(stack.blocks)
     assert stack.first(None).blocks == stack.first(count).blocks == stack.blocks
-    with pytest.raises(ConfigError, match=f"has {count} blocks, not {count + 1}"):
+    with pytest.raises(ConfigError, match=f"has {count} blocks; it cannot exit after {count + 1}"):
         stack.first(count + 1)
 
 
