@@ -1,5 +1,6 @@
-"""A Triton kernel for a linear map with weights in 8 bits: it reads each weight once, as a byte, and
-widens it in registers. Only for CUDA devices; knows nothing of modules.
+"""A Triton kernel for a linear map with weights in 8 bits: it reads each weight once, as a byte.
+
+Only for CUDA devices; knows nothing of modules.
 
 Shapes: M rows of x, N outputs, K inputs.
 """
@@ -17,8 +18,7 @@ def _linear(  # type: ignore[no-untyped-def]
     x_ptr, levels_ptr, scale_ptr, y_ptr, rows, outputs, eighths,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # A row's length is passed in eighths, so that the compiler knows it is a multiple of 8 and loads
-    # several bytes at a time.
+    # In eighths, so that the compiler knows a multiple of 8 and loads several bytes at a time.
     inputs = eighths * 8
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
