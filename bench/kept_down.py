@@ -33,9 +33,9 @@ from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_blobs
 from blocktrain.storage.run_dir import Tensors
-from blocktrain.train.assemble import load_block
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
+from blocktrain.train.loading import load_block
 from blocktrain.worker.local_block import LeaseTrainer
 from quality import provenance
 

@@ -36,9 +36,9 @@ from blocktrain.storage.merging import Compression, MergeInput, merge_blobs
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.swarm import plan
 from blocktrain.swarm.state import PendingUpdate
-from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
+from blocktrain.train.loading import load_stack
 from blocktrain.worker.client import Client
 from blocktrain.worker.fetch import fetch_model
 

@@ -46,7 +46,7 @@ class Run:
 
     @property
     def batch_bytes(self) -> int:
-        return self.config.train.batch * self.config.model.window
+        return self.config.bytes_per_step
 
 
 def run_in(ledger: Ledger) -> RunRow:

@@ -16,6 +16,7 @@ from blocktrain.data import hub
 from blocktrain.data.sources import SPLITS, Source, file_source, split_source, stdlib_source
 from blocktrain.errors import DataError
 from blocktrain.files import file_sha256
+from blocktrain.vocabulary import BYTE_VOCABULARY
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -94,8 +95,8 @@ def _map(path: Path, size: int) -> Bytes:
     if path.stat().st_size != size:
         raise ValueError(f"{path.name} has {path.stat().st_size} bytes instead of {size}")
     if size == 0:
-        return np.zeros(0, np.uint8)
-    return np.memmap(path, np.uint8, "r")
+        return np.zeros(0, BYTE_VOCABULARY.dtype)
+    return np.memmap(path, BYTE_VOCABULARY.dtype, "r")
 
 
 def _build(source: Source, spec: str, folder: Path) -> None:

@@ -31,9 +31,9 @@ from blocktrain.simulate.simulation import new_coordinator, simulate
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
 from blocktrain.storage.run_dir import Tensors
 from blocktrain.swarm import plan
-from blocktrain.train.assemble import load_block
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.evaluate import evaluate
+from blocktrain.train.loading import load_block
 from blocktrain.train.trainer import BlockTrainer
 
 
@@ -142,13 +142,11 @@ class VirtualTrainer:
         self._take_moments(lease.worker, start.losses)
         if self._reads_others:
             trainer.build_on(start.before, lease.first_batch + lease.steps)
-        trainer.step = lease.first_batch
-        trainer.module.train()
-        for step in range(lease.steps):
-            trainer.train_step(lease.schedule_start + step * lease.schedule_stride)
+        steps = range(lease.steps)
+        positions = [lease.schedule_start + step * lease.schedule_stride for step in steps]
+        trainer.run(lease.first_batch, lease.steps, positions=positions)
         trainer.refuse_divergence()
-        if trainer.predecessors:
-            trainer.predecessors.close()
+        trainer.close()
         self._moments[lease.worker] = (start.losses, trainer.moments())
         return self.weights()
 

@@ -485,7 +485,7 @@ class Agent:
             self._on_event(event)
 
     def _text_bytes(self, steps: int) -> int:
-        return steps * self._config.train.batch * self._config.model.window
+        return steps * self._config.bytes_per_step
 
 
 def _config(toml: str, device: str) -> Config:

@@ -4,7 +4,6 @@ A cache, nothing more: what cannot be read, or belongs to a block of another sha
 not there.
 """
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +22,9 @@ from blocktrain.files import write_bytes
 from blocktrain.protocol.messages import Blob, Lease, Predecessor, Recipe
 from blocktrain.storage import tensor_file
 from blocktrain.storage.run_dir import Tensors
-from blocktrain.train.assemble import load_block
 from blocktrain.train.cascade import Published
 from blocktrain.train.device import Compute
+from blocktrain.train.loading import load_block
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.http import Patience
 from blocktrain.worker.residual import ResidualFile
@@ -55,8 +54,6 @@ class MomentsFile:
 
 
 REPORT_EVERY = 10  # steps; a report waits for the device, so not after each where there is one
-# Torch has one generator for all threads: between seeding it and drawing, nobody else may.
-ONE_DRAWS = threading.Lock()
 
 WeightsOf = Callable[[Predecessor], Tensors]
 
@@ -118,8 +115,7 @@ class LeaseTrainer:
         """Train a lease from `base`, or where it is None, from the block as the last lease left
         it. None: stopped before the end, and the block is no longer at any version."""
         try:
-            with ONE_DRAWS:
-                trainer = self._prepared(lease, base, predecessors)
+            trainer = self._prepared(lease, base, predecessors)
             del base  # it may be as large as the block, which has it now
             return self._train(trainer, lease, on_report, should_stop)
         except torch.OutOfMemoryError:
@@ -140,7 +136,6 @@ class LeaseTrainer:
             load_block(trainer.module, base, f"version {lease.base_version} of block {self.block}")
         if published:
             trainer.build_on(published, lease.first_batch + lease.steps)
-        trainer.step = lease.first_batch
         self._trainer = trainer
         return trainer
 
@@ -171,23 +166,26 @@ class LeaseTrainer:
     ) -> Trained | None:
         losses = _Losses()
         every = 1 if self.compute.device.type == "cpu" else REPORT_EVERY
-        trainer.module.train()
-        trainer.take_sums()  # what a lease that was stopped left behind
+        trainer.take_sums()  # drop those of a lease that was stopped
+
+        def after_step(stopping: bool) -> None:
+            faults.reached("step")
+            steps_done = trainer.step - lease.first_batch
+            if steps_done % every == 0 or steps_done == lease.steps:
+                loss, _, counted = trainer.take_sums()
+                losses.add(loss, counted)
+                trainer.refuse_divergence()
+                on_report(LeaseReport(steps_done, losses.mean))
+
+        steps = range(lease.steps)
+        positions = [lease.schedule_start + step * lease.schedule_stride for step in steps]
         try:
-            for step in range(lease.steps):
-                if should_stop():
-                    return None
-                with ONE_DRAWS:
-                    trainer.train_step(lease.schedule_start + step * lease.schedule_stride)
-                faults.reached("step")
-                if (step + 1) % every == 0 or step + 1 == lease.steps:
-                    loss, _, counted = trainer.take_sums()
-                    losses.add(loss, counted)
-                    trainer.refuse_divergence()
-                    on_report(LeaseReport(step + 1, losses.mean))
+            if should_stop() or not trainer.run(
+                lease.first_batch, lease.steps, after_step, should_stop, positions
+            ):
+                return None
         finally:
-            if trainer.predecessors:
-                trainer.predecessors.close()
+            trainer.close()
         if losses.mean is None:
             raise DivergedError(
                 f"block {self.block}: every step from {lease.first_batch} to {trainer.step - 1} had"
