@@ -1,7 +1,9 @@
 """OpenAI's API over real sockets: its own client, clients that leave or stall, and any body."""
 
 import json
+import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -26,12 +28,12 @@ from blocktrain.errors import ConfigError, OverloadedError, UnavailableError
 from blocktrain.model.stack import Stack
 from blocktrain.numerics.sampling import Sampling
 from blocktrain.protocol.addresses import bound_socket
-from blocktrain.serve.http.app import Settings, create_app
+from blocktrain.serve.http.app import ApiSettings, create_app
 from blocktrain.serve.http.http_server import web_server
 from blocktrain.serve.http.openai import RequestLimits
 
 KEY = "a key for tests"
-SETTINGS = Settings(keys=("another", KEY))
+SETTINGS = ApiSettings(keys=("another", KEY))
 SECONDS = 20.0
 GREEDY: dict[str, Any] = {"model": "small", "temperature": 0}
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -48,7 +50,7 @@ def engine(stack: Stack) -> SmallEngine:
 
 
 @contextmanager
-def served(engine: SmallEngine, settings: Settings = SETTINGS) -> Iterator[str]:
+def served(engine: SmallEngine, settings: ApiSettings = SETTINGS) -> Iterator[str]:
     listener = bound_socket("127.0.0.1", 0)
     with listening(web_server(engine, settings, listener), listener) as place:
         yield f"http://{place}"
@@ -56,7 +58,7 @@ def served(engine: SmallEngine, settings: Settings = SETTINGS) -> Iterator[str]:
 
 @contextmanager
 def client_of(
-    engine: SmallEngine, settings: Settings = SETTINGS, key: str = KEY
+    engine: SmallEngine, settings: ApiSettings = SETTINGS, key: str = KEY
 ) -> Iterator[OpenAI]:
     with (
         served(engine, settings) as address,
@@ -207,13 +209,13 @@ def test_a_wrong_key(engine: SmallEngine):
 
 
 def test_without_keys_anyone_may_ask(engine: SmallEngine):
-    with client_of(engine, Settings(), key="none") as client:
+    with client_of(engine, ApiSettings(), key="none") as client:
         assert client.completions.create(model="small", prompt="", max_tokens=1).choices
 
 
 def test_an_empty_key_is_no_key(engine: SmallEngine):
     with pytest.raises(ConfigError, match="empty"):
-        create_app(engine, Settings(keys=("",)))
+        create_app(engine, ApiSettings(keys=("",)))
 
 
 def test_what_a_byte_model_cannot_do_is_said(client: OpenAI):
@@ -392,17 +394,6 @@ def test_whoever_reads_nothing_is_dropped(engine: SmallEngine):
         assert engine.finished == 0
 
 
-@pytest.mark.parametrize("said", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nslow"])
-def test_a_connection_that_never_asks_is_closed(engine: SmallEngine, said: bytes):
-    with served(engine, replace(SETTINGS, patience=0.2)) as address:
-        host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
-            asked = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" if said else b""
-            connection.sendall(asked + said)
-            assert bool(connection.recv(4096)) == bool(said)
-            wait_for(lambda: cut_off(connection), seconds=4)
-
-
 def cut_off(connection: socket.socket) -> bool:
     """After what had been sent comes the end, not the rest."""
     try:
@@ -462,6 +453,25 @@ def test_every_answer_has_an_id_the_clients_own_where_it_gave_one(engine: SmallE
         assert http.get("/health", headers=own).headers["x-request-id"] == "mine-1"
         odd = {"x-request-id": "a b\tc"}
         assert http.get("/health", headers=odd).headers["x-request-id"].startswith("req_")
+
+
+def test_the_access_log_has_a_line_for_every_request(
+    engine: SmallEngine, caplog: pytest.LogCaptureFixture
+):
+    with (
+        caplog.at_level(logging.INFO, "blocktrain.serve.http.app"),
+        served(engine) as address,
+        httpx.Client(base_url=address, headers=BEARER) as http,
+    ):
+        whole = {"prompt": "abc", "max_tokens": 5}
+        http.post("/v1/completions", json=whole, headers={"x-request-id": "one"})
+        http.post("/v1/completions", json={**whole, "stream": True, "n": 2})
+        http.get("/line%0Abreak")
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert re.fullmatch(r"one POST /v1/completions: 200 in [0-9.]+ s, 5 tokens", lines[0])
+    assert re.fullmatch(r"req_[0-9a-f]+ POST .*: 200 in [0-9.]+ s, 10 tokens", lines[1])
+    assert re.fullmatch(r"req_[0-9a-f]+ GET /line%0Abreak: 404 in [0-9.]+ s, 0 tokens", lines[2])
+    assert len(lines) == 3
 
 
 def test_pages_elsewhere_may_ask_only_where_allowed(engine: SmallEngine):

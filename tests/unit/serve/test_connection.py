@@ -24,11 +24,12 @@ from blocktrain.errors import (
 )
 from blocktrain.protocol.framing import FrameDecoder, FrameMessage, Kind, encode, largest_frame
 from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring, client_context, server_context
-from blocktrain.serve.ring.connection import LARGEST_HELLO, RingConnection, Terms, window_for
-from blocktrain.serve.ring.handshake import MOST_GREETINGS, RingListener, dial
+from blocktrain.serve.ring.connection import MAX_HELLO_BYTES, RingConnection, Terms
+from blocktrain.serve.ring.flow import window_for
+from blocktrain.serve.ring.handshake import MAX_GREETINGS, RingListener, dial
 
 HELLO = {"role": "router", "name": "r", "model": "m1"}
-QUICK = Terms(beat=0.05, slack=0.1, limit=LARGEST_HELLO, padding=0)
+QUICK = Terms(beat=0.05, slack=0.1, limit=MAX_HELLO_BYTES, padding=0)
 HASTY = replace(QUICK, greeting_seconds=0.5)
 WINDOW = window_for(largest_frame(QUICK.limit))
 BOTH = (ROUTER, STAGE)
@@ -182,7 +183,7 @@ def test_only_members_of_the_ring_get_in(keys: Path, other_keys: Path, new_loop:
             with pytest.raises(UntrustedError):
                 await dialled(address, client_context(other_keys, "router"))
             for context in (without_certificate, None):
-                with pytest.raises(UnreachableError, match=r"without a greeting|lost"):
+                with pytest.raises(UnreachableError, match=r"before a greeting|lost"):
                     await dialled(address, context)
             assert await dialled(address, client_context(keys, "router"))
 
@@ -205,10 +206,10 @@ def test_the_role_decides_who_is_expected(keys: Path):
     async def scene() -> None:
         context = client_context(keys, "router")
         async with serving(echo, server_context(keys, "stage-1"), roles=[STAGE]) as address:
-            with pytest.raises(RefusedError, match="a router is not expected here"):
+            with pytest.raises(RefusedError, match="a router may not connect here"):
                 await dialled(address, context)
             assert await dialled(address, client_context(keys, "stage-1"))
-            with pytest.raises(RefusedError, match="a stage is not expected here"):
+            with pytest.raises(RefusedError, match="a stage may not connect here"):
                 await dialled(address, client_context(keys, "stage-1"), roles=[ROUTER])
 
     run(scene())
@@ -277,8 +278,7 @@ def test_those_who_never_greet_keep_no_one_out():
     async def scene() -> None:
         async with serving(terms=Terms(greeting_seconds=60)) as address:
             callers = [
-                await asyncio.open_connection(*address.split(":"))
-                for _ in range(MOST_GREETINGS + 5)
+                await asyncio.open_connection(*address.split(":")) for _ in range(MAX_GREETINGS + 5)
             ]
             assert await dialled(address)
             for _, writer in callers:
@@ -289,7 +289,7 @@ def test_those_who_never_greet_keep_no_one_out():
 
 def test_there_are_only_so_many_connections():
     async def scene() -> None:
-        async with serving(most_connections=1) as address:
+        async with serving(max_connections=1) as address:
             first = await dialled(address)
             with pytest.raises(UnreachableError):
                 await dialled(address)
@@ -395,7 +395,7 @@ def test_more_than_the_other_side_takes_is_not_sent():
     async def scene() -> None:
         async with serving() as address:
             near = await dialled(address)
-            with pytest.raises(ProtocolError, match="more than"):
+            with pytest.raises(ProtocolError, match="too large"):
                 await near.send(
                     FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(QUICK.limit, np.float32),))
                 )
@@ -471,7 +471,7 @@ def too_large(peer: Stranger) -> None:
 
 
 def too_large_a_hello(peer: Stranger) -> None:
-    peer.say(FrameMessage(Kind.HELLO, arrays=(np.zeros(LARGEST_HELLO, np.uint8),)))
+    peer.say(FrameMessage(Kind.HELLO, arrays=(np.zeros(MAX_HELLO_BYTES, np.uint8),)))
 
 
 def no_hello(peer: Stranger) -> None:
@@ -496,22 +496,22 @@ def pong_from_the_future(peer: Stranger) -> None:
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (overrun, "more than it was allowed"),
-        (too_large, "are taken"),
-        (too_large_a_hello, "are taken"),
+        (overrun, "more than its credit allows"),
+        (too_large, "the limit is"),
+        (too_large_a_hello, "the limit is"),
         (no_hello, "HELLO"),
         (two_hellos, "HELLO"),
         (credit_from_nothing, "more credit"),
         (pong_from_the_future, "without a PING"),
-        (lambda peer: peer.greet(hello=[]), "has hello, limit and beat"),
-        (lambda peer: peer.greet(limit=True), "has hello, limit and beat"),
-        (lambda peer: peer.greet(limit=2**60), "not possible"),
-        (lambda peer: peer.greet(limit=1), "not possible"),
-        (lambda peer: peer.greet(beat=1e9), "not possible"),
-        (lambda peer: peer.greet(hello={"role": "king"}), "king is not expected"),
+        (lambda peer: peer.greet(hello=[]), "needs hello, limit and beat"),
+        (lambda peer: peer.greet(limit=True), "needs hello, limit and beat"),
+        (lambda peer: peer.greet(limit=2**60), "out of range"),
+        (lambda peer: peer.greet(limit=1), "out of range"),
+        (lambda peer: peer.greet(beat=1e9), "out of range"),
+        (lambda peer: peer.greet(hello={"role": "king"}), "king may not connect"),
     ],
 )
-def test_who_breaks_the_rules_is_cut_off_and_told_why(
+def test_a_peer_that_breaks_the_protocol_is_disconnected_with_the_reason(
     wrong: Callable[[Stranger], None], reason: str
 ):
     async def scene() -> None:
