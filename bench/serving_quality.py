@@ -22,7 +22,7 @@ from blocktrain.serve.router.decode import AnswerCost, Decoding, GenerationReque
 from blocktrain.serve.router.first_block import FirstBlock
 from blocktrain.serve.router.local import run_locally
 from blocktrain.serve.stage.batch import SlotLimits
-from blocktrain.serve.stage.block_source import Blocks, RunBlockSource
+from blocktrain.serve.stage.block_source import BlockSource, RunBlockSource
 from blocktrain.serve.stage.compute import StageCompute
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.assemble import load_stack
@@ -57,7 +57,7 @@ class Model:
         return cls.of(RunBlockSource(RunDir.open(folder), held), compute, readout)
 
     @classmethod
-    def of(cls, source: Blocks, compute: Compute, readout: str) -> "Model":
+    def of(cls, source: BlockSource, compute: Compute, readout: str) -> "Model":
         limits = SlotLimits(AT_ONCE)
         stages = [
             StageCompute.load(source, range(block, block + 1), compute, readout, limits)
@@ -103,7 +103,7 @@ def guessed_independently(
     """The same blocks once around, no one's guess read by anyone."""
     decodings = [Independent(each, model.window, AnswerCost()) for each in asked]
     texts = [bytearray() for _ in asked]
-    while steps := {n: step for n, each in enumerate(decodings) if (step := each.step())}:
+    while steps := {n: step for n, each in enumerate(decodings) if (step := each.propose())}:
         rows = [Row(n, step.start, step.ids, step.read) for n, step in steps.items()]
         work = model.front.first.step(initial(rows), heads=True)
         for stage in model.stages:
@@ -113,7 +113,7 @@ def guessed_independently(
     for compute in (model.front.first, *model.stages):
         for request in compute.requests:
             compute.release(request)
-    return [(bytes(text), each.account) for text, each in zip(texts, decodings, strict=True)]
+    return [(bytes(text), each.cost) for text, each in zip(texts, decodings, strict=True)]
 
 
 def measured(
@@ -199,7 +199,7 @@ def teacher_forced(model: Model, windows_BT: np.ndarray, kind: str) -> tuple[flo
     total, sent = 0.0, 0.0
     for text_T in windows_BT:
         ids = np.array([BOS, *text_T[:-1]], np.uint16)
-        work = model.front.work({0: Proposal(0, ids, len(ids), 0, Sampling())})
+        work = model.front.step({0: Proposal(0, ids, len(ids), 0, Sampling())})
         sent = wire_bytes(work, kind) / len(ids)
         for stage in model.stages:
             work = stage.step(on_the_wire(work, kind))

@@ -222,7 +222,7 @@ def test_what_a_byte_model_cannot_do_is_said(client: OpenAI):
     with pytest.raises(openai.BadRequestError, match="logit_bias is not supported") as refused:
         client.completions.create(model="small", prompt="", logit_bias={"50": 1})
     assert (refused.value.param, refused.value.code) == ("logit_bias", "unsupported_parameter")
-    with pytest.raises(openai.BadRequestError, match="at most 8192") as refused:
+    with pytest.raises(openai.BadRequestError, match="limit is 8192") as refused:
         client.chat.completions.create(model="small", messages=HELLO, max_tokens=10**6)
     assert (refused.value.param, refused.value.type) == ("max_tokens", "invalid_request_error")
 
@@ -467,11 +467,15 @@ def test_the_access_log_has_a_line_for_every_request(
         http.post("/v1/completions", json=whole, headers={"x-request-id": "one"})
         http.post("/v1/completions", json={**whole, "stream": True, "n": 2})
         http.get("/line%0Abreak")
-    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert re.fullmatch(r"one POST /v1/completions: 200 in [0-9.]+ s, 5 tokens", lines[0])
-    assert re.fullmatch(r"req_[0-9a-f]+ POST .*: 200 in [0-9.]+ s, 10 tokens", lines[1])
-    assert re.fullmatch(r"req_[0-9a-f]+ GET /line%0Abreak: 404 in [0-9.]+ s, 0 tokens", lines[2])
-    assert len(lines) == 3
+    lines = {record.getMessage() for record in caplog.records if record.levelno == logging.INFO}
+    expected = [
+        r"one POST /v1/completions: 200 in [0-9.]+ s, 5 tokens",
+        r"req_[0-9a-f]+ POST /v1/completions: 200 in [0-9.]+ s, 10 tokens",
+        r"req_[0-9a-f]+ GET /line%0Abreak: 404 in [0-9.]+ s, 0 tokens",
+    ]
+    assert len(lines) == len(expected)
+    for pattern in expected:
+        assert any(re.fullmatch(pattern, line) for line in lines), lines
 
 
 def test_pages_elsewhere_may_ask_only_where_allowed(engine: SmallEngine):

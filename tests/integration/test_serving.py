@@ -114,7 +114,7 @@ def test_without_a_stage_there_is_a_clear_error_and_service_comes_back_with_it(
     started = time.monotonic()
     answer = ring.ask(**asked(0.0))
     assert answer.status_code == 503
-    assert "no stage holds block 2, 3" in answer.json()["error"]["message"]
+    assert "no stage has block 2, 3" in answer.json()["error"]["message"]
     assert PATIENCE_SECONDS < time.monotonic() - started < PATIENCE_SECONDS + 2.0
     ring.start("two")
     ring.wait(2)

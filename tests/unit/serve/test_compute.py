@@ -216,4 +216,4 @@ def test_single_bytes_are_not_padded_to_a_prompt():
         [5],
         [30, 40],
     ]
-    assert [share.tenant.slot for share in groups[0]] == [0, 3, 4, 6]
+    assert [span.owner.slot for span in groups[0]] == [0, 3, 4, 6]

@@ -174,7 +174,7 @@ def test_what_a_stage_lost_is_replayed_and_nothing_changes(kind: str):
             [(row, log_probs)] = front.answers(small.step(front.step({number: step})))
             found[number] += decoding.take(row, log_probs).data
     assert list(found.values()) == expected
-    assert decodings[0].account.replays > 2
+    assert decodings[0].cost.replays > 2
 
 
 def certain(data: bytes) -> np.ndarray:
