@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = load_config(ROOT / "configs" / "tiny.toml", small)
     folder = tmp_path_factory.mktemp("served") / "small"
     session = open_session(config, folder)
-    session.train_in_turn(list(range(config.units)), lambda progress: None, lambda: False)
+    session.train_in_turn(list(range(config.block_count)), lambda progress: None, lambda: False)
     return folder
 
 

@@ -34,7 +34,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     config = load_config(f"configs/{request.param}.toml", ["train.steps=30"])
     folder = tmp_path_factory.mktemp(request.param) / "run"
     session = open_session(config, folder)
-    session.train_in_turn(list(range(config.units)), lambda progress: None, lambda: False)
+    session.train_in_turn(list(range(config.block_count)), lambda progress: None, lambda: False)
     return folder
 
 

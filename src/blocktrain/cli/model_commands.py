@@ -74,6 +74,7 @@ def fetch_command(invite: str, out: Path, as_json: bool) -> None:
 )
 @options.first_blocks
 @options.device
+@options.thread_count
 @options.precision
 @options.as_json
 def generate_command(
@@ -129,7 +130,7 @@ def info_command(run: Path, as_json: bool) -> None:
     opened = RunDir.open(run)
     config = opened.config
     exported = (run / EXPORTED).exists()
-    blocks = [] if exported else [opened.block(index) for index in range(config.units)]
+    blocks = [] if exported else [opened.block(index) for index in range(config.block_count)]
     if as_json:
         described = [
             {
@@ -146,7 +147,7 @@ def info_command(run: Path, as_json: bool) -> None:
     model = config.model
     click.echo(
         f"{run}: {config.objective.kind}, {model.layers} layers of width {model.width}"
-        f" in {config.units} block{'s' * (config.units > 1)}, window {model.window},"
+        f" in {config.block_count} block{'s' * (config.block_count > 1)}, window {model.window},"
         f" data {plain(config.data.source)}, seed {config.train.seed}"
     )
     if exported:

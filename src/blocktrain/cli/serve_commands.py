@@ -67,6 +67,7 @@ def web_origins(
 )
 @options.served_readout
 @options.device
+@options.thread_count
 @options.precision
 @options.weights
 @click.option(
@@ -109,7 +110,7 @@ def serve_command(
     """
     from blocktrain.storage.run_dir import RunDir
 
-    units = RunDir.open(run).config.units
+    units = RunDir.open(run).config.block_count
     loaded = "block 0" if stages or units == 1 else f"{units} blocks"
     click.echo(f"loading {loaded} of {run} ...", err=True)  # before torch, which takes seconds
 
@@ -186,6 +187,7 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
 @options.plain_tcp
 @options.served_readout
 @options.device
+@options.thread_count
 @options.precision
 @options.weights
 @options.warm_up

@@ -1,7 +1,6 @@
 """A coordinator's folder: its ledger, chunks, certificate and first invite, where not elsewhere."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -11,11 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from blocktrain.config import Config
+from blocktrain.config import Config, from_toml
 from blocktrain.coordinator.operator import Operator
 from blocktrain.coordinator.run import Run, found_run, open_run, run_in
 from blocktrain.data.corpus import load_corpus
 from blocktrain.errors import BlocktrainError, ConfigError
+from blocktrain.files import write_bytes
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.storage.chunks import ChunkStore, open_chunks
 from blocktrain.storage.shelf import ChunkCache
@@ -60,7 +60,7 @@ class CoordinatorFolder:
                 held = tx.run()
             if held is None:
                 _found(config, ledger, chunks, clock())
-            elif held.config != config.to_toml():
+            elif from_toml(held.config) != config:
                 raise ConfigError(
                     f"{self.folder} holds a run with other settings; leave --config out to go on"
                     " with it, or use another --data-dir"
@@ -99,12 +99,8 @@ class CoordinatorFolder:
         return path.read_text() if path.exists() else ""
 
     def _keep(self, name: str, text: str) -> None:
-        """Whole or not at all: another coordinator may be starting, or this one may be killed."""
         self._make_folder()
-        scratch = self.folder / f"{name}.{os.getpid()}"
-        scratch.touch(mode=0o600)
-        scratch.write_text(text)
-        scratch.replace(self.folder / name)
+        write_bytes(self.folder / name, text.encode(), mode=0o600)
 
     def _make_folder(self) -> None:
         """For the operator alone: what is in it opens the run to whoever reads it."""
@@ -126,7 +122,7 @@ def _found(config: Config, ledger: Ledger, chunks: ChunkStore, now: float) -> No
         settings, weights = Path(scratch) / "config.toml", Path(scratch) / "weights"
         settings.write_text(config.to_toml())
         _make_first_weights(settings, weights)
-        files = [weights / f"block-{unit}.safetensors" for unit in range(config.units)]
+        files = [weights / f"block-{block}.safetensors" for block in range(config.block_count)]
         found_run(config, corpus, files, ledger, chunks, now)
 
 

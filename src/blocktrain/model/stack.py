@@ -24,24 +24,24 @@ from blocktrain.numerics.sampling import mixed_seed
 INIT_STREAM = 1
 
 
-def new_block(config: Config, unit: int) -> CausalBlock | DenoisingBlock:
-    """One untrained unit of the run, randomly initialised."""
-    depth = config.depths[unit]
-    if config.objective.kind == "denoise":
+def new_block(config: Config, index: int) -> CausalBlock | DenoisingBlock:
+    """One untrained block of the run, randomly initialised."""
+    depth = config.depths[index]
+    if config.kind.denoises:
         return DenoisingBlock(config.model, depth, config.objective)
-    return CausalBlock(config.model, depth, config.tail_layers(unit), reads_bytes=unit == 0)
+    return CausalBlock(config.model, depth, config.tail_layers(index), reads_bytes=index == 0)
 
 
-def initial_block(config: Config, unit: int) -> CausalBlock | DenoisingBlock:
-    """The unit every machine of a run starts from."""
-    torch.manual_seed(mixed_seed(config.train.seed, unit, INIT_STREAM))
-    return new_block(config, unit)
+def initial_block(config: Config, index: int) -> CausalBlock | DenoisingBlock:
+    """The block every machine of a run starts from."""
+    torch.manual_seed(mixed_seed(config.train.seed, index, INIT_STREAM))
+    return new_block(config, index)
 
 
 def assemble(config: Config, blocks: Sequence[nn.Module]) -> "Stack":
     for block in blocks:
         block.eval()
-    if config.objective.kind == "denoise":
+    if config.kind.denoises:
         device = next(blocks[0].parameters()).device
         table = target_table(config.train.seed, config.objective.target_dim).to(device)
         return DenoisingStack(config, list(blocks), table)
@@ -110,10 +110,10 @@ class Descent:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, config: Config, unit: int, block: DenoisingBlock, table_VE: Tensor) -> Self:
+    def of(cls, config: Config, index: int, block: DenoisingBlock, table_VE: Tensor) -> Self:
         partition = config.partition()
-        sigma, sigma_next = partition.inference_sigmas()[unit]
-        assert partition.block_of(sigma) == unit
+        sigma, sigma_next = partition.inference_sigmas()[index]
+        assert partition.block_of(sigma) == index
         level = precondition(sigma, config.objective.sigma_data)
         constant = NoiseLevel.constant(level, 1, table_VE.device)  # for as many as there are
         modulations = block.modulations(constant)
@@ -149,9 +149,9 @@ class DenoisingStack(Stack):
     def traverse(self, contexts: list[BlockContext], z_BTE: Tensor) -> list[Tensor]:
         """One traversal: each block reads z once, guesses, and moves z down to the next sigma."""
         result = []
-        for unit, block in enumerate(self._typed()):
-            descent = Descent.of(self.config, unit, block, self.table_VE)
-            log_probs, z_BTE = descent(contexts[unit], z_BTE)
+        for index, block in enumerate(self._typed()):
+            descent = Descent.of(self.config, index, block, self.table_VE)
+            log_probs, z_BTE = descent(contexts[index], z_BTE)
             result.append(log_probs)
         return result
 

@@ -32,7 +32,7 @@ def fetch_model(client: Client, out: Path) -> Fetched:
     with tempfile.TemporaryDirectory(dir=out, prefix=".", suffix=".partial") as scratch:
         cache = Blobs(LocalChunks(Path(scratch), sync=False))
         transfer = Transfer(client, cache, Throttle(None, client.clock), traffic)
-        blocks = [_newest(client, transfer, index) for index in range(config.units)]
+        blocks = [_newest(client, transfer, index) for index in range(config.block_count)]
     run.write_exported([weights for _, weights in blocks], fetched=True)
     return Fetched(run, [version for version, _ in blocks], traffic.down)
 

@@ -19,10 +19,11 @@ from blocktrain.codec.frames import codec_named, encode_with_residual, top_k_of_
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import DeviceError, DivergedError, ProtocolError
+from blocktrain.files import write_bytes
 from blocktrain.protocol.messages import Blob, Lease, Predecessor, Recipe
 from blocktrain.storage import tensor_file
 from blocktrain.storage.memory import advise, own_memory
-from blocktrain.storage.run_dir import Tensors, write_atomically
+from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.assemble import load_block
 from blocktrain.train.cascade import Published
 from blocktrain.train.device import Compute
@@ -39,7 +40,7 @@ class MomentsFile:
 
     def save(self, moments: Tensors) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._path, b"".join(tensor_file.encode(moments)))
+        write_bytes(self._path, b"".join(tensor_file.encode(moments)))
 
     def load(self, shapes: Mapping[str, tuple[int, ...]]) -> Tensors | None:
         """Moments of exactly these shapes; None where there are none."""
@@ -132,7 +133,7 @@ class LeaseTrainer:
         self, lease: Lease, base: Tensors | None, predecessors: WeightsOf
     ) -> BlockTrainer:
         assert lease.block == self.block, "a lease of another block"
-        reads_others = self.config.objective.kind == "cascade" and lease.block > 0
+        reads_others = self.config.kind.reads_predecessors and lease.block > 0
         published = LeasedVersions(lease, predecessors) if reads_others else None
         trainer = self._trainer or self._new_trainer(published)
         assert base is not None or self._trainer, "nothing is held yet"
@@ -327,7 +328,8 @@ class LocalBlock:
         """News in few bytes, in the cache. With its last words on a block a worker leaves out
         little."""
         swarm, cache = self._config.swarm, self._transfer.cache
-        numbers = top_k_of_final_update(swarm.kept) if last_words else swarm.kept
+        top_k = swarm.top_k_per_4096
+        numbers = top_k_of_final_update(top_k) if last_words else top_k
         codec = codec_named(swarm.codec, numbers)
         assert codec is not None, "an update that is not encoded is written"
         news = [learned.news[name] for name in sorted(learned.news)]

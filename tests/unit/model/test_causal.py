@@ -63,7 +63,7 @@ def test_a_cascade_of_one_block_is_the_end_to_end_model(cascade: Config, ids: Te
 
 
 def test_only_the_first_block_reads_bytes_and_only_the_last_has_no_tail(three: Config):
-    blocks = [new_block(three, unit) for unit in range(3)]
+    blocks = [new_block(three, block) for block in range(3)]
     assert [block.embed is not None for block in blocks] == [True, False, False]
     assert [len(block.tail) for block in blocks] == [2, 2, 0]
     assert [len(block.layers) for block in blocks] == [1, 1, 2]
@@ -118,7 +118,7 @@ def test_no_more_blocks_can_be_used_than_there_are(three: Config, kind: str):
 
 
 def test_a_stack_without_noise_has_no_use_for_a_start(cascade: Config, ids: Tensor):
-    stack = assemble(cascade, [awake_block(cascade, unit) for unit in range(2)])
+    stack = assemble(cascade, [awake_block(cascade, block) for block in range(2)])
     assert isinstance(stack, CausalStack)
     for a, b in zip(stack.log_probs(ids, "mean"), stack.log_probs(ids, "noise", 3), strict=True):
         assert torch.equal(a, b)

@@ -79,7 +79,7 @@ def test_gate_2_random_bytes_cannot_be_predicted(config: Config, sigma_min: floa
         objective__sigma_min=sigma_min, train__steps=40, train__batch=16, train__lr=5e-3
     )
     blocks, local = [], []
-    for block in range(config.units):
+    for block in range(config.block_count):
         trainer = BlockTrainer(config, block, corpus, resolve("cpu", "fp32"), None)
         trainer.train(lambda progress: local.append(progress.ce))
         blocks.append(trainer.module)

@@ -60,3 +60,12 @@ def test_fingerprints_see_every_number_and_every_setting_of_the_model(config: Co
     assert settings_fingerprint(config) == settings_fingerprint(
         config.with_settings(train__steps=99)
     )
+
+
+def test_the_fingerprint_of_settings_is_that_of_the_release_before() -> None:
+    """Stages of two releases work together as long as no new setting is used."""
+    cascade = Config().with_settings(
+        objective__kind="cascade", objective__bounds=(1.0, 2.0, 3.0, 4.0, 10.0)
+    )
+    assert settings_fingerprint(Config()) == "483efb52ff4a9c6f"
+    assert settings_fingerprint(cascade) == "8d5136bab4510a96"

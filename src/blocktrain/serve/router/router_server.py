@@ -7,7 +7,6 @@ those that die, and ends them with itself.
 import asyncio
 import json
 import logging
-import os
 import secrets
 import ssl
 import tempfile
@@ -36,6 +35,7 @@ from blocktrain.serve.stage.block_source import (
     stage_mismatch,
 )
 from blocktrain.storage.run_dir import RunDir
+from blocktrain.threads import machine_threads
 from blocktrain.train.device import resolve
 
 RESTART_SECONDS = 0.2  # before a stage that died is started again
@@ -100,7 +100,7 @@ async def _serve(
         stages, keys = settings.stages, None if settings.plain_tcp else settings.keys
         if not stages:
             keys = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blocktrain-")))
-            local = LocalStages(settings, range(1, source.config.units), keys)
+            local = LocalStages(settings, range(1, source.config.block_count), keys)
             stack.push_async_callback(local.stop)
             stages = tuple(await local.start())
             restarting = asyncio.ensure_future(local.restart())
@@ -140,7 +140,7 @@ def _engine(
 ) -> RingEngine:
     name = secrets.token_hex(8)
     fingerprint = settings_fingerprint(source.config)
-    weights = [source.fingerprint(block) for block in range(source.config.units)]
+    weights = [source.fingerprint(block) for block in range(source.config.block_count)]
     hello = {
         "role": ROUTER,
         "name": name,
@@ -159,7 +159,7 @@ def _engine(
     slots = SlotLimits(settings.slots)
     first_block = FirstBlock.load(source, compute, settings.readout, slots)
     limits = EngineLimits(settings.slots, settings.patience_seconds)
-    pipeline = Pipeline(stages, source.config.units, reach)
+    pipeline = Pipeline(stages, source.config.block_count, reach)
     model = settings.run.resolve().name
     return RingEngine(model, first_block, pipeline, name, settings.wire, limits)
 
@@ -206,12 +206,10 @@ class LocalStages:
                 log.warning("%s", error)
 
     async def _start(self, block: int, listen: str) -> None:
-        threads = max(1, (os.cpu_count() or 1) // (len(self._blocks) + 1))
         process = await asyncio.create_subprocess_exec(
             *self._command(block, listen),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={"OMP_NUM_THREADS": str(threads), **os.environ},
             start_new_session=True,  # Ctrl-C is for the router alone, which ends them later
         )
         self._processes[block] = process
@@ -230,4 +228,6 @@ class LocalStages:
         command += ["--listen", listen, "--keys", str(self._keys), "--name", f"stage-{block}"]
         command += ["--device", settings.device, "--precision", settings.precision]
         command += ["--weights", settings.weights, "--readout", settings.readout]
+        share = max(1, machine_threads() // (len(self._blocks) + 1))
+        command += ["--threads", str(share)]
         return [*command, "--most-requests", str(settings.slots), "--until-stdin-closes"]

@@ -9,15 +9,19 @@ from typing import Any, Protocol
 import numpy as np
 from torch import nn
 
-from blocktrain.config import Config
+from blocktrain.config import Config, stored_values
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_unit
+from blocktrain.train.assemble import load_stored_block
 from blocktrain.train.device import Compute
 
 
 def settings_fingerprint(config: Config) -> str:
-    """Of the settings that define the model, not of how it was trained."""
-    values = config.to_dict()
+    """Of the settings that define the model, not of how it was trained.
+
+    Settings that a later release adds do not count while they have their defaults, so stages of
+    both releases work together.
+    """
+    values = stored_values(config)
     defining = [values["model"], values["objective"], values["train"]["seed"]]
     return hashlib.sha256(json.dumps(defining, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -70,7 +74,7 @@ class RunBlockSource:
         return self.run.config
 
     def load(self, block: int, compute: Compute) -> nn.Module:
-        return load_unit(self.run, block, compute, compute.dtype, self.weights)
+        return load_stored_block(self.run, block, compute, compute.dtype, self.weights)
 
     def fingerprint(self, block: int) -> str:
         return weights_fingerprint(self.run.read_block(block))

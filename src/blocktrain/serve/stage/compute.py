@@ -58,7 +58,7 @@ class CachedBlock(Protocol):
 
 
 def cached_block(config: Config, index: int, block: nn.Module, device: torch.device) -> CachedBlock:
-    if config.objective.kind == "denoise":
+    if config.kind.denoises:
         table = target_table(config.train.seed, config.objective.target_dim).to(device)
         typed = cast("DenoisingBlock", block)
         return CachedDenoisingBlock(Descent.of(config, index, typed, table))
@@ -68,11 +68,6 @@ def cached_block(config: Config, index: int, block: nn.Module, device: torch.dev
 def block_shape(config: Config, index: int) -> tuple[int, int]:
     """How many layers a block has, and how many in its private tail."""
     return config.depths[index], config.tail_layers(index)
-
-
-def state_width(config: Config) -> int:
-    denoises = config.objective.kind == "denoise"
-    return config.objective.target_dim if denoises else config.model.width
 
 
 class CachedCausalBlock:
@@ -147,9 +142,9 @@ class StageCompute:
     ) -> None:
         """`block_count` is smaller than the model's for an early exit."""
         self.config, self.blocks, self.compute, self.readout = config, blocks, compute, readout
-        self.block_count = block_count or config.units
-        self.denoises = config.objective.kind == "denoise"
-        self.state_width = state_width(config)
+        self.block_count = block_count or config.block_count
+        self.denoises = config.kind.denoises
+        self.state_width = config.state_width
         self._clock = clock
         self._blocks = [
             cached_block(config, index, module.eval(), compute.device)

@@ -52,7 +52,7 @@ def serve_stage(
     """Load the blocks, listen, and `tell` where. Returns after a stop signal. `source` replaces the
     run's blocks."""
     source = source or RunBlockSource(RunDir.open(settings.run), settings.weights)
-    _check_blocks(settings.blocks, source.config.units - 1)
+    _check_blocks(settings.blocks, source.config.block_count - 1)
     asyncio.run(_serve(settings, source, tell))
 
 
