@@ -3,7 +3,7 @@ survive."""
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -21,6 +21,7 @@ from blocktrain.protocol.addresses import bound_socket
 from blocktrain.protocol.framing import FrameMessage, Kind
 from blocktrain.protocol.ring_keys import ROUTER, STAGE
 from blocktrain.serve.ring.connection import RingConnection
+from blocktrain.serve.ring.envelope import READS_BARE_STEPS
 from blocktrain.serve.ring.handshake import RingListener, dial
 from blocktrain.serve.router.decode import AnswerCost, GenerationRequest, Sampling
 from blocktrain.serve.router.engine import MAX_UNREAD, EngineLimits, RingEngine
@@ -58,18 +59,26 @@ def request(mode: str = "ar", **more: object) -> GenerationRequest:
 class Ring:
     """Stages at their ports; one may be stopped, and stages kept from reaching each other."""
 
-    def __init__(self, kind: str, stack: Stack | None = None) -> None:
+    def __init__(self, kind: str, stack: Stack | None = None, readout: str = "product") -> None:
         self.stack = stack or model(kind)
+        self.readout = readout
         self.stages: dict[str, Stage] = {}
         self.servers: dict[str, RingListener] = {}
         self.runs: dict[str, asyncio.Task[None]] = {}
         self.cut: set[str] = set()  # addresses that no stage reaches
 
-    def start(self, blocks: range, limits: SlotLimits | None = None, announced: str = "") -> str:
+    def start(
+        self,
+        blocks: range,
+        limits: SlotLimits | None = None,
+        announced: str = "",
+        features: Mapping[str, bool] = READS_BARE_STEPS,
+    ) -> str:
         listener = bound_socket("127.0.0.1", 0)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        computing = stage(self.stack, blocks, limits=limits or SlotLimits(16))
+        computing = stage(self.stack, blocks, self.readout, limits or SlotLimits(16))
         hello = {"role": STAGE, "name": address, "blocks": list(blocks), "address": announced}
+        hello |= {"readout": self.readout, **features}
         held = Stage(f"block {blocks[0]}", computing, self._reach(hello, self.cut))
         self.stages[address] = held
         self.servers[address] = RingListener(
@@ -87,7 +96,7 @@ class Ring:
     ) -> RingEngine:
         count = len(self.stack.blocks)
         pipeline = Pipeline(list(self.servers), count, reach or self.reach)
-        front = FirstBlock(stage(self.stack, range(1)))
+        front = FirstBlock(stage(self.stack, range(1), self.readout))
         return RingEngine("a model", front, pipeline, "a router", wire, limits)
 
     async def reach(self, address: str) -> RingConnection:
@@ -149,6 +158,25 @@ def test_requests_of_every_mode_at_once_leave_nothing_behind(kind: str) -> None:
             assert {"block 0", "block 1", "block 2"} == set(accounts[0].stage_seconds)
             await until(lambda: ring.held() == 0)
             assert engine.status()["requests"] == engine.status()["in_the_ring"] == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["denoise", "cascade"])
+@pytest.mark.parametrize("old", [0, 1, 2, 3])
+def test_the_readout_final_needs_none_on_the_way_nor_minds_one(kind: str, old: int) -> None:
+    """Bit 0 of `old`: the first stage is of release 0.1, which reads no step without a readout; bit
+    1: the second."""
+
+    async def scenario() -> None:
+        ring = Ring(kind, readout="final")
+        for index in (0, 1):
+            features = {} if old >> index & 1 else READS_BARE_STEPS
+            ring.start(range(index + 1, index + 2), features=features)
+        text = reference_text(model(kind), PROMPT, LONG, SAMPLING, "final")
+        async with running(ring, ring.engine()) as engine:
+            for mode in ("ar", "speculative"):
+                assert await answer(engine, request(mode)) == text
 
     asyncio.run(scenario())
 

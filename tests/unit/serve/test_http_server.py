@@ -33,7 +33,7 @@ def test_a_bad_pair_is_refused_with_the_reason(tmp_path: Path):
     assert "go together" in refused(None, pair.key)
     assert "nowhere.pem does not exist" in refused(tmp_path / "nowhere.pem", pair.key)
     assert "is not a file" in refused(pair.certificate, tmp_path)
-    assert "one/site.key is no certificate" in refused(pair.key, pair.key)
+    assert "one/site.key is not a certificate" in refused(pair.key, pair.key)
     assert "one/site.pem is not a private key" in refused(pair.certificate, pair.certificate)
     assert "other/site.key is not the key of" in refused(pair.certificate, other.key)
     assert "site.pem expired on 2028-01-15" in refused(*pair.files, now=NOW + 366 * DAY)

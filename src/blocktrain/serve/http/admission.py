@@ -35,7 +35,7 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def close(self) -> None:
-        """Admit nobody any more, and end what waits in `closing`."""
+        """Admit no further request, and wake what waits in `closing`."""
         self._closed.set()
 
     async def closing(self) -> NoReturn:

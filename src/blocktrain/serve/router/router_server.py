@@ -56,7 +56,7 @@ class RouterSettings:
     readout: str
     device: str
     precision: str
-    weights: str  # how they are held: full, or int8
+    weights: str  # full or int8
     max_requests: int
     max_bytes: int
     patience_seconds: float

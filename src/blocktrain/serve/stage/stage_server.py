@@ -38,7 +38,7 @@ class StageSettings:
     name: str
     device: str
     precision: str
-    weights: str  # how they are held: full, or int8
+    weights: str  # full or int8
     readout: str
     max_requests: int
     cache_bytes: int
