@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from blocktrain.data.windows import evaluation_windows
-from blocktrain.serve.stage.block_source import RunBlockSource
+from blocktrain.serve.stage.compute import RunBlockSource
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
 from int8_speed import compared, memory_rate

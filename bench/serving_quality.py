@@ -22,8 +22,7 @@ from blocktrain.serve.router.decode import AnswerCost, Decoding, GenerationReque
 from blocktrain.serve.router.first_block import FirstBlock
 from blocktrain.serve.router.local import run_locally
 from blocktrain.serve.stage.batch import SlotLimits
-from blocktrain.serve.stage.block_source import BlockSource, RunBlockSource
-from blocktrain.serve.stage.compute import StageCompute
+from blocktrain.serve.stage.compute import BlockSource, RunBlockSource, StageCompute
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import Compute

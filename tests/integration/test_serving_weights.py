@@ -12,8 +12,7 @@ from blocktrain.config import Config
 from blocktrain.serve.router.decode import GenerationRequest, Sampling
 from blocktrain.serve.router.first_block import FirstBlock
 from blocktrain.serve.router.local import run_locally
-from blocktrain.serve.stage.block_source import RunBlockSource
-from blocktrain.serve.stage.compute import StageCompute
+from blocktrain.serve.stage.compute import RunBlockSource, StageCompute
 from blocktrain.storage.run_dir import RunDir
 
 PROMPT, WRITTEN, SEED = "The module", 200, 7

@@ -14,8 +14,7 @@ from blocktrain.serve.activations import Activations, Refinement, Row, initial, 
 from blocktrain.serve.router.decode import Sampling
 from blocktrain.serve.router.first_block import FirstBlock
 from blocktrain.serve.stage.batch import RowSpan, SlotLimits, SlotOwner, grouped_by_length
-from blocktrain.serve.stage.block_source import RunBlockSource
-from blocktrain.serve.stage.compute import StageCompute
+from blocktrain.serve.stage.compute import RunBlockSource, StageCompute
 from blocktrain.storage.run_dir import RunDir, Snapshot
 
 KINDS = ("denoise", "cascade")

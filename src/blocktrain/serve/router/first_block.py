@@ -25,8 +25,7 @@ from blocktrain.serve.activations import (
 )
 from blocktrain.serve.router.decode import Proposal
 from blocktrain.serve.stage.batch import DEFAULT_LIMITS, SlotLimits
-from blocktrain.serve.stage.block_source import BlockSource
-from blocktrain.serve.stage.compute import StageCompute
+from blocktrain.serve.stage.compute import BlockSource, StageCompute
 from blocktrain.train.device import Compute
 from blocktrain.vocabulary import MASK
 

@@ -28,7 +28,7 @@ from blocktrain.serve.router.engine import EngineLimits, RingEngine
 from blocktrain.serve.router.first_block import FirstBlock
 from blocktrain.serve.router.pipeline import Pipeline
 from blocktrain.serve.stage.batch import SlotLimits
-from blocktrain.serve.stage.block_source import (
+from blocktrain.serve.stage.compute import (
     BlockSource,
     RunBlockSource,
     settings_fingerprint,

@@ -17,12 +17,12 @@ from blocktrain.serve.ring.connection import DEFAULT_TERMS, Hello, RingConnectio
 from blocktrain.serve.ring.envelope import READS_BARE_STEPS
 from blocktrain.serve.ring.handshake import RingListener, dial
 from blocktrain.serve.stage.batch import SlotLimits
-from blocktrain.serve.stage.block_source import (
+from blocktrain.serve.stage.compute import (
     BlockSource,
     RunBlockSource,
+    StageCompute,
     settings_fingerprint,
 )
-from blocktrain.serve.stage.compute import StageCompute
 from blocktrain.serve.stage.stage import Stage
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.config import Config
-from blocktrain.serve.stage.block_source import (
+from blocktrain.serve.stage.compute import (
     settings_fingerprint,
     stage_mismatch,
     weights_fingerprint,
