@@ -107,7 +107,7 @@ def test_a_completion_is_the_models_own_bytes(client: OpenAI, stack: Stack):
     }  # fmt: skip
 
 
-def test_a_stream_says_the_same_and_what_it_cost(client: OpenAI):
+def test_a_stream_has_the_same_text_and_its_cost(client: OpenAI):
     asked: Any = {"model": "small", "prompt": "Once", "max_tokens": 25, "seed": 4}
     whole = client.completions.create(**asked)
     chunks = list(
@@ -218,7 +218,7 @@ def test_an_empty_key_is_no_key(engine: SmallEngine):
         create_app(engine, ApiSettings(keys=("",)))
 
 
-def test_what_a_byte_model_cannot_do_is_said(client: OpenAI):
+def test_unsupported_parameters_are_refused_by_name(client: OpenAI):
     with pytest.raises(openai.BadRequestError, match="logit_bias is not supported") as refused:
         client.completions.create(model="small", prompt="", logit_bias={"50": 1})
     assert (refused.value.param, refused.value.code) == ("logit_bias", "unsupported_parameter")
@@ -227,7 +227,7 @@ def test_what_a_byte_model_cannot_do_is_said(client: OpenAI):
     assert (refused.value.param, refused.value.type) == ("max_tokens", "invalid_request_error")
 
 
-def test_more_than_can_be_answered_is_told_to_come_later(engine: SmallEngine):
+def test_a_full_server_refuses_with_retry_after(engine: SmallEngine):
     engine.seconds_per_byte = 0.01
     with client_of(engine, replace(SETTINGS, at_once=1, queue=0)) as client:
         asked: Any = {"model": "small", "prompt": "", "max_tokens": 2000, "stream": True}
@@ -240,7 +240,7 @@ def test_more_than_can_be_answered_is_told_to_come_later(engine: SmallEngine):
         assert client.completions.create(model="small", prompt="", max_tokens=1).choices
 
 
-def test_who_waits_for_a_place_gets_it(engine: SmallEngine):
+def test_a_waiting_request_gets_the_next_place(engine: SmallEngine):
     engine.seconds_per_byte = 0.005
     with client_of(engine, replace(SETTINGS, at_once=1)) as client:
         first = client.completions.create(model="small", prompt="", max_tokens=20, stream=True)
@@ -258,7 +258,7 @@ def test_who_waits_for_a_place_gets_it(engine: SmallEngine):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_engine_cannot_do(
+def test_errors_of_the_engine_have_their_status(
     engine: SmallEngine, failure: Any, kind: type[openai.APIStatusError], status: int, stream: bool
 ):
     engine.failure = failure
@@ -286,7 +286,7 @@ def test_a_bug_is_an_error_in_the_same_format(engine: SmallEngine):
     assert answer.json()["error"]["code"] == "internal" and "log may" not in answer.text
 
 
-def test_a_server_says_that_it_answers_once_it_does(engine: SmallEngine):
+def test_a_server_announces_itself_once_it_accepts_requests(engine: SmallEngine):
     listener, answered = bound_socket("127.0.0.1", 0), []
     server = web_server(
         engine, SETTINGS, listener, on_start=lambda: answered.append(server.started)
@@ -296,7 +296,7 @@ def test_a_server_says_that_it_answers_once_it_does(engine: SmallEngine):
         assert answered == [True]
 
 
-def test_a_server_that_stops_says_so_to_those_it_answers(engine: SmallEngine):
+def test_a_server_that_stops_ends_answers_in_progress_with_an_error(engine: SmallEngine):
     engine.seconds_per_byte = 0.01
     listener = bound_socket("127.0.0.1", 0)
     server = web_server(engine, replace(SETTINGS, at_once=1), listener)
@@ -360,7 +360,7 @@ def raw_request(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whoever_leaves_is_worked_for_no_longer(engine: SmallEngine, stream: bool):
+def test_a_client_that_leaves_cancels_its_request(engine: SmallEngine, stream: bool):
     engine.seconds_per_byte = 0.005
     with served(engine) as address:
         asked = {"prompt": "", "max_tokens": 8000, "stream": stream, "n": 2}
@@ -370,7 +370,7 @@ def test_whoever_leaves_is_worked_for_no_longer(engine: SmallEngine, stream: boo
         assert engine.finished == 0
 
 
-def test_whoever_leaves_while_waiting_is_forgotten(engine: SmallEngine):
+def test_a_client_that_leaves_the_queue_is_forgotten(engine: SmallEngine):
     engine.seconds_per_byte = 0.005
     with served(engine, replace(SETTINGS, at_once=1)) as address:
         with raw_request(address, {"prompt": "", "max_tokens": 8000}):
@@ -382,7 +382,7 @@ def test_whoever_leaves_while_waiting_is_forgotten(engine: SmallEngine):
         assert len(engine.asked) == 1
 
 
-def test_whoever_reads_nothing_is_dropped(engine: SmallEngine):
+def test_a_client_that_reads_nothing_is_disconnected(engine: SmallEngine):
     with served(engine, replace(SETTINGS, patience=0.5)) as address:
         asked = {"prompt": "", "max_tokens": 8000, "stream": True, "logprobs": 5}
         with raw_request(address, asked) as connection:
@@ -422,7 +422,7 @@ def engine_bytes(address: str) -> float:
     return gauge(address, "blocktrain_serve_output_bytes_total")
 
 
-def test_metrics_count_what_was_done(engine: SmallEngine):
+def test_metrics_count_requests_bytes_and_seconds(engine: SmallEngine):
     with served(engine) as address:
         asked = {"prompt": "abc", "max_tokens": 5}
         httpx.post(f"{address}/v1/completions", json=asked, headers=BEARER)
@@ -438,7 +438,7 @@ def test_metrics_count_what_was_done(engine: SmallEngine):
     assert told["blocktrain_serve_answering[]"] == 0
 
 
-def test_health_says_more_to_those_with_a_key(engine: SmallEngine):
+def test_health_has_more_detail_with_a_key(engine: SmallEngine):
     with served(engine) as address, httpx.Client(base_url=address) as http:
         assert http.get("/health").json() == {"status": "ok", "model": "small"}
         assert http.get("/health", headers=BEARER).json()["engine"]["alive"] is True
@@ -478,7 +478,7 @@ def test_the_access_log_has_a_line_for_every_request(
         assert any(re.fullmatch(pattern, line) for line in lines), lines
 
 
-def test_pages_elsewhere_may_ask_only_where_allowed(engine: SmallEngine):
+def test_pages_of_other_sites_need_a_named_origin(engine: SmallEngine):
     origin = {"origin": "https://page.example"}
     asked = {**origin, "access-control-request-method": "POST"}
     for settings_, allowed in (

@@ -68,9 +68,7 @@ def address(run: Path, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> 
         yield address
 
 
-def test_openais_client_over_tls_is_told_the_models_own_bytes(
-    run: Path, pair: Pair, address: str
-) -> None:
+def test_openais_client_gets_the_models_text_over_tls(run: Path, pair: Pair, address: str) -> None:
     stack = load_stack(RunDir.open(run), resolve("cpu", "fp32"))
     text = bytes(generate(stack, b"The ", LONG, Sampling(1.0, seed=5)))
     with OpenAI(
@@ -85,14 +83,14 @@ def test_openais_client_over_tls_is_told_the_models_own_bytes(
     assert answer.choices[0].text == text.decode(errors="replace")
 
 
-def test_nobody_else_is_believed_and_nothing_is_said_in_the_clear(address: str) -> None:
+def test_another_certificate_and_plain_http_are_refused(address: str) -> None:
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
         httpx.get(f"https://{address}/health")
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.get(f"http://{address}/health")
 
 
-def test_the_page_streams_an_answer_and_says_what_it_cost(address: str) -> None:
+def test_the_page_streams_an_answer_and_shows_its_cost(address: str) -> None:
     complaints: list[str] = []
     with chromium() as browser:
         page = browser.new_page(ignore_https_errors=True)
@@ -136,7 +134,7 @@ GROWTH = """() => {
 }"""
 
 
-def test_a_server_says_that_it_loads_and_that_it_stops(run: Path, tmp_path: Path) -> None:
+def test_a_server_reports_loading_and_stopping(run: Path, tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         server = processes.serve(run, "127.0.0.1:0", "--api-key", KEY)
         said = server.log.read_text

@@ -71,7 +71,7 @@ def asked(temperature: float, **more: object) -> dict[str, object]:
     return {**fields, **more}
 
 
-def test_a_ring_says_what_one_machine_says(ring: Ring, alone: dict[float, str]) -> None:
+def test_a_ring_generates_the_same_text_as_one_process(ring: Ring, alone: dict[float, str]) -> None:
     for temperature, text in alone.items():
         assert ring.text(**asked(temperature, mode="ar")) == text
         assert ring.text(**asked(temperature, mode="speculative")) == text
@@ -82,7 +82,9 @@ def test_a_ring_says_what_one_machine_says(ring: Ring, alone: dict[float, str]) 
     assert one_pass["blocktrain"]["traversals"] <= 4  # one for every window, not for every byte
 
 
-def test_many_at_once_say_what_each_says_alone(ring: Ring, alone: dict[float, str]) -> None:
+def test_many_requests_at_once_get_the_text_each_gets_alone(
+    ring: Ring, alone: dict[float, str]
+) -> None:
     modes = ["ar", "speculative", "sweep"] * 4
     with ThreadPoolExecutor(len(modes)) as clients:
         texts = clients.map(lambda mode: ring.text(**asked(1.0, mode=mode, passes=0)), modes)

@@ -152,7 +152,7 @@ def test_received_arrays_lie_in_one_buffer_aligned_and_writable():
         FrameMessage(Kind.STEP, arrays=(np.zeros(1, np.uint8),) * (MAX_ARRAYS + 1)),
     ],
 )
-def test_what_no_frame_can_hold_is_refused_before_it_is_sent(message: FrameMessage):
+def test_messages_too_large_for_a_frame_are_refused(message: FrameMessage):
     with pytest.raises(FrameError):
         encode(message)
 

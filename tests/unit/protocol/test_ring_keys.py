@@ -82,7 +82,7 @@ def test_a_router_cannot_listen(folder: Path):
         server_context(folder, "router", lambda: NOW)
 
 
-def test_a_router_that_listens_all_the_same_is_not_believed(tmp_path: Path):
+def test_a_router_that_listens_anyway_is_refused(tmp_path: Path):
     """Its certificate is not for servers, so TLS itself refuses it."""
     keyring = Keyring(tmp_path)
     keyring.add(ROUTER, "router")
@@ -126,7 +126,7 @@ def test_a_damaged_authority_is_refused(folder: Path):
         Keyring(folder)
 
 
-def test_wrong_keys_are_told_in_words(folder: Path, tmp_path: Path):
+def test_wrong_keys_are_refused_with_a_reason(folder: Path, tmp_path: Path):
     def refused(now: float = NOW) -> str:
         with pytest.raises(ConfigError) as caught:
             server_context(folder, "stage-1", lambda: now)
@@ -156,7 +156,7 @@ def test_wrong_keys_are_told_in_words(folder: Path, tmp_path: Path):
         ["blocktrain:stage/a", "blocktrain:router/a"],
     ],
 )
-def test_a_certificate_without_one_role_is_nobodys(uris: list[str]):
+def test_a_certificate_without_exactly_one_role_is_refused(uris: list[str]):
     with pytest.raises(UntrustedError):
         member_of({"subjectAltName": tuple(("URI", uri) for uri in uris)})
     assert member_of({"subjectAltName": (("URI", "blocktrain:stage/a.b-1"),)}) == (STAGE, "a.b-1")

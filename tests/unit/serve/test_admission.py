@@ -22,7 +22,7 @@ async def visit(
         await leave.wait()
 
 
-def test_who_came_first_goes_first_even_if_a_later_one_would_fit():
+def test_requests_enter_in_order_even_if_a_later_one_would_fit():
     async def story() -> list[str]:
         queue, order, leave = AdmissionQueue(2, 5, 10), [], asyncio.Event()
         async with asyncio.TaskGroup() as group:
@@ -54,7 +54,7 @@ def test_a_full_queue_and_a_long_wait_are_refused():
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["stay", "cancel"]))))
-def test_whoever_leaves_however_all_places_come_back(visits: list[tuple[int, str]]):
+def test_all_places_come_back_however_requests_end(visits: list[tuple[int, str]]):
     async def story() -> None:
         queue = AdmissionQueue(3, 100, 10)
         tasks: list[tuple[asyncio.Task[None], str]] = []

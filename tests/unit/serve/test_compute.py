@@ -43,7 +43,7 @@ def through(stages: list[StageCompute], work: Activations) -> Activations:
     return work
 
 
-def test_ragged_rows_are_what_each_is_alone_and_what_the_whole_model_says(stack: Stack):
+def test_ragged_rows_give_each_the_result_of_the_whole_model_alone(stack: Stack):
     texts = [b"a", b"bcd", b"a longer one than those", b"efgh"]
     together = through(split_up(stack), initial(rows(*texts)))
     for number, text in enumerate(texts):
@@ -54,7 +54,7 @@ def test_ragged_rows_are_what_each_is_alone_and_what_the_whole_model_says(stack:
         assert torch.allclose(found, whole, atol=1e-5)
 
 
-def test_a_row_rolls_back_what_it_starts_before(stack: Stack):
+def test_a_row_rolls_back_the_positions_from_its_start_on(stack: Stack):
     stages = split_up(stack)
     through(stages, initial(rows(b"abcdXYZ", read=4)))
     again = through(stages, initial([Row(0, 4, ids(b"efg"), 2)]))
@@ -63,7 +63,7 @@ def test_a_row_rolls_back_what_it_starts_before(stack: Stack):
     assert [each.cached(0) for each in stages] == [7, 7]
 
 
-def test_stages_that_prefill_by_themselves_need_only_what_is_read(config: Config):
+def test_a_prefilled_stage_needs_only_the_positions_read(config: Config):
     stack = awake_stack(of_kind(config, "denoise"))
     stages = split_up(stack)
     for each in stages:
@@ -85,7 +85,7 @@ def test_works_join_and_come_apart(stack: Stack):
     assert np.array_equal(joined(parts).readout_RV, work.readout_RV)
 
 
-def test_a_refined_row_reads_in_each_block_what_the_one_before_guessed(config: Config):
+def test_in_a_refined_row_each_block_reads_the_guesses_of_the_one_before(config: Config):
     """Greedy, two stages of which one has two blocks: against the same by hand."""
     stack = awake_stack(of_kind(config, "denoise"))
     text = ids(b"abc?????")
@@ -113,7 +113,7 @@ def test_readout_final_is_the_last_blocks_alone(stack: Stack):
     assert np.allclose(stages[1].step(between).readout_RV[0], last.numpy(), atol=1e-4)
 
 
-def test_no_step_without_what_comes_before(stack: Stack):
+def test_a_step_needs_its_context_in_the_cache(stack: Stack):
     stages = split_up(stack)
     through(stages, initial(rows(b"abc", b"def")))
     stages[1].release(1)
@@ -179,7 +179,7 @@ def test_a_stage_reads_the_files_of_its_own_blocks_alone(tmp_path: Path, config:
     assert np.allclose(front.first.step(initial(rows(b"abc"))).state, work.state, atol=1e-4)
 
 
-def test_weights_in_8_bits_say_nearly_the_same_and_are_known_by_the_same_name(
+def test_weights_in_8_bits_are_nearly_the_same_with_the_same_fingerprint(
     tmp_path: Path, stack: Stack
 ):
     run = RunDir.create(tmp_path / "run", stack.config)

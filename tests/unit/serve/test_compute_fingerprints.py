@@ -34,12 +34,12 @@ def test_a_stage_of_the_same_model_fits() -> None:
         {"address": 5},
     ],
 )
-def test_any_other_is_told_why_not(wrong: dict[str, object]) -> None:
+def test_any_other_stage_is_refused_with_a_reason(wrong: dict[str, object]) -> None:
     assert stage_mismatch({**GOOD, **wrong}, "s", WEIGHTS)
 
 
 @given(st.sampled_from(sorted(GOOD)), anything)
-def test_whatever_it_says_is_an_answer(key: str, value: object) -> None:
+def test_any_hello_is_accepted_or_refused(key: str, value: object) -> None:
     said = {**GOOD, key: value}
     assert (stage_mismatch(said, "s", WEIGHTS) is None) == (
         said == GOOD or (key == "address" and isinstance(value, str))

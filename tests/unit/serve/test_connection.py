@@ -190,7 +190,7 @@ def test_only_members_of_the_ring_get_in(keys: Path, other_keys: Path, new_loop:
     run(scene(), new_loop)
 
 
-def test_a_stage_of_another_ring_is_not_believed(keys: Path, other_keys: Path):
+def test_a_stage_of_another_ring_is_refused(keys: Path, other_keys: Path):
     trusting = server_context(other_keys, "stage-1")
     trusting.verify_mode = ssl.CERT_NONE
 
@@ -202,7 +202,7 @@ def test_a_stage_of_another_ring_is_not_believed(keys: Path, other_keys: Path):
     run(scene())
 
 
-def test_the_role_decides_who_is_expected(keys: Path):
+def test_only_expected_roles_may_connect(keys: Path):
     async def scene() -> None:
         context = client_context(keys, "router")
         async with serving(echo, server_context(keys, "stage-1"), roles=[STAGE]) as address:
@@ -215,7 +215,7 @@ def test_the_role_decides_who_is_expected(keys: Path):
     run(scene())
 
 
-def test_either_side_may_refuse_what_the_other_says():
+def test_either_side_may_refuse_the_others_hello():
     def check(hello: dict[str, Any]) -> str | None:
         return None if hello["model"] == "m2" else "another model"
 
@@ -252,7 +252,9 @@ def test_garbage_on_the_port_is_dropped_and_others_are_served(keys: Path, tls: b
 @on_every_loop
 @pytest.mark.parametrize("said", [b"", b"BTfr\x01"])
 @pytest.mark.parametrize("tls", [False, True])
-def test_who_never_greets_is_dropped_in_time(keys: Path, tls: bool, said: bytes, new_loop: NewLoop):
+def test_a_peer_that_never_greets_is_dropped_in_time(
+    keys: Path, tls: bool, said: bytes, new_loop: NewLoop
+):
     async def scene() -> None:
         context = server_context(keys, "stage-1") if tls else None
         async with serving(echo, context, terms=HASTY) as address, stranger(address) as silent:
@@ -264,7 +266,7 @@ def test_who_never_greets_is_dropped_in_time(keys: Path, tls: bool, said: bytes,
     run(scene(), new_loop)
 
 
-def test_who_listens_but_never_answers_is_given_up_in_time(keys: Path):
+def test_a_listener_that_never_answers_is_given_up_in_time(keys: Path):
     async def scene() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             for context in (None, client_context(keys, "router")):
@@ -274,7 +276,7 @@ def test_who_listens_but_never_answers_is_given_up_in_time(keys: Path):
     run(scene())
 
 
-def test_those_who_never_greet_keep_no_one_out():
+def test_silent_connections_do_not_keep_others_out():
     async def scene() -> None:
         async with serving(terms=Terms(greeting_seconds=60)) as address:
             callers = [
@@ -287,7 +289,7 @@ def test_those_who_never_greet_keep_no_one_out():
     run(scene())
 
 
-def test_there_are_only_so_many_connections():
+def test_the_number_of_connections_is_limited():
     async def scene() -> None:
         async with serving(max_connections=1) as address:
             first = await dialled(address)
@@ -300,7 +302,7 @@ def test_there_are_only_so_many_connections():
     run(scene())
 
 
-def test_nobody_there():
+def test_dialling_a_closed_port_is_unreachable():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         closed = f"127.0.0.1:{listener.getsockname()[1]}"
 
@@ -345,7 +347,7 @@ def test_messages_of_all_sizes_come_back_in_order(keys: Path, tls: bool, new_loo
     run(scene(), new_loop)
 
 
-def test_padding_takes_nothing_from_messages_and_reaches_nobody():
+def test_padding_uses_no_message_credit_and_is_not_received():
     padding = replace(QUICK, limit=1 << 20, padding=1 << 18)
 
     async def scene() -> None:
@@ -391,7 +393,7 @@ def test_what_was_sent_before_closing_still_arrives(new_loop: NewLoop):
     run(scene(), new_loop)
 
 
-def test_more_than_the_other_side_takes_is_not_sent():
+def test_a_message_over_the_other_sides_limit_is_not_sent():
     async def scene() -> None:
         async with serving() as address:
             near = await dialled(address)

@@ -59,7 +59,7 @@ def exact(prompt: bytes, count: int, sampling: Sampling) -> list[GenerationReque
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
     seed=st.integers(0, 2**32),
 )
-def test_modes_that_lose_nothing_say_what_the_model_says_without_a_cache(
+def test_exact_modes_give_the_models_text_without_a_cache(
     kind: str, readout: str, prompt: bytes, count: int, temperature: float, seed: int
 ):
     """Together in ragged batches; past the window; from no prompt and from one that is too long."""
@@ -142,7 +142,7 @@ def test_a_model_that_agrees_with_its_first_block_takes_all_drafts():
 
 
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
-def test_what_a_stage_lost_is_replayed_and_nothing_changes(kind: str):
+def test_a_context_that_a_stage_lost_is_replayed(kind: str):
     """Room for two of three requests: every step of the third drives one out."""
     stack = model(kind)
     requests = [GenerationRequest(text, 6, mode) for text, mode in

@@ -33,14 +33,14 @@ def test_drafts_that_cost_as_much_as_they_save_are_not_made():
 
 
 @pytest.mark.parametrize(("drafted", "accepted", "limit"), [(8, 8, 1.0), (8, 0, 0.0), (8, 1, 0.5)])
-def test_the_rate_goes_to_what_is_seen(drafted: int, accepted: int, limit: float):
+def test_the_rate_approaches_the_observed_one(drafted: int, accepted: int, limit: float):
     seen = Acceptance()
     for _ in range(60):
         seen.update(drafted, accepted)
     assert seen.rate == pytest.approx(limit, abs=0.01)
 
 
-def test_a_traversal_without_drafts_says_nothing():
+def test_a_traversal_without_drafts_leaves_the_rate_alone():
     seen = Acceptance()
     before = seen.rate
     seen.update(0, 0)

@@ -164,7 +164,7 @@ def test_requests_of_every_mode_at_once_leave_nothing_behind(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
 @pytest.mark.parametrize("old", [0, 1, 2, 3])
-def test_the_readout_final_needs_none_on_the_way_nor_minds_one(kind: str, old: int) -> None:
+def test_the_readout_final_works_with_stages_of_both_releases(kind: str, old: int) -> None:
     """Bit 0 of `old`: the first stage is of release 0.1, which reads no step without a readout; bit
     1: the second."""
 
@@ -191,7 +191,7 @@ def test_one_block_needs_no_ring() -> None:
     asyncio.run(scenario())
 
 
-def test_stages_that_say_the_same_address_do_not_end_the_router() -> None:
+def test_stages_that_announce_one_address_do_not_end_the_router() -> None:
     async def scenario() -> None:
         ring = Ring("denoise")
         first = ring.start(range(1, 3))
@@ -313,7 +313,7 @@ def test_a_request_that_is_closed_early_is_forgotten_everywhere() -> None:
     asyncio.run(scenario())
 
 
-def test_a_client_that_reads_nothing_lets_its_request_rest() -> None:
+def test_a_client_that_reads_nothing_pauses_its_request() -> None:
     async def scenario() -> None:
         ring = Ring("denoise")
         ring.start(range(1, 3))
@@ -331,7 +331,7 @@ def test_a_client_that_reads_nothing_lets_its_request_rest() -> None:
 
 
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
-def test_what_a_stage_had_to_drop_is_replayed(kind: str) -> None:
+def test_a_context_that_a_stage_dropped_is_replayed(kind: str) -> None:
     """A stage with room for one context, which is not safe, and two requests."""
 
     async def scenario() -> None:
@@ -350,7 +350,7 @@ def test_what_a_stage_had_to_drop_is_replayed(kind: str) -> None:
     asyncio.run(scenario())
 
 
-def test_a_stage_without_room_says_so_at_once() -> None:
+def test_a_full_stage_refuses_at_once() -> None:
     async def scenario() -> None:
         ring = Ring("denoise")
         ring.start(range(1, 3), SlotLimits(1))

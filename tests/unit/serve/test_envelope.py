@@ -99,7 +99,7 @@ def test_a_bare_step_leaves_the_readout_out() -> None:
         ({"readout": "final", "reads_bare_steps": "yes"}, False),
     ],
 )
-def test_only_stages_that_say_so_get_bare_steps(hello: dict[str, object], bare: bool) -> None:
+def test_only_stages_that_announce_it_get_bare_steps(hello: dict[str, object], bare: bool) -> None:
     assert takes_bare_steps(hello) is bare
 
 
@@ -130,13 +130,13 @@ def test_a_step_that_does_not_add_up_is_refused(changes: dict[str, object]) -> N
         read_step(a_step(**changes))
 
 
-def test_ids_that_are_none_are_refused() -> None:
+def test_ids_outside_the_vocabulary_are_refused() -> None:
     with pytest.raises(ProtocolError):
         read_step(step_message(step_of([Row(1, 0, np.array([IDS], np.uint16), 1)])))
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(), st.lists))
-def test_whatever_meta_says_is_taken_or_refused(anything: object) -> None:
+def test_any_meta_is_accepted_or_refused(anything: object) -> None:
     message = a_step()
     for key in message.meta:
         changed = FrameMessage(

@@ -24,7 +24,7 @@ def chat(**fields: Any) -> CompletionRequest:
     return openai.chat(json.dumps({"messages": HELLO, **fields}).encode(), LIMITS, lambda: 7)
 
 
-def test_what_is_left_out_is_openais_default_and_a_new_seed():
+def test_defaults_are_openais_with_a_new_seed():
     ask = completion()
     assert ask == CompletionRequest(
         chat=False, model=None,
@@ -34,7 +34,7 @@ def test_what_is_left_out_is_openais_default_and_a_new_seed():
     assert completion(seed=None, stop=None, n=None, temperature=None) == ask
 
 
-def test_everything_a_request_may_say():
+def test_all_fields_of_a_request():
     ask = completion(
         model="m", prompt="né", max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, seed=5,
         stop=["a", "é"], stream=True, stream_options={"include_usage": True}, logprobs=2,
@@ -69,7 +69,7 @@ def test_several_choices_have_seeds_one_after_another():
 
 
 @pytest.mark.parametrize("temperature", [0, -0.0, 5e-324, 1e-5])
-def test_what_is_too_cold_to_compute_is_greedy(temperature: float):
+def test_tiny_temperatures_are_greedy(temperature: float):
     assert completion(temperature=temperature).generations[0].sampling.temperature == 0.0
 
 
@@ -150,17 +150,17 @@ def test_what_a_chat_cannot_be(fields: dict[str, Any], param: str):
     assert refused.value.field == param
 
 
-def test_what_asks_for_nothing_is_let_through():
+def test_neutral_values_of_unsupported_fields_are_accepted():
     completion(logit_bias={}, presence_penalty=0, frequency_penalty=0.0, echo=False, best_of=1)
     chat(tools=[], response_format={"type": "text"}, logit_bias=None)
 
 
-def test_what_openai_has_and_no_answer_depends_on_is_let_through():
+def test_openais_fields_without_effect_are_accepted():
     completion(user="me")
     chat(user="me", metadata={}, store=False, service_tier="auto", parallel_tool_calls=False)
 
 
-def test_a_field_that_nobody_knows_is_refused_by_name():
+def test_an_unknown_field_is_refused_by_name():
     for asked in (completion, chat):
         with pytest.raises(
             RequestError, match="unknown field max_token; did you mean max_tokens"
