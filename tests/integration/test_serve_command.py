@@ -27,6 +27,7 @@ from blocktrain.train.run_session import open_session
 SECONDS = 60.0  # processes that load torch on a busy machine take their time
 KEY = "a key for tests"
 LONG = 60  # bytes
+ORIGIN = "https://page.example"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def address(run: Path, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> 
         Processes(tmp_path_factory.mktemp("server")) as processes,
         httpx.Client(base_url=f"https://{address}", verify=pair.client_context()) as client,
     ):
-        server = processes.serve(run, address, "--api-key", KEY, *tls)
+        server = processes.serve(run, address, "--api-key", KEY, "--origin", ORIGIN, *tls)
 
         def ready() -> bool:
             try:
@@ -88,6 +89,20 @@ def test_another_certificate_and_plain_http_are_refused(address: str) -> None:
         httpx.get(f"https://{address}/health")
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.get(f"http://{address}/health")
+
+
+def test_pages_of_the_named_origin_may_use_the_api(pair: Pair, address: str) -> None:
+    with httpx.Client(base_url=f"https://{address}", verify=pair.client_context()) as client:
+        for origin, allowed in ((ORIGIN, ORIGIN), ("https://other.example", None)):
+            answer = client.get("/health", headers={"origin": origin})
+            assert answer.headers.get("access-control-allow-origin") == allowed
+
+
+@pytest.mark.parametrize("origin", ["page.example", "https://page.example/", "https:///"])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    result = CliRunner().invoke(cli, ["serve", "RUN", "--origin", origin])
+    assert result.exit_code == 2
+    assert "is not an origin like https://example.org" in result.output
 
 
 def test_the_page_streams_an_answer_and_shows_its_cost(address: str) -> None:
