@@ -6,7 +6,8 @@ from torch import nn
 from blocktrain.errors import RunError
 from blocktrain.model import loading
 from blocktrain.model.stack import Stack, assemble
-from blocktrain.storage.run_dir import RunDir, Tensors
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import Compute
 
 

@@ -24,7 +24,8 @@ from blocktrain.data.windows import TrainingWindows, evaluation_windows
 from blocktrain.errors import DivergedError, RunError
 from blocktrain.model.stack import initial_block
 from blocktrain.numerics.sampling import mixed_seed
-from blocktrain.storage.run_dir import BlockDir, RunDir, Snapshot, Tensors
+from blocktrain.storage.run_dir import BlockDir, RunDir, Snapshot
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.assemble import load_block
 from blocktrain.train.cascade import Predecessors, Published
 from blocktrain.train.device import Compute, GraphedStep

@@ -11,7 +11,8 @@ from tests.support.training import CPU
 
 from blocktrain.config import Config
 from blocktrain.errors import RunError
-from blocktrain.storage.run_dir import RunDir, Snapshot, Tensors
+from blocktrain.storage.run_dir import RunDir, Snapshot
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.assemble import load_stored_block
 
 
