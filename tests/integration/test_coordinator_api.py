@@ -294,7 +294,7 @@ def test_a_chunk_that_comes_in_leaves_time_for_the_next(api: Api):
     assert worker.put(name, lease.lease, made.chunks[name]).status_code == 204
     told = LeaseProgress(fence=lease.fence, steps_done=0)
     state = read(LeaseState, worker.post(f"/v1/lease/{lease.lease}/progress", told))
-    assert state.seconds_left == api.service.run.config.swarm.heartbeat_timeout
+    assert state.seconds_left == 4 * (lease.seconds_left - 10.0)
 
 
 def test_a_commit_wakes_the_rounds(api: Api):

@@ -46,7 +46,7 @@ class LeaseGrant(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """The last heartbeat that told of more steps than the one before."""
+    """The last heartbeat that told of more steps than the one before, or chunk that came in."""
 
     steps_done: int
     at: float
@@ -144,12 +144,14 @@ class Leases:
 
     def chunk_came(self, caller: Caller, lease: str) -> None:
         """A part of its update has come in: as good as a heartbeat."""
-        now = self.run.clock()
+        now, swarm = self.run.clock(), self.run.config.swarm
         with self.run.ledger.write() as tx:
             self.members.seen(tx, caller, now)
             held = tx.leases.get(lease)
             if held and held.worker == caller.worker:
-                self._extend(tx, held, plan.deadline_after_chunk(self.run.config.swarm, held, now))
+                before = self._reports.get(lease) or _Report(0, now)
+                self._reports.remember(lease, before._replace(at=now))
+                self._extend(tx, held, plan.deadline_after_chunk(swarm, held, before.at, now))
 
     def give_back(self, caller: Caller, lease: str, told: LeaseReturn) -> LeaseState:
         traffic.check_downloads(told.downloads, self.run.config.block_count)
@@ -205,7 +207,7 @@ class Leases:
             if before:
                 return plan.deadline_after_steps(swarm, held, steps_done, before.at, now)
         if held.state == "sending" and self.run.chunks.has_presigned_urls:
-            return plan.deadline_after_chunk(swarm, held, now)
+            return plan.deadline_after_chunk(swarm, held, now, now)
         return float(held.deadline)
 
     def _extend(self, tx: Transaction, held: LeaseRow, deadline: float) -> None:

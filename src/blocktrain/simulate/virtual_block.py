@@ -40,7 +40,7 @@ class VirtualLease:
         self.merged_into: int | None = None
         self.base_version = block.version
         self.first_batch, self.steps, self.deadline = first_batch, steps, deadline
-        self.steps_done, self.reported = 0, 0.0  # as its worker said, and when that last grew
+        self.steps_done, self.reported = 0, 0.0  # as its worker said; last progress
         self.schedule_start, self.schedule_stride = plan.place_in_schedule(
             block, worker, continuing=before is not None
         )

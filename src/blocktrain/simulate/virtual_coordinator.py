@@ -170,7 +170,8 @@ class VirtualCoordinator:
 
     def chunk_came(self, lease: VirtualLease, now: float) -> None:
         """A part of its update has come in."""
-        lease.deadline = plan.deadline_after_chunk(self.swarm, lease, now)
+        before, lease.reported = lease.reported, now
+        lease.deadline = plan.deadline_after_chunk(self.swarm, lease, before, now)
 
     def ends_at(self, lease: VirtualLease) -> float:
         """When it expires, if nothing else is heard of it."""

@@ -308,9 +308,10 @@ def deadline_after_steps(
     return _extended(swarm, lease, swarm.deadline_factor * (now - before), now)
 
 
-def deadline_after_chunk(swarm: SwarmConfig, lease: LeaseView, now: float) -> float:
-    """The deadline once a chunk of a lease's update has come in: the next one has time too."""
-    return _extended(swarm, lease, swarm.heartbeat_timeout, now)
+def deadline_after_chunk(swarm: SwarmConfig, lease: LeaseView, before: float, now: float) -> float:
+    """The deadline once a chunk of a lease's update has come in: the next one may take several
+    times as long as this, which came after `before`."""
+    return _extended(swarm, lease, swarm.deadline_factor * (now - before), now)
 
 
 def _extended(swarm: SwarmConfig, lease: LeaseView, seconds: float, now: float) -> float:

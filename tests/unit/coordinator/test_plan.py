@@ -16,6 +16,7 @@ from blocktrain.swarm.plan import (
     MERGE_WAIT,
     MILLIONTH,
     QUORUM_LEASES,
+    SLOWEST_LEASES,
     STAY,
     UpdateRefusal,
     choose_block,
@@ -525,6 +526,7 @@ def test_no_lease_is_shorter_than_the_work_it_asks_for(
     seconds = lease_seconds(swarm, steps, speed)
     assert seconds >= swarm.shortest_deadline
     expected = steps / speed if speed is not None else swarm.lease_seconds
+    expected = min(expected, SLOWEST_LEASES * swarm.lease_seconds)  # a claim counts no further
     assert seconds >= expected
     assert seconds <= max(swarm.shortest_deadline, swarm.deadline_factor * expected)
 
@@ -700,12 +702,15 @@ def test_a_lease_that_cannot_end_in_time_at_its_pace_gets_no_more_time():
     assert deadline_after_steps(SWARM, lease, 3, NOW - 20.0, NOW) == lease.deadline
     old = Trained(created=NOW - 3590.0, deadline=NOW + 5.0)
     assert deadline_after_steps(SWARM, old, 60, NOW - 20.0, NOW) == NOW + 10.0
-    assert deadline_after_chunk(SWARM, old, NOW) == NOW + 10.0
+    assert deadline_after_chunk(SWARM, old, NOW - 20.0, NOW) == NOW + 10.0
 
 
 def test_a_chunk_leaves_time_for_the_next():
-    assert deadline_after_chunk(SWARM, Trained(deadline=NOW + 10.0), NOW) == NOW + 120.0
-    assert deadline_after_chunk(SWARM, Trained(deadline=NOW + 70.0), NOW) == NOW + 70.0
+    lease = Trained(deadline=NOW + 10.0)
+    assert deadline_after_chunk(SWARM, lease, NOW - 30.0, NOW) == NOW + 120.0
+    assert deadline_after_chunk(SWARM, lease, NOW, NOW) == NOW + SWARM.shortest_deadline
+    later = Trained(deadline=NOW + 70.0)
+    assert deadline_after_chunk(SWARM, later, NOW - 30.0, NOW) == NOW + 70.0
 
 
 def test_a_slow_line_gets_a_later_deadline():
