@@ -175,7 +175,15 @@ class SwarmConfig:
     deadline_factor: float = setting(4.0, "a lease's deadline in multiples of its time", low=1.0)
     shortest_deadline: float = setting(60.0, "shortest deadline in seconds", low=0.5)
     longest_deadline: float = setting(
-        86_400.0, "longest deadline in seconds, even for a worker that reports a low speed", low=1.0
+        86_400.0,
+        "longest deadline in seconds; it is also at most 30 * lease_seconds * deadline_factor",
+        low=1.0,
+    )
+    heartbeat_timeout: float = setting(
+        120.0,
+        "seconds after which the leases of a silent worker expire; workers report every 10",
+        low=30.0,
+        since=2,
     )
     quorum: int = setting(
         2, "updates that make a version, or one per worker if there are fewer workers", low=1
@@ -387,9 +395,6 @@ def _check_sigmas(model: ModelConfig, objective: ObjectiveConfig) -> None:
     if not bounds:
         return
     if len(bounds) != model.blocks + 1 or sorted(set(bounds)) != list(bounds):
-        raise ConfigError(
-            f"objective.bounds must be {model.blocks + 1} ascending values for"
-            f" {model.blocks} blocks"
-        )
+        raise ConfigError(f"objective.bounds must be {model.blocks + 1} ascending values")
     if (bounds[0], bounds[-1]) != (objective.sigma_min, objective.sigma_max):
         raise ConfigError("objective.bounds must run from objective.sigma_min to sigma_max")
