@@ -24,8 +24,8 @@ from blocktrain.serve.router.local import run_locally
 from blocktrain.serve.stage.batch import SlotLimits
 from blocktrain.serve.stage.compute import BlockSource, RunBlockSource, StageCompute
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import Compute
+from blocktrain.train.loading import load_stack
 from blocktrain.vocabulary import BOS, MASK
 
 GRAM = 4

@@ -2,6 +2,7 @@
 
 import math
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from blocktrain.errors import ConfigError
 if TYPE_CHECKING:
     from blocktrain.worker.client import Client
 
+PROGRAM = (sys.executable, "-m", "blocktrain.cli.main")  # starts this command in another process
 PACKAGE = Path(__file__).resolve().parent.parent
 # Inside an installed package, or beside src/ in a checkout.
 FOLDERS = (PACKAGE / "presets", PACKAGE.parent.parent / "configs")

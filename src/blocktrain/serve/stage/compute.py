@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import Config, stored_values
 from blocktrain.errors import CacheFullError, ProtocolError
-from blocktrain.model.block import target_table
+from blocktrain.model.block import layer_class, run_targets
 from blocktrain.model.cache import BlockCache, SlotCache
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock
@@ -35,8 +35,8 @@ from blocktrain.serve.stage.batch import (
     grouped_by_length,
 )
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_stored_block
 from blocktrain.train.device import Compute
+from blocktrain.train.loading import load_stored_block
 from blocktrain.vocabulary import BYTES, IDS
 
 
@@ -63,7 +63,7 @@ class CachedBlock(Protocol):
 
 def cached_block(config: Config, index: int, block: nn.Module, device: torch.device) -> CachedBlock:
     if config.kind.denoises:
-        table = target_table(config.train.seed, config.objective.target_dim).to(device)
+        table = run_targets(config, device)
         typed = cast("DenoisingBlock", block)
         return CachedDenoisingBlock(Descent.of(config, index, typed, table))
     return CachedCausalBlock(cast("CausalBlock", block))
@@ -155,12 +155,13 @@ class StageCompute:
             for index, module in zip(blocks, modules, strict=True)
         ]
         shapes = [block_shape(config, index) for index in blocks]
-        slot_bytes = SlotCache.slot_bytes(config.model, shapes, compute.dtype)
+        window, layer = config.model.window, layer_class(config.model).cache_shape(config.model)
+        slot_bytes = SlotCache.slot_bytes(window, layer, shapes, compute.dtype)
         slots = min(limits.requests, limits.cache_bytes // slot_bytes)
         if not slots:
             raise CacheFullError(f"one request alone needs {slot_bytes} bytes of cache")
         self._slots = SlotTable(slots, limits.idle_seconds)
-        self._cache = SlotCache(config.model, shapes, compute.device, compute.dtype)
+        self._cache = SlotCache(window, layer, shapes, compute.device, compute.dtype)
 
     @classmethod
     def load(
