@@ -70,7 +70,7 @@ def coordinator_command(
     from blocktrain.protocol.addresses import bound_socket
     from blocktrain.protocol.invite import Invite
 
-    host, port = _place(listen)
+    host, port = addresses.split_host_port(listen, default_host="0.0.0.0")
     home = CoordinatorFolder(data_dir, database, blobs)
     if config_path:
         config = load_config(resolve_config(config_path), overrides)
@@ -88,7 +88,7 @@ def coordinator_command(
     draft = Invite(urls, "unknown", pinned, run.id)  # before anything is made to join with
     tls = None
     if not plain_http:
-        names = [*own_addresses(), *(addresses.host_of(url) for url in urls)]
+        names = [*own_addresses(), *(addresses.split_url(url)[1] for url in urls)]
         tls = tls_of(*certificate) if certificate else own_tls(service, names)
     home.advertise(Advertised(urls, pinned))
     invite = replace(draft, secret=_first_invite(home, service)).encode()
@@ -128,13 +128,6 @@ def _announce(service: "Service", invite: str, urls: tuple[str, ...], *, as_json
     click.echo(f"at      {', '.join(urls)}")
     click.echo(f"invite  {invite}")
     click.echo("join    blocktrain worker INVITE      look  blocktrain status INVITE --watch")
-
-
-def _place(listen: str) -> tuple[str, int]:
-    host, colon, port = listen.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
-        raise click.BadParameter(f"{listen!r} is not HOST:PORT", param_hint="--listen")
-    return host.strip("[]") or "0.0.0.0", int(port)
 
 
 def _reachable(host: str, own: list[str]) -> list[str]:

@@ -119,7 +119,7 @@ def _draft(home: "CoordinatorFolder", operator: "Operator", written: tuple[str, 
             "no coordinator of this folder has said yet where it is reached: give --address"
         )
     said = known.addresses if known else (f"https://localhost:{addresses.DEFAULT_PORT}",)
-    scheme, port = said[0].partition("://")[0], addresses.port_of(said[0])
+    scheme, _, port = addresses.split_url(said[0])
     urls = tuple(addresses.as_url(place, scheme, port) for place in written) or said
     fingerprint = known.fingerprint if known else authority.fingerprint
     plain = all(url.startswith("http://") for url in urls)

@@ -40,7 +40,7 @@ def resolve_config(path: Path) -> Path:
 def place(context: click.Context, option: click.Parameter, text: str) -> str:
     """An option that is HOST:PORT, refused by its name."""
     from blocktrain.errors import ConfigError
-    from blocktrain.serve.ring.handshake import split_host_port
+    from blocktrain.protocol.addresses import split_host_port
 
     try:
         split_host_port(text)

@@ -25,7 +25,15 @@ from blocktrain.coordinator.reports import CoordinatorMetrics
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
 from blocktrain.protocol import tokens
-from blocktrain.protocol.messages import PROTOCOL, Hash, Identifier, Message, Refusal, UpdateOffer
+from blocktrain.protocol.messages import (
+    PROTOCOL,
+    Hash,
+    Identifier,
+    Message,
+    Refusal,
+    UpdateOffer,
+    first_problem,
+)
 
 M = TypeVar("M", bound=Message)
 
@@ -155,9 +163,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _malformed(error: ValidationError, what: str) -> RefusedError:
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"])) or what
-    return RefusedError("malformed", f"{place}: {first['msg']}")
+    field, problem = first_problem(error)
+    return RefusedError("malformed", f"{field or what}: {problem}")
 
 
 BYTES = "application/octet-stream"

@@ -1,18 +1,21 @@
-"""A port of this machine, taken before anything is announced. Knows nothing of what is spoken."""
+"""HOST:PORT as text, and listening sockets. Knows nothing of what is spoken over them."""
 
 import re
 import socket
 
-from blocktrain.errors import UnreachableError
+from blocktrain.errors import ConfigError, UnreachableError
+
+DEFAULT_PORT = 7070
+_HOST_PORT = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^:\[\]]*)):(?P<port>[0-9]{1,5})")
 
 BACKLOG = 512
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Listening, so that the real port is known and nobody else can take it."""
+    """A listening socket: its real port is known before anything is announced."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named, because asyncio sends at once (TCP_NODELAY) on none but sockets that say they are TCP:
-    # an answer in two pieces would wait 40 ms between them.
+    # asyncio sets TCP_NODELAY only on sockets created with IPPROTO_TCP; without it an answer in two
+    # pieces would wait 40 ms between them.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -20,33 +23,36 @@ def bound_socket(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise UnreachableError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise UnreachableError(
+            f"cannot listen on {join_host_port(host, port)}: {error.strerror}"
+        ) from None
     return listener
 
 
-DEFAULT_PORT = 7070
-
-_URL = re.compile(r"[a-z]+://")
-
-
-def as_url(written: str, scheme: str, port: int) -> str:
-    """With what was left out filled in; whether there is such a place is not known here."""
-    if _URL.match(written):
-        return written
-    return f"{scheme}://{_with_port(written, port)}"
+def split_host_port(address: str, default_host: str = "") -> tuple[str, int]:
+    """Host and port of `host:port` or `[ipv6]:port`; `:port` means `default_host`, if given."""
+    parts = _HOST_PORT.fullmatch(address)
+    host = (parts["ipv6"] or parts["host"] or default_host) if parts else ""
+    if not parts or not host or int(parts["port"]) > 65535:
+        raise ConfigError(f"{address!r} is not HOST:PORT (an IPv6 host stands in brackets)")
+    return host, int(parts["port"])
 
 
-def host_of(url: str) -> str:
-    return url.partition("://")[2].rpartition(":")[0].strip("[]")
+def join_host_port(host: str, port: int) -> str:
+    """The inverse of `split_host_port`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def port_of(url: str) -> int:
-    return int(url.rpartition(":")[2])
+def split_url(url: str) -> tuple[str, str, int]:
+    """Scheme, host and port of `scheme://host:port`."""
+    scheme, _, place = url.partition("://")
+    return scheme, *split_host_port(place)
 
 
-def _with_port(name: str, port: int) -> str:
-    has_port = name.rpartition(":")[2].isdigit() and (name.count(":") == 1 or "]:" in name)
-    if has_port:
-        return name
-    bare_v6 = name.count(":") > 1 and not name.endswith("]")
-    return f"[{name}]:{port}" if bare_v6 else f"{name}:{port}"
+def as_url(address: str, scheme: str, port: int) -> str:
+    """A URL from `host`, `host:port` or a URL; scheme and port fill in for what is missing."""
+    if "://" in address:
+        return address
+    has_port = "]:" in address or address.count(":") == 1
+    place = address if has_port else join_host_port(address.strip("[]"), port)
+    return f"{scheme}://{place}"

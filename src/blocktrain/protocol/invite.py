@@ -14,8 +14,9 @@ import struct
 import zlib
 from dataclasses import dataclass, field
 
-from blocktrain.errors import InviteError
+from blocktrain.errors import ConfigError, InviteError
 from blocktrain.protocol import identity
+from blocktrain.protocol.addresses import join_host_port, split_host_port
 
 VERSION = 1
 MOST_ADDRESSES = 16
@@ -27,10 +28,7 @@ _SCHEMES = ("http", "https")  # an address's first byte is its index here
 _HAS_FINGERPRINT = 1
 
 _WRITTEN = re.compile(r"bt([1-9][0-9]{0,3})_([A-Za-z0-9_-]+)")
-_ADDRESS = re.compile(
-    r"(?P<scheme>https?)://(?P<place>(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+))"
-    r":(?P<port>[1-9][0-9]{0,4}))"
-)
+_HOST = re.compile(r"[A-Za-z0-9._-]+")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _RUN = re.compile(r"[0-9a-z]{8,64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
@@ -129,19 +127,20 @@ class _Reader:
 
 def _parts(address: str) -> tuple[str, str]:
     """Scheme, and host with port; an IPv6 host stays in its brackets."""
-    found = _ADDRESS.fullmatch(address)
-    if not found or not _is_place(found):
+    scheme, _, place = address.partition("://")
+    if scheme not in _SCHEMES or not _is_place(place):
         raise InviteError(f"{address!r} is not an address like https://host:port")
-    return found["scheme"], found["place"]
+    return scheme, place
 
 
-def _is_place(found: re.Match[str]) -> bool:
-    if int(found["port"]) > 65535 or len(found["place"]) > 255:
-        return False
+def _is_place(place: str) -> bool:
+    """Whether it is HOST:PORT in its one canonical spelling."""
     try:
-        return not found["v6"] or bool(ipaddress.IPv6Address(found["v6"]))
-    except ValueError:
+        host, port = split_host_port(place)
+        is_host = _HOST.fullmatch(host) or ("%" not in host and ipaddress.IPv6Address(host))
+    except (ConfigError, ValueError):
         return False
+    return bool(is_host and port and len(place) <= 255 and place == join_host_port(host, port))
 
 
 def _short(text: str) -> bytes:

@@ -6,7 +6,7 @@ storage or torch. Tensors never travel inside a message: they are chunks, named 
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from blocktrain.errors import ProtocolError
 
@@ -33,6 +33,12 @@ Role = Literal["train", "evaluate"]
 Codec = Literal["none", "bf16", "int8", "sparse"]
 Split = Literal["train", "valid", "test"]
 WorkerState = Literal["training", "waiting", "away", "lost", "banned"]
+
+
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """The first invalid field as a dotted path ("" for the whole), and what is wrong with it."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return ".".join(map(str, first["loc"])), first["msg"]
 
 
 class Message(BaseModel):

@@ -38,6 +38,7 @@ from blocktrain.protocol.messages import (
     TokenRequest,
     UpdateOffer,
     UploadState,
+    first_problem,
     whole_update_head,
 )
 from blocktrain.worker.clock import Clock
@@ -294,10 +295,9 @@ def _parsed(kind: type[Answer], body: bytes, path: str) -> Answer:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        field, problem = first_problem(error)
         raise ProtocolError(
-            f"the answer to {path} is not understood ({where}: {first['msg']});"
+            f"the answer to {path} is not understood ({field}: {problem});"
             " are worker and coordinator of the same version?"
         ) from None
 

@@ -16,6 +16,7 @@ from blocktrain.errors import (
     RequestError,
     UnavailableError,
 )
+from blocktrain.protocol.messages import first_problem
 from blocktrain.serve.router.decode import DRAFTS, MODES, Request, Sampling
 
 REFUSED = {
@@ -213,9 +214,9 @@ def _parsed(kind: type[A], body: bytes) -> A:
     try:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = str(first["loc"][0]) if first["loc"] else None
-        raise RequestError(f"{field or 'the body'}: {first['msg']}", field) from None
+        path, problem = first_problem(error)
+        field = path.partition(".")[0]
+        raise RequestError(f"{field or 'the body'}: {problem}", field or None) from None
     for field in asked.model_extra or {}:
         if field not in IGNORED:
             raise _unknown(field[:LONGEST_NAME], kind)

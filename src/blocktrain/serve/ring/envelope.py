@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from blocktrain.errors import ProtocolError
 from blocktrain.protocol.framing import FrameMessage, Kind
+from blocktrain.protocol.messages import first_problem
 from blocktrain.serve.ring import wire
 from blocktrain.serve.router.decode import Sampling
 from blocktrain.serve.stage.batch import Refinement, Row, Work
@@ -223,8 +224,5 @@ def _checked(model: type[AHead], meta: dict[str, Any]) -> AHead:
     try:
         return model.model_validate(meta)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ProtocolError(
-            f"a message is malformed at {where or 'its head'}: {first['msg']}"
-        ) from None
+        field, problem = first_problem(error)
+        raise ProtocolError(f"a message is malformed at {field or 'its head'}: {problem}") from None

@@ -16,11 +16,11 @@ from typing import Any
 
 from blocktrain.errors import (
     BlocktrainError,
-    ConfigError,
     RefusedError,
     UnreachableError,
     UntrustedError,
 )
+from blocktrain.protocol.addresses import join_host_port, split_host_port
 from blocktrain.protocol.ring_keys import member_of
 from blocktrain.serve.ring.connection import (
     FAREWELL_SECONDS,
@@ -128,7 +128,7 @@ class RingListener:
                 continue
             if len(self._greetings) >= MOST_GREETINGS:
                 next(iter(self._greetings)).cancel()
-            greeting = asyncio.create_task(self._meet(accepted, f"{address[0]}:{address[1]}"))
+            greeting = asyncio.create_task(self._meet(accepted, join_host_port(*address[:2])))
             self._greetings[greeting] = None
             greeting.add_done_callback(self._over)
 
@@ -195,19 +195,6 @@ def _peer(connection: RingConnection, hello: Hello) -> Peer:
     else:
         role, name = (str(hello.get(key, "nobody")) for key in ("role", "name"))
     return Peer(role, name, connection.peer.address)
-
-
-def split_host_port(address: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[address]:port`."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{address!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
-def join_host_port(host: str, port: int) -> str:
-    """The address that `parted` takes apart."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _plainly(error: Exception) -> str:

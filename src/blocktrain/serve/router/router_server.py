@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocktrain.errors import ConfigError
-from blocktrain.protocol.addresses import bound_socket
+from blocktrain.protocol.addresses import bound_socket, join_host_port, split_host_port
 from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring, client_context
 from blocktrain.serve.http.app import Settings
 from blocktrain.serve.http.http_server import https_context, serve
 from blocktrain.serve.http.openai import RequestLimits as ApiLimits
 from blocktrain.serve.ring.connection import Hello, RingConnection
-from blocktrain.serve.ring.handshake import dial, join_host_port, split_host_port
+from blocktrain.serve.ring.handshake import dial
 from blocktrain.serve.router.engine import Engine, EngineLimits
 from blocktrain.serve.router.front import FirstBlock
 from blocktrain.serve.router.local_stages import LocalStages

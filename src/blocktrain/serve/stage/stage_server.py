@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blocktrain.errors import ConfigError
-from blocktrain.protocol.addresses import bound_socket
+from blocktrain.protocol.addresses import bound_socket, join_host_port, split_host_port
 from blocktrain.protocol.ring_keys import AUTHORITY, ROUTER, STAGE, client_context, server_context
 from blocktrain.serve.ring.connection import Hello, RingConnection
-from blocktrain.serve.ring.handshake import RingListener, dial, join_host_port, split_host_port
+from blocktrain.serve.ring.handshake import RingListener, dial
 from blocktrain.serve.stage import served_blocks
 from blocktrain.serve.stage.batch import SlotLimits
 from blocktrain.serve.stage.compute import StageCompute
