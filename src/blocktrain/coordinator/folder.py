@@ -1,7 +1,6 @@
 """A coordinator's folder: its ledger, chunks, certificate and first invite, where not elsewhere."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from blocktrain.coordinator.operator import Operator
 from blocktrain.coordinator.run import Run, found_run, open_run, run_in
 from blocktrain.data.corpus import load_corpus
 from blocktrain.errors import BlocktrainError, ConfigError
+from blocktrain.files import write_bytes
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.storage.chunks import ChunkStore, open_chunks
 from blocktrain.storage.shelf import ChunkCache
@@ -99,12 +99,8 @@ class CoordinatorFolder:
         return path.read_text() if path.exists() else ""
 
     def _keep(self, name: str, text: str) -> None:
-        """Whole or not at all: another coordinator may be starting, or this one may be killed."""
         self._make_folder()
-        scratch = self.folder / f"{name}.{os.getpid()}"
-        scratch.touch(mode=0o600)
-        scratch.write_text(text)
-        scratch.replace(self.folder / name)
+        write_bytes(self.folder / name, text.encode(), mode=0o600)
 
     def _make_folder(self) -> None:
         """For the operator alone: what is in it opens the run to whoever reads it."""

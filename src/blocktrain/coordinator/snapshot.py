@@ -12,11 +12,13 @@ import tempfile
 import time
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from blocktrain.coordinator.collector import named_blobs
 from blocktrain.coordinator.folder import INVITE_FILE, LEDGER_FILE
 from blocktrain.coordinator.run import open_run
 from blocktrain.errors import CorruptFileError, NotFoundError, RunError
+from blocktrain.files import atomic_write
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.storage.chunks import LocalChunks, place_of
 
@@ -32,19 +34,17 @@ def back_up(folder: Path, out: Path) -> int:
         raise RunError(f"{out} is there already")
     if not out.parent.is_dir():
         raise RunError(f"{out.parent} is no folder to write a backup into")
-    partial = out.with_name(out.name + ".partial")
-    try:
+    with atomic_write(out, mode=0o600) as file:  # the run's secrets are in it
         for _ in range(TRIES):
-            missing = _write(folder, partial)
+            missing = _write(folder, file)
             if not missing:
-                partial.replace(out)
-                return out.stat().st_size
-    finally:
-        partial.unlink(missing_ok=True)
-    raise RunError(
-        f"{len(missing)} chunks that the run needs are not in {folder / CHUNKS},"
-        f" among them {min(missing)}; tried {TRIES} times"
-    )
+                break
+        else:
+            raise RunError(
+                f"{len(missing)} chunks that the run needs are not in {folder / CHUNKS},"
+                f" among them {min(missing)}; tried {TRIES} times"
+            )
+    return out.stat().st_size
 
 
 def restore(archive_path: Path, folder: Path) -> int:
@@ -59,14 +59,14 @@ def restore(archive_path: Path, folder: Path) -> int:
         raise
 
 
-def _write(folder: Path, out: Path) -> set[str]:
+def _write(folder: Path, out: BinaryIO) -> set[str]:
     """One try; the chunks that it lacks, because they went after the ledger was copied."""
-    out.unlink(missing_ok=True)
-    out.touch(mode=0o600)  # the run's secrets are in it
+    out.seek(0)
+    out.truncate()
     held = folder / CHUNKS
     with (
-        tempfile.TemporaryDirectory(dir=out.parent) as scratch,
-        tarfile.open(out, "w") as archive,
+        tempfile.TemporaryDirectory(dir=Path(out.name).parent) as scratch,
+        tarfile.open(fileobj=out, mode="w") as archive,
     ):
         if held.is_dir():  # first: without it, and only then, there are none to check for
             archive.add(held, CHUNKS, recursive=False)

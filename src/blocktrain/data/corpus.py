@@ -19,6 +19,7 @@ from blocktrain.config import DataConfig
 from blocktrain.data.sources import Source, open_source
 from blocktrain.data.splits import SPLITS
 from blocktrain.errors import DataError
+from blocktrain.files import file_sha256
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -104,7 +105,7 @@ def _lay_down(source: Source, spec: str, folder: Path) -> None:
     described = {
         "source": spec,
         "bytes": {split: path.stat().st_size for split, path in files.items()},
-        "sha256": {split: _digest(path) for split, path in files.items()},
+        "sha256": {split: file_sha256(path) for split, path in files.items()},
     }
     (folder / "corpus.json").write_text(json.dumps(described))
 
@@ -142,8 +143,3 @@ def _carve_missing(folder: Path, missing: tuple[str, ...], spec: str) -> None:
             source.seek(size)
             (folder / f"{split}.bin").write_bytes(source.read(each))
         source.truncate(size)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()

@@ -10,7 +10,6 @@ those of WikiText-2, since fewer of their words are unknown.
 huggingface_hub and pyarrow are an optional extra, imported only when there is something to fetch.
 """
 
-import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from filelock import FileLock
 
 from blocktrain.data.splits import SPLITS, Budget, split_of
 from blocktrain.errors import DataError
+from blocktrain.files import atomic_write, file_sha256
 
 FOLDER = "hub"
 TEXT_COLUMN = "text"
@@ -234,11 +234,9 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _write_whole(path: Path, chunks: Iterator[bytes]) -> None:
     """Write a file that appears complete or not at all."""
-    part = path.with_suffix(".part")
-    with part.open("wb") as out:
+    with atomic_write(path) as out:
         for chunk in chunks:
             out.write(chunk)
-    part.replace(path)
 
 
 def _list(dataset: _Dataset, limit: int) -> tuple[str, dict[str, list[str]]]:
@@ -340,7 +338,7 @@ def _hub_errors() -> tuple[type[BaseException], ...]:
 def _check(path: Path, split: str, spec: str, release: Release) -> None:
     """Compare a file with what is known of its split."""
     facts: tuple[tuple[str, Mapping[str, object], Callable[[Path], object]], ...] = (
-        ("sha256", release.sha256, _sha256),
+        ("sha256", release.sha256, file_sha256),
         ("lines", release.lines, _count_lines),
     )
     for fact, known, measure in facts:
@@ -349,13 +347,6 @@ def _check(path: Path, split: str, spec: str, release: Release) -> None:
                 f"{path} is not the {split} split of {spec}"
                 f" ({fact} {found}, not {known[split]}): delete it to have it downloaded again"
             )
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    for chunk in _plain(path):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _count_lines(path: Path) -> int:

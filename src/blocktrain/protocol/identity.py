@@ -6,7 +6,6 @@ bits in the last character) is refused here, so that a changed character is neve
 
 import base64
 import json
-import os
 import struct
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from blocktrain.errors import ConfigError, CorruptFileError
+from blocktrain.files import write_bytes
 from blocktrain.protocol.messages import UpdateClaim
 
 
@@ -54,7 +54,7 @@ class WorkerKey:
             path.parent.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(path.with_name(path.name + ".lock")):
                 if not path.exists():
-                    _write_for_owner_only(path, cls.create()._pem())
+                    write_bytes(path, cls.create()._pem(), mode=0o600)
                 return cls._parse(path.read_bytes(), path)
         except OSError as error:
             raise ConfigError(f"cannot keep a key in {path}: {error.strerror}") from None
@@ -136,15 +136,3 @@ def _verify(public_key: str, text: bytes, signature: str) -> bool:
     except (ValueError, InvalidSignature):
         return False
     return True
-
-
-def _write_for_owner_only(path: Path, data: bytes) -> None:
-    """Whole or not at all, and never readable by others, not even while it is written."""
-    scratch = path.with_name(path.name + ".partial")
-    scratch.unlink(missing_ok=True)
-    scratch.touch(mode=0o600, exist_ok=False)
-    with scratch.open("wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    scratch.replace(path)

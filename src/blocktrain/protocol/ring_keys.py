@@ -8,7 +8,6 @@ is believed but this authority, in both directions, over TLS 1.3 only. Host name
 because members move between addresses: the role is what counts, and `meeting` checks it.
 """
 
-import os
 import re
 import ssl
 import time
@@ -22,6 +21,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from blocktrain.errors import ConfigError, UntrustedError
+from blocktrain.files import write_bytes
 from blocktrain.protocol.tls import Issuer
 
 ROUTER = "router"
@@ -93,8 +93,8 @@ class Keyring:
     def _write(self, name: str, cert_pem: str, key_pem: str) -> None:
         # Cut off in between, there is no certificate, rather than one with another's key.
         (self.folder / f"{name}.pem").unlink(missing_ok=True)
-        _write(self.folder / f"{name}.key", key_pem, 0o600)
-        _write(self.folder / f"{name}.pem", cert_pem, 0o644)
+        write_bytes(self.folder / f"{name}.key", key_pem.encode(), mode=0o600)
+        write_bytes(self.folder / f"{name}.pem", cert_pem.encode(), mode=0o644)
 
 
 def server_context(folder: Path, name: str, clock: Clock = time.time) -> ssl.SSLContext:
@@ -170,12 +170,3 @@ def read_certificate(path: Path) -> x509.Certificate:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError:
         raise ConfigError(f"{path} is no certificate") from None
-
-
-def _write(path: Path, text: str, mode: int) -> None:
-    """Whole or not at all, and at no moment readable to more than it should be."""
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.unlink(missing_ok=True)
-    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-        file.write(text)
-    unfinished.replace(path)

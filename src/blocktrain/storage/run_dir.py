@@ -13,12 +13,10 @@ load. Tensors are numpy arrays in safetensors; nothing is ever unpickled. Knows 
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import filelock
 import numpy.typing as npt
@@ -26,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from blocktrain.config import Config, load_config
 from blocktrain.errors import CorruptFileError, RunError
+from blocktrain.files import UNFINISHED, atomic_write, file_sha256, write_bytes
 from blocktrain.storage.tensor_file import encode
 
 FORMAT = 1
@@ -89,7 +88,7 @@ class RunDir:
         if path.is_dir() and not is_run and not all(map(_is_leftover, path.iterdir())):
             raise RunError(f"{path} is not empty and is not a run")
         path.mkdir(parents=True, exist_ok=True)
-        write_atomically(path / "config.toml", config.to_toml().encode())
+        write_bytes(path / "config.toml", config.to_toml().encode())
         return cls(path, config)
 
     @classmethod
@@ -176,7 +175,7 @@ class RunDir:
             "model": asdict(stored),
             "fetched": fetched,
         }
-        write_atomically(self.path / "manifest.json", json.dumps(manifest, indent=1).encode())
+        write_bytes(self.path / "manifest.json", json.dumps(manifest, indent=1).encode())
         return self.path / EXPORTED
 
     def _exported_weights(self) -> list[Tensors]:
@@ -290,7 +289,7 @@ class BlockDir:
             "versions": [asdict(v) for v in kept],
             "state": asdict(state),
         }
-        write_atomically(self.path / "manifest.json", json.dumps(manifest, indent=1).encode())
+        write_bytes(self.path / "manifest.json", json.dumps(manifest, indent=1).encode())
         self._remove_all_but({state.name, *(v.weights.name for v in kept)})
 
     def clear(self) -> None:
@@ -311,7 +310,7 @@ class BlockDir:
             return
         kept = [line for line in _whole_lines(self.metrics_path) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
-        write_atomically(self.metrics_path, text.encode())
+        write_bytes(self.metrics_path, text.encode())
 
     def _manifest(self) -> dict[str, Any]:
         path = self.path / "manifest.json"
@@ -326,7 +325,7 @@ class BlockDir:
 def store_tensors(path: Path, tensors: Tensors) -> StoredFile:
     """Piece by piece, so that they are not in memory a second time."""
     digest, size = hashlib.sha256(), 0
-    with _replacing(path) as out:
+    with atomic_write(path) as out:
         for piece in encode(tensors):
             out.write(piece)
             digest.update(piece)
@@ -356,9 +355,7 @@ def read_tensors(
 
 def _check_file(path: Path, stored: StoredFile) -> None:
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            size = file.tell()
+        digest, size = file_sha256(path), path.stat().st_size
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from None
     if size != stored.size:
@@ -381,22 +378,6 @@ def read_manifest(path: Path, config_digest: str) -> dict[str, Any]:
     return manifest
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    with _replacing(path) as out:
-        out.write(data)
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """All of it or none of it, and on disk before it has its name."""
-    scratch = path.with_name(path.name + ".partial")
-    with scratch.open("wb") as out:
-        yield out
-        out.flush()
-        os.fsync(out.fileno())
-    scratch.replace(path)
-
-
 def _version(entry: dict[str, Any]) -> SavedVersion:
     return SavedVersion(**{**entry, "weights": StoredFile(**entry["weights"])})
 
@@ -411,7 +392,7 @@ def _whole_lines(path: Path) -> Iterable[dict[str, Any]]:
 
 def _is_leftover(path: Path) -> bool:
     """What a start that was killed may leave behind."""
-    return path.name == LOCK or path.name.endswith(".partial")
+    return path.name == LOCK or path.name.endswith(UNFINISHED)
 
 
 def _with_local_settings(stored: Config, asked: Config) -> Config:

@@ -19,10 +19,11 @@ from blocktrain.codec.frames import codec_named, encode_with_residual, top_k_of_
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import DeviceError, DivergedError, ProtocolError
+from blocktrain.files import write_bytes
 from blocktrain.protocol.messages import Blob, Lease, Predecessor, Recipe
 from blocktrain.storage import tensor_file
 from blocktrain.storage.memory import advise, own_memory
-from blocktrain.storage.run_dir import Tensors, write_atomically
+from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.assemble import load_block
 from blocktrain.train.cascade import Published
 from blocktrain.train.device import Compute
@@ -39,7 +40,7 @@ class MomentsFile:
 
     def save(self, moments: Tensors) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._path, b"".join(tensor_file.encode(moments)))
+        write_bytes(self._path, b"".join(tensor_file.encode(moments)))
 
     def load(self, shapes: Mapping[str, tuple[int, ...]]) -> Tensors | None:
         """Moments of exactly these shapes; None where there are none."""

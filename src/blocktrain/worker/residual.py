@@ -17,6 +17,7 @@ import numpy as np
 
 from blocktrain.codec.dense import Floats
 from blocktrain.errors import ProtocolError
+from blocktrain.files import UNFINISHED, atomic_write
 from blocktrain.storage.tensor_file import header_bytes, parse_header
 
 NAME, ENDING = "residual", ".safetensors"
@@ -45,11 +46,9 @@ class ResidualFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         for stale in self._path.parent.glob(f"{self._path.name}.*"):
             stale.unlink(missing_ok=True)
-        partial = self._path.with_name(f"partial-{self._path.name}")
-        with partial.open("wb") as file:
+        with atomic_write(self._waiting(lease), sync=False) as file:
             file.write(header_bytes([(NAME, "F32", (count,))]))
             yield lambda piece: file.write(piece.astype("<f4", copy=False).data)
-        partial.replace(self._waiting(lease))
 
     def settle(self, lease: str, *, accepted: bool | None) -> None:
         """None: whether the update was accepted is not known."""
@@ -63,6 +62,9 @@ def settle_leftover_residuals(folder: Path, was_accepted: Callable[[str], bool |
     """Updates that were on their way when an earlier process ended. `was_accepted`: what became of
     a lease's; what it raises leaves the others, and this one, for the next time."""
     for waiting in sorted(folder.glob(f"{NAME}-*{ENDING}.*")):
+        if waiting.suffix == UNFINISHED:  # of a process that was killed while writing it
+            waiting.unlink()
+            continue
         _settle(waiting, was_accepted(waiting.suffix.removeprefix(".")))
 
 

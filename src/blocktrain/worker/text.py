@@ -6,7 +6,6 @@ A run's description comes from a stranger: a copy that it names is looked for on
 have a name of their own and are here already. Files are read where the machine's owner names them.
 """
 
-import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +19,7 @@ from blocktrain.data import hub
 from blocktrain.data.corpus import Bytes, Corpus, cache_dir, load_corpus
 from blocktrain.data.splits import SPLITS
 from blocktrain.errors import DataError, ProtocolError
+from blocktrain.files import file_sha256
 from blocktrain.protocol.messages import Blob, RunDescription
 from blocktrain.worker.http import Patience
 from blocktrain.worker.transfer import Transfer
@@ -81,7 +81,7 @@ class CorpusCache:
                 if path.exists():  # another worker was first
                     return
                 self._transfer.fetch_file(blob, unchecked, patience)
-                if _sha256(unchecked) != digest:
+                if file_sha256(unchecked) != digest:
                     unchecked.unlink()
                     raise ProtocolError("the run's text is not the one it describes")
                 unchecked.replace(path)
@@ -119,8 +119,3 @@ def _is_here_by_name(source: str) -> bool:
     folder = cache_dir() / hub.FOLDER / re.sub("[/:]", "--", source.removeprefix("hf:"))
     needed = SPLITS if source in hub.WIKITEXT else SPLITS[:1]
     return all((folder / f"{split}.txt").exists() for split in needed)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,9 +16,9 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from blocktrain.errors import CorruptFileError, DivergedError, ProtocolError, RefusedError
+from blocktrain.files import write_bytes
 from blocktrain.protocol.messages import MOST_DOWNLOADS, Blob, Downloaded
 from blocktrain.storage.deltas import follow_blobs
-from blocktrain.storage.run_dir import write_atomically
 from blocktrain.worker.http import Patience
 from blocktrain.worker.transfer import Transfer
 
@@ -149,7 +149,7 @@ class Versions:
         if self._differ and self._held.get(block) != held:
             self._held[block] = held
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, _FILE.dump_json(self._held))
+            write_bytes(self._path, _FILE.dump_json(self._held))
 
     def _noted(self) -> dict[int, CachedVersion]:
         """A cache: what cannot be read is as good as nothing held."""
