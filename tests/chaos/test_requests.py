@@ -51,10 +51,8 @@ from blocktrain.protocol.messages import (
     UploadState,
 )
 from blocktrain.protocol.tls import pinned_context
-from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.tensor_file import decode
-from blocktrain.worker.bandwidth import Throttle, TrafficCounter
+from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
 from blocktrain.worker.transfer import Transfer
 
@@ -390,13 +388,11 @@ def test_an_upload_broken_at_90_percent_goes_on_from_there(what: str, threads: i
             lease = client.lease(LeaseRequest(blocks=(0,))).answer
             assert isinstance(lease, Lease)
             made = Signer(server.run, joined.worker, key).update(lease, {"large": weights + 1})
-            cache = Blobs(LocalChunks(Path(large) / "cache", sync=False))
+            cache = BlobCache(Path(large) / "cache")
             for chunk in made.chunks.values():
                 cache.chunks.put(chunk)
-            transfer = Transfer(
-                client, cache, Throttle(None, client.clock), TrafficCounter(), threads
-            )
-            assert transfer.send(made.offer, client.patience(SECONDS)).state == "pending"
+            transfer = Transfer(client, cache, threads=threads)
+            assert transfer.send(made.offer, client.deadline(SECONDS)).state == "pending"
         assert proxy.was_cut
         under_way = 0.005 * TEN_CHUNKS if threads == 1 else threads * CHUNK_BYTES
         assert proxy.up < 1.005 * TEN_CHUNKS + under_way  # half a percent for TLS

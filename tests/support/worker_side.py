@@ -1,14 +1,11 @@
 """What tests of the worker agree on: one run, one key, a client with short timeouts."""
 
-import ssl
 from random import Random
 
 import httpx
 
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import Joined, RunDescription
-from blocktrain.worker.http import IDLE_SECONDS
-from blocktrain.worker.wire import Wire
 
 RUN, WORKER, SECRET = "run00001", "worker01", "c2VjcmV0"
 KEY = WorkerKey.create()
@@ -21,8 +18,7 @@ class Eager(Random):
         return a + (b - a) / 100
 
 
-def impatient(context: ssl.SSLContext) -> httpx.Client:
-    return httpx.Client(transport=Wire(context, IDLE_SECONDS), timeout=httpx.Timeout(1.0))
+SHORT_TIMEOUT = httpx.Timeout(1.0)
 
 
 def described(**changes: object) -> RunDescription:

@@ -16,7 +16,7 @@ from blocktrain.cli import options
 from blocktrain.cli.display import plain, size
 
 if TYPE_CHECKING:
-    from blocktrain.worker.machine import WorkerEvent
+    from blocktrain.worker.events import WorkerEvent
 
 MOST_WORKERS_HERE = 256
 SECONDS_BETWEEN_LINES = 10.0

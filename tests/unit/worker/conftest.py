@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.support.fault_server import FaultServer
-from tests.support.worker_side import KEY, RUN, SECRET, Eager, impatient, joined
+from tests.support.worker_side import KEY, RUN, SECRET, SHORT_TIMEOUT, Eager, joined
 
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import Hello, Token
 from blocktrain.worker.client import Client
-from blocktrain.worker.clock import Clock
+from blocktrain.worker.timing import Clock
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def new_client(server: FaultServer) -> Iterator[Callable[..., Client]]:
 
     def make(*addresses: str, clock: Clock | None = None, fingerprint: str | None = None) -> Client:
         invite = Invite(addresses or (server.address,), SECRET, fingerprint, RUN)
-        made.append(Client(invite, KEY, http=impatient, clock=clock, random=Eager()))
+        made.append(Client(invite, KEY, timeout=SHORT_TIMEOUT, clock=clock, random=Eager()))
         return made[-1]
 
     yield make

@@ -41,7 +41,8 @@ from blocktrain.train.device import resolve
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.agent import Agent
 from blocktrain.worker.client import Client
-from blocktrain.worker.machine import Idleness, WorkerEvent, WorkerSettings
+from blocktrain.worker.events import WorkerEvent
+from blocktrain.worker.machine import Idleness, WorkerSettings
 
 CPU = resolve("cpu", "fp32")
 SOON = Wait(seconds=0.02, reason="the last update is about to become a version")
@@ -440,8 +441,8 @@ def test_what_was_downloaded_is_told_once_where_an_update_cannot_be_sent(
 def test_who_leaves_before_its_update_is_sent_tells_what_it_downloaded(
     script: Script, watched: Watched, server: FaultServer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("blocktrain.worker.agent.SEND_SECONDS", 0.1)
-    monkeypatch.setattr("blocktrain.worker.agent.FINISH_SECONDS", 0.1)
+    monkeypatch.setattr("blocktrain.worker.lease_loop.SEND_SECONDS", 0.1)
+    monkeypatch.setattr("blocktrain.worker.lease_loop.FINISH_SECONDS", 0.1)
     server.faults = [Fault("PUT /v1/chunks", status=503, times=1000)]
     first = script.first_weights()
     script.answers = [lambda: script.lease(first, 0, 2), script.after(1, Finished)]
@@ -496,7 +497,7 @@ def test_an_invite_for_another_role_is_refused(
     script: Script, watched: Watched, server: FaultServer
 ):
     server.on("POST /v1/join", lambda body: joined(role="evaluate"))
-    with pytest.raises(ConfigError, match=r"add --evaluate, .* another --folder"):
+    with pytest.raises(ConfigError, match=r"not training: add --evaluate, .* another --folder"):
         watched.run()
 
 
@@ -539,7 +540,7 @@ def test_two_workers_cannot_share_a_folder(script: Script, watched: Watched):
     thread = threading.Thread(target=first.run)
     thread.start()
     assert waiting.wait(10)
-    with pytest.raises(RunError, match="another worker works in"):
+    with pytest.raises(RunError, match="another worker uses"):
         second.run()
     first.stop()
     thread.join()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.support.coordinator import INVITE_SECONDS, Made, Member, SetClock, Signer, served
 from tests.support.frugal import NUMBERS, frugal, send_learned
-from tests.support.worker_side import KEY, Eager, impatient
+from tests.support.worker_side import KEY, SHORT_TIMEOUT, Eager
 
 from blocktrain.codec.frames import codec_named, encode
 from blocktrain.coordinator.service import Service
@@ -33,7 +33,10 @@ def client(service: Service) -> Iterator[Client]:
     secret = service.operator.invite("train", 1, INVITE_SECONDS)
     with served(service) as address:
         client = Client(
-            Invite((address,), secret, None, service.run.id), KEY, http=impatient, random=Eager()
+            Invite((address,), secret, None, service.run.id),
+            KEY,
+            timeout=SHORT_TIMEOUT,
+            random=Eager(),
         )
         yield client
         client.close()

@@ -24,7 +24,7 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.protocol.tls import Authority
 from blocktrain.worker.client import Client
-from blocktrain.worker.clock import Clock
+from blocktrain.worker.timing import Clock
 
 NewClient = Callable[..., Client]
 STATUS = Status(run=RUN, state="running", ce=None, codec="none", blocks=(), workers=(), seconds=1.0)
@@ -165,7 +165,7 @@ def test_nobody_there_is_told_with_the_address(new_client: NewClient):
     address = closed_port()
     client = new_client(address, clock=TurnedClock().clock)
     with pytest.raises(UnreachableError, match=f"no answer from {address}: .*refused"):
-        client.hello(client.patience(0.1))
+        client.hello(client.deadline(0.1))
 
 
 def test_a_refusal_is_asked_for_once(client: Client, server: FaultServer):
@@ -207,17 +207,17 @@ def test_a_silent_connection_is_given_up(server: FaultServer, new_client: NewCli
     server.on("GET /v1/hello", lambda body: time.sleep(2.0))
     began = time.monotonic()
     with pytest.raises(UnreachableError, match="timed out"):
-        client.hello(client.patience(0.0))
+        client.hello(client.deadline(0.0))
     assert time.monotonic() - began < 1.8
 
 
 def test_silence_is_told_once_until_somebody_answers(server: FaultServer, new_client: NewClient):
     client, told = new_client(), []
-    client.connection.on_silence = lambda reason, seconds: told.append((reason, seconds))
+    client.http.on_unreachable = lambda reason, seconds: told.append((reason, seconds))
     client.hello()
     for _ in range(2):
         server.faults = [Fault("GET /v1/hello", cut_after=0, times=4)]
-        client.hello(client.patience(60.0))
+        client.hello(client.deadline(60.0))
     assert len(told) == 2
     assert all("no answer from http" in reason and seconds > 50 for reason, seconds in told)
     server.faults = [Fault("GET /v1/hello", status=429, headers={"Retry-After": "0"})]
@@ -231,7 +231,7 @@ def test_a_trickling_connection_is_given_up(server: FaultServer, new_client: New
     client = new_client(clock=hurried)
     server.faults = [Fault("GET /v1/hello", seconds_between=0.01)]
     with pytest.raises(UnreachableError, match="sends too slowly"):
-        client.hello(client.patience(0.0))
+        client.hello(client.deadline(0.0))
     assert server.bytes_sent < 20
 
 
@@ -291,7 +291,7 @@ def test_one_that_only_shows_the_right_certificate_learns_nothing(
     impostor = next(servers)
     client = new_client(impostor.address, fingerprint=authority.fingerprint)
     with pytest.raises(UnreachableError, match="certificate verify failed"):
-        client.status(client.patience(0.0))
+        client.status(client.deadline(0.0))
     assert impostor.lines() == ["GET /v1/ca"]
     servers.close()
 

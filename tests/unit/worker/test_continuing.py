@@ -20,8 +20,8 @@ from blocktrain.storage.run_dir import Tensors
 from blocktrain.train.assemble import load_block
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client
+from blocktrain.worker.events import WorkerEvent
 from blocktrain.worker.local_block import LeaseTrainer, Trained
-from blocktrain.worker.machine import WorkerEvent
 from blocktrain.worker.residual import ResidualFile
 
 
@@ -305,7 +305,7 @@ def test_a_worker_started_again_asks_what_became_of_the_update_that_was_on_its_w
     if became == "unknown":
         server.faults = [Fault("POST /v1/updates/lease002/commit", status=400)]
     elif became == "never told":
-        monkeypatch.setattr("blocktrain.worker.agent.ASK_SECONDS", 0.5)
+        monkeypatch.setattr("blocktrain.worker.agent.REQUEST_SECONDS", 0.5)
         server.faults = [Fault("POST /v1/updates/lease002/commit", status=503, times=1000)]
     else:
         script.receipt = Receipt(state=became)  # type: ignore[arg-type]  # one of its states
@@ -325,8 +325,8 @@ def test_a_worker_that_leaves_before_its_update_arrived_still_owes_what_it_owed(
 ):
     """It never came to the commit: so it is certain that the update does not count."""
     script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
-    monkeypatch.setattr("blocktrain.worker.agent.SEND_SECONDS", 0.2)
-    monkeypatch.setattr("blocktrain.worker.agent.FINISH_SECONDS", 0.2)
+    monkeypatch.setattr("blocktrain.worker.lease_loop.SEND_SECONDS", 0.2)
+    monkeypatch.setattr("blocktrain.worker.lease_loop.FINISH_SECONDS", 0.2)
     base, before = script.first_weights(), []
 
     def next_chunks_are_not_taken() -> Lease:
@@ -361,7 +361,7 @@ def test_what_is_owed_is_forgotten_only_where_nobody_knows_whether_an_update_arr
 ):
     """Told again, it would count twice."""
     script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
-    monkeypatch.setattr("blocktrain.worker.agent.LATEST_SEND_SECONDS", 0.5)
+    monkeypatch.setattr("blocktrain.worker.lease_loop.LATEST_SEND_SECONDS", 0.5)
     routes = {"offer": "POST /v1/updates", "receipt": "POST /v1/updates/lease002/commit"}
     base = script.first_weights()
     owed = watched.settings.folder / RUN / "residual-0.safetensors"

@@ -11,7 +11,7 @@ import pytest
 from tests.support.fault_server import Fault, FaultServer
 from tests.support.turned_clock import TurnedClock
 from tests.support.worker_side import described, joined
-from tests.unit.worker.test_model_fetch import GONE, Blocks
+from tests.unit.worker.test_fetch_model import GONE, Blocks
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
@@ -19,9 +19,10 @@ from blocktrain.errors import RefusedError, RunError
 from blocktrain.model.stack import initial_block
 from blocktrain.protocol.messages import Score
 from blocktrain.storage import tensor_file
-from blocktrain.worker.client import USUAL_PATIENCE, Client
+from blocktrain.worker.client import DEFAULT_SECONDS, Client
 from blocktrain.worker.evaluator import Evaluator
-from blocktrain.worker.machine import WorkerEvent, WorkerSettings
+from blocktrain.worker.events import WorkerEvent
+from blocktrain.worker.machine import WorkerSettings
 
 
 class Judge:
@@ -114,7 +115,7 @@ def test_a_coordinator_that_is_away_for_long_gets_its_scores(
     server: FaultServer, new_client: Callable[..., Client], blocks: Blocks, judge: Judge
 ):
     """For longer than a command waits before which somebody sits."""
-    away = {"Retry-After": str(round(2 * USUAL_PATIENCE))}
+    away = {"Retry-After": str(round(2 * DEFAULT_SECONDS))}
     server.faults = [Fault("POST /v1/scores", status=503, headers=away)]
     judge.client = new_client(clock=TurnedClock().clock)
     assert not judge.make().run(judge.has_scored)
@@ -127,7 +128,7 @@ def test_it_works_alone_in_its_folder(blocks: Blocks, judge: Judge):
 
     def try_another() -> bool:
         if not refused:
-            with pytest.raises(RunError, match="another worker works in") as caught:
+            with pytest.raises(RunError, match="another worker uses") as caught:
                 judge.make().run()
             refused.append(caught.value)
         return judge.has_scored()

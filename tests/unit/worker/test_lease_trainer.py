@@ -163,7 +163,7 @@ def test_predecessors_are_those_of_each_lease(config: Config, corpus: Corpus, tm
         named = (Predecessor(block=0, version=version, weights=BLOB),)
         trainer.run(lease(1, first, 2, predecessors=named), base, weights_of, quiet, never)
     assert asked == [4, 5]
-    with pytest.raises(ProtocolError, match="names no block 0"):
+    with pytest.raises(ProtocolError, match="does not name a version of block 0"):
         trainer.run(lease(1, 0, 2), base, weights_of, quiet, never)
 
 

@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 from tests.support.coordinator import INVITE_SECONDS, Member, SetClock, join, served, tensors_of
 from tests.support.frugal import frugal, make_version
-from tests.support.worker_side import KEY, Eager, impatient
+from tests.support.worker_side import KEY, SHORT_TIMEOUT, Eager
 
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import UnreachableError
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import MOST_DOWNLOADS, Blob, Differences, Downloaded
 from blocktrain.storage import tensor_file
-from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks
-from blocktrain.worker.bandwidth import Throttle, TrafficCounter
+from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
 from blocktrain.worker.transfer import Transfer
 from blocktrain.worker.versions import Versions
@@ -43,9 +41,9 @@ def transfer(service: Service, tmp_path: Path) -> Iterator[Transfer]:
     secret = service.operator.invite("train", 1, INVITE_SECONDS)
     with served(service) as address:
         invite = Invite((address,), secret, None, service.run.id)
-        client = Client(invite, KEY, http=impatient, random=Eager())
-        cache = Blobs(LocalChunks(tmp_path / "chunks", sync=False))
-        yield Transfer(client, cache, Throttle(None, client.clock), TrafficCounter())
+        client = Client(invite, KEY, timeout=SHORT_TIMEOUT, random=Eager())
+        cache = BlobCache(tmp_path / "chunks")
+        yield Transfer(client, cache)
         client.close()
 
 
@@ -74,8 +72,7 @@ def newest(service: Service) -> tuple[int, Blob]:
 def had(service: Service, versions: Versions, transfer: Transfer) -> Downloaded:
     """Have the newest version; what was moved for it."""
     version, weights = newest(service)
-    data = memoryview(bytearray(weights.size))
-    versions.read(0, version, weights, transfer.client.patience(), data)
+    data = versions.read(0, version, weights, transfer.client.deadline())
     assert (
         tensor_file.decode(data)["w"].tobytes() == tensors_of(service.run, weights)["w"].tobytes()
     )
@@ -103,7 +100,7 @@ def test_what_is_here_already_costs_nothing(
     service: Service, versions: Versions, transfer: Transfer
 ):
     had(service, versions, transfer)
-    versions.fetch(0, *newest(service), transfer.client.patience())
+    versions.fetch(0, *newest(service), transfer.client.deadline())
     assert versions.take_downloads() == ()
 
 
@@ -114,7 +111,7 @@ def test_a_version_that_was_fetched_in_two_tries_is_one(
         raise UnreachableError("the line is gone")
 
     with monkeypatch.context() as cut_short:
-        cut_short.setattr(transfer, "read_into", cut)
+        cut_short.setattr(transfer, "read", cut)
         with pytest.raises(UnreachableError):
             had(service, versions, transfer)
     size = newest(service)[1].size
@@ -152,7 +149,7 @@ def test_a_worker_that_was_restarted_goes_on_following(
     had(service, versions, transfer)
     make_version(service, member)
     again = new_versions()
-    assert again.held({0, 1}) == versions.held({0}) and not again.held({1})
+    assert again.cached({0, 1}) == versions.cached({0}) and not again.cached({1})
     assert had(service, again, transfer).whole == 0
 
 
@@ -168,10 +165,10 @@ def test_the_whole_is_fetched_where_there_is_no_way(
     trouble: str,
 ):
     had(service, versions, transfer)
-    (base,) = versions.held({0})
+    (base,) = versions.cached({0})
     make_version(service, member)
     if trouble == "dropped":
-        transfer.keep_only([])
+        transfer.cache.keep_only([])
     if trouble == "damaged":
         for name in transfer.cache.chunks_of(base.name) - {base.name}:
             (path,) = (tmp_path / "chunks").rglob(f"*{name[2:]}")
@@ -213,7 +210,7 @@ def test_a_way_that_leads_elsewhere_or_is_longer_than_the_whole_is_not_taken(
     moved = had(service, versions, transfer)
     assert moved.whole == whole.size
     assert (moved.differences == 0) == (kind in ("long", "other"))
-    led_elsewhere = "block 0: the differences from version 0 to 2 led elsewhere"
+    led_elsewhere = "block 0: the deltas from version 0 to 2 gave other weights"
     assert [text.split(";")[0] for text in astray] == (
         [led_elsewhere] if kind in ("twice", "short") else []
     )

@@ -16,8 +16,8 @@ from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client
-from blocktrain.worker.fetch import fetch_model
-from blocktrain.worker.http import Patience
+from blocktrain.worker.timing import Deadline
+from blocktrain.worker.versions import fetch_model
 
 GONE = Blob(name="ab" * 32, size=1000)
 
@@ -92,11 +92,11 @@ def test_a_fetch_needs_room_beside_its_model_for_a_block_at_a_time(
     out, held = tmp_path / "model", []
     status = client.status
 
-    def looked(patience: Patience | None = None) -> Status:
+    def looked(deadline: Deadline | None = None) -> Status:
         held.append(
             [path for path in out.rglob("*") if path.is_file() and path.stat().st_size > 999]
         )
-        return status(patience)
+        return status(deadline)
 
     monkeypatch.setattr(client, "status", looked)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: pytest.fail("another file system"))

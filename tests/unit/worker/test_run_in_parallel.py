@@ -3,8 +3,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-
-from blocktrain.worker.bandwidth import run_in_parallel
+from blocktrain.worker.transfer import run_in_parallel
 
 
 def test_everything_is_done_by_so_many_at_a_time():
