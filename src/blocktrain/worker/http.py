@@ -4,6 +4,7 @@ Picks the address, pins the run's certificate, retries transient failures, and t
 this project's errors. Knows neither the messages nor who sends them.
 """
 
+import logging
 import ssl
 import threading
 from abc import ABC, abstractmethod
@@ -39,6 +40,8 @@ CODES = {
     401: "unauthorized", 403: "forbidden", 404: "not_found", 409: "conflict", 410: "gone",
     413: "too_large", 422: "malformed",
 }  # fmt: skip
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs URLs; presigned are secret
 
 Result = TypeVar("Result")
 

@@ -40,7 +40,7 @@ URL_SECONDS = 15.0  # for how long a presigned URL is tried before the coordinat
 AVOID_SECONDS = 600.0  # for how long presigned URLs are not tried after one did not answer
 RENEW_SECONDS = 60.0  # a URL younger than this was not refused because of its age
 MOST_ROUNDS = 8  # of sending the missing chunks and committing
-LARGEST_PIECE = 64 * 1024
+LARGEST_PIECE = 128 * 1024
 SMALLEST_PIECE = 1024
 POLL_SECONDS = 0.5  # a wait without a timeout cannot be interrupted on every system
 

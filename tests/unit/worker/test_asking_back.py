@@ -124,7 +124,7 @@ def test_who_is_stopped_while_nobody_answers_asks_the_next_time(
     nobody = Client(
         Invite(("http://127.0.0.1:9",), "c2VjcmV0", None, client.invite.run), KEY, random=Eager()
     )
-    stopped = nobody.patience(wanted=lambda: False)
+    stopped = nobody.deadline(wanted=lambda: False)
     with pytest.raises(UnreachableError):
         settle_leftover_residuals(tmp_path, lambda lease: nobody.was_accepted(lease, stopped))
     assert owed_now(kept).tolist() == OLD.tolist()

@@ -1,13 +1,12 @@
 import socket
-import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.support.fault_server import Fault, FaultServer
 from tests.support.turned_clock import TurnedClock
-from tests.support.worker_side import KEY, RUN, SECRET, WORKER
+from tests.support.worker_side import KEY, RUN, SECRET, WORKER, tls_server
 
 from blocktrain.errors import ProtocolError, RefusedError, UnreachableError, UntrustedError
 from blocktrain.protocol import identity
@@ -238,37 +237,10 @@ def test_a_trickling_connection_is_given_up(server: FaultServer, new_client: New
 # Trust
 
 
-@pytest.fixture
-def authority() -> Authority:
-    return Authority.create(RUN, time.time())
-
-
-@pytest.fixture
-def secure(authority: Authority, tmp_path: Path) -> Iterator[FaultServer]:
-    yield from tls_server(authority, authority, tmp_path)
-
-
-def tls_server(shown: Authority, signer: Authority, folder: Path) -> Iterator[FaultServer]:
-    """A server that shows one authority and has a certificate of maybe another."""
-    issued = signer.issue_server(["elsewhere.example"], time.time())
-    folder.mkdir(exist_ok=True)
-    (folder / "cert.pem").write_text(issued.cert_pem)
-    (folder / "key.pem").write_text(issued.key_pem)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
-    server = FaultServer(context)
-    server.faults = [
-        Fault("GET /v1/ca", status=200, body=shown.certificate_pem.encode(), times=1000)
-    ]
-    server.on("GET /v1/hello", lambda body: Hello(run=RUN, protocols=(1,)))
-    server.on("GET /v1/status", lambda body: STATUS)
-    yield server
-    server.close()
-
-
 def test_the_certificate_is_fetched_once_and_pinned(
     secure: FaultServer, new_client: NewClient, authority: Authority
 ):
+    secure.on("GET /v1/status", lambda body: STATUS)
     client = new_client(secure.address, fingerprint=authority.fingerprint)
     client.hello()
     client.status()
@@ -299,6 +271,7 @@ def test_one_that_only_shows_the_right_certificate_learns_nothing(
 def test_an_honest_address_is_found_behind_an_impostor(
     secure: FaultServer, new_client: NewClient, authority: Authority, tmp_path: Path
 ):
+    secure.on("GET /v1/status", lambda body: STATUS)
     other = Authority.create(RUN, time.time())
     servers = tls_server(shown=other, signer=other, folder=tmp_path / "other")
     impostor = next(servers)

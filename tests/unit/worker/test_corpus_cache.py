@@ -93,7 +93,8 @@ def test_the_owners_copy_is_used_where_it_is_the_same(
     assert corpus.splits["train"].tobytes() == same.splits["train"].tobytes()
     assert server.lines("GET /v1/blobs")
     assert told == [
-        f"--data {own.source} is not the run's text: train, valid, test differ; using the run's own"
+        f"--data {own.source} is not the run's text (train, valid, test differ);"
+        " downloading the run's"
     ]
 
 

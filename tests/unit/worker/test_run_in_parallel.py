@@ -3,6 +3,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+
 from blocktrain.worker.transfer import run_in_parallel
 
 

@@ -131,9 +131,9 @@ def test_what_was_not_reported_is_told_with_what_comes_next(
     assert both.differences > 0
 
 
-def test_what_is_too_much_for_one_message_is_told_with_the_next(versions: Versions):
+def test_what_is_too_much_for_one_message_is_reported_with_the_next(versions: Versions):
     for block in reversed(range(MOST_DOWNLOADS + 3)):
-        versions._moved[block]["whole"] += block
+        versions.put_back([Downloaded(block=block, whole=block, differences=0, raw=0)])
     told = [versions.take_downloads() for _ in range(3)]
     assert [len(each) for each in told] == [MOST_DOWNLOADS, 3, 0]
     assert all(each.whole == each.block for part in told for each in part)
