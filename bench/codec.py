@@ -73,7 +73,7 @@ def made_up(numbers: int) -> Iterator[tuple[str, Floats]]:
 
 def learned(run: Path) -> Iterator[tuple[str, Floats]]:
     opened = RunDir.open(run)
-    for index in range(opened.config.units):
+    for index in range(opened.config.block_count):
         block = opened.block(index)
         last_two = block.versions()[-2:]
         if len(last_two) < 2:

@@ -54,7 +54,7 @@ def contenders(config: Config) -> list[Contender]:
     whole = config.with_settings(objective__kind="end_to_end")
     block = config.with_settings(objective__kind="denoise")
     cascade = config.with_settings(objective__kind="cascade")
-    last, own = cascade.units - 1, cascade.depths[-1]
+    last, own = cascade.block_count - 1, cascade.depths[-1]
     return [
         Contender("end_to_end", f"end-to-end, {model.layers} layers", whole),
         Contender(

@@ -154,7 +154,7 @@ def fill(db: str, count: int) -> None:
     """A ledger in which so many updates were merged long ago."""
     ledger = Ledger(db)
     with ledger.write() as tx:
-        tx.people.add_worker(
+        tx.members.add_worker(
             id=PAST_WORKER, public_key="", name="past", device="none", role="train",
             joined=0.0, seen=0.0,
         )  # fmt: skip

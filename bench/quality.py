@@ -98,7 +98,7 @@ def local_losses(folder: Path) -> dict[str, float]:
     noisy target in view: not a score, shown to be compared with one."""
     run = RunDir.open(folder)
     result = {}
-    for index in range(run.config.units):
+    for index in range(run.config.block_count):
         lines = run.block(index).metrics_path.read_text().splitlines()[-LOCAL_REPORTS:]
         losses = [json.loads(line)["ce"] for line in lines]
         result[f"local loss of block {index}"] = statistics.fmean(
@@ -173,7 +173,7 @@ def data_seen(config_path: Path, overrides: list[str], shares: list[float]) -> s
     see as many times more."""
     config = load_config(config_path, overrides)
     each = config.train.steps * config.train.batch * config.model.window / 1e6
-    total = each * sum(shares or [1.0] * config.units)
+    total = each * sum(shares or [1.0] * config.block_count)
     return f"{each:.1f} MB seen per model and per block, {total:.1f} MB by all blocks"
 
 

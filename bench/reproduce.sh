@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
-#   bench/reproduce.sh DATA OUT small 38m wikipedia speed memory leak counts adaptive \
+#   bench/reproduce.sh DATA OUT small 38m wikipedia speed crowded memory leak counts adaptive \
 #     optimizers cascade stale uneven lead best \
 #     workers codecs three-hosts pairs transfer recovery averaging simulate participation \
 #     serving serving-gpu
@@ -20,7 +20,7 @@ mkdir -p "$out"
 export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 BLOCKTRAIN_CACHE=${BLOCKTRAIN_CACHE:-$out/cache}
 runs=${RUNS:-$out/runs}
 crew="swarm.quorum=6"  # a version waits for everyone who trains the block
-often="swarm.most_steps=25 swarm.kept=120"  # sparse: many small updates, and last words that say more
+often="swarm.most_steps=25 swarm.top_k_per_4096=120"  # sparse: many small updates, and last words that say more
 
 quality() { # NAME CONFIG SOURCE OPTIONS...
   local name=$1 config=$2 source=$3
@@ -71,6 +71,7 @@ for part in "$@"; do
         quality lead wikipedia-38m 'wikipedia/*' model.width=256 model.heads=4 model.window=256 \
           train.batch=16 train.steps=1200 --splits valid --kinds $kind
       done ;;
+    crowded) python3 bench/crowded.py --config configs/demo.toml --out "$out" | tee "$out/$part.log" ;;
     speed | memory) python3 "bench/$part.py" --config configs/wikitext2-38m.toml --out "$out" |
       tee "$out/$part.log" ;;
     best)

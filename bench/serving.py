@@ -87,7 +87,7 @@ def wan(args: argparse.Namespace) -> Row:
     from serving_wan import ASKED, hosts
     from serving_wan import measured as measured_across
 
-    prompts, units = args.prompts, RunDir.open(args.run).config.units
+    prompts, blocks = args.prompts, RunDir.open(args.run).config.block_count
     torch.set_num_threads(1)  # as a stage has
     model = Model.load(args.run, compute_of(args), args.readout)
     home = []
@@ -101,7 +101,7 @@ def wan(args: argparse.Namespace) -> Row:
     for trip in args.round_trips:
         with (
             tempfile.TemporaryDirectory() as scratch,
-            hosts(args.run, units, Path(scratch) / "hosts", trip, args.mbit) as found,
+            hosts(args.run, blocks, Path(scratch) / "hosts", trip, args.mbit) as found,
         ):
             rows += measured_across(found, prompts, args.bytes, trip, args.mbit)
     crossed = crossings(rows, home[0]["seconds"])
@@ -174,7 +174,7 @@ def wire(args: argparse.Namespace) -> Row:
 def concurrency(args: argparse.Namespace) -> Row:
     from serving_loopback import at_once, ring
 
-    blocks = range(1, RunDir.open(args.run).config.units)
+    blocks = range(1, RunDir.open(args.run).config.block_count)
     prompt = args.prompts[0].decode(errors="replace")
     stages = {f"stage-{block}": str(block) for block in blocks}
     with (
@@ -191,7 +191,7 @@ def concurrency(args: argparse.Namespace) -> Row:
 def failover(args: argparse.Namespace) -> Row:
     from serving_loopback import failovers, ring
 
-    last = RunDir.open(args.run).config.units - 1
+    last = RunDir.open(args.run).config.block_count - 1
     stages = {"one": "1", "two": f"2-{last}", "spare": f"2-{last}"}
     prompt = args.prompts[0].decode(errors="replace")
     with (

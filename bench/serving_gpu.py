@@ -152,7 +152,9 @@ class Bench:
         """A model that was trained, as a user serves it."""
         run = RunDir.open(self.args.run)
         stack_bytes = sum(
-            array.size for unit in range(run.config.units) for _, array in run.read_block(unit)
+            array.size
+            for block in range(run.config.block_count)
+            for _, array in run.read_block(block)
         )
         about = {
             "model": f"{run.path.name}, {self.args.precision}",
@@ -160,7 +162,7 @@ class Bench:
             "resident_bytes": stack_bytes * self.compute.dtype.itemsize,
             "read_bytes": stack_bytes * self.compute.dtype.itemsize,
         }
-        self._served(STORED, run.path, run.config.units, [], about, several=True)
+        self._served(STORED, run.path, run.config.block_count, [], about, several=True)
 
     def held(self) -> None:
         window = RunDir.open(self.args.run).config.model.window
@@ -193,7 +195,7 @@ class Bench:
         self,
         program: Sequence[str],
         run: Path,
-        units: int,
+        blocks: int,
         options: list[str],
         about: Row,
         *,
@@ -201,7 +203,7 @@ class Bench:
     ) -> None:
         began = time.monotonic()
         folder = self.scratch / f"ring-{len(self.rows['factors'])}-{time.monotonic_ns()}"
-        with ring(program, run, units, folder, [*self.options, *options]) as (found, client):
+        with ring(program, run, blocks, folder, [*self.options, *options]) as (found, client):
             start_seconds = time.monotonic() - began
             modes = [self._asked(client, *asked) for asked in ASKED]
             self.rows["modes"] += [{**about, **row} for row in modes]

@@ -16,9 +16,9 @@ ECHO = Path(__file__).parent.parent / "tests/support/echo.py"
 STAGES = ("one", "two", "three")
 
 
-def shares(units: int) -> list[str]:
+def shares(blocks: int) -> list[str]:
     """The blocks after the first, as even ranges, one for each stage."""
-    parts = np.array_split(np.arange(1, units), len(STAGES))
+    parts = np.array_split(np.arange(1, blocks), len(STAGES))
     return [f"{part[0]}-{part[-1]}" for part in parts]
 
 

@@ -60,7 +60,7 @@ class Model:
         limits = SlotLimits(AT_ONCE)
         stages = [
             StageCompute.load(source, range(block, block + 1), compute, readout, limits)
-            for block in range(1, source.config.units)
+            for block in range(1, source.config.block_count)
         ]
         return cls(FirstBlock.load(source, compute, readout, limits), stages)
 

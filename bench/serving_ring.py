@@ -40,10 +40,10 @@ class ServingRing:
         for name in STAGES:
             keyring.add(STAGE, name)
 
-    def start(self, units: int, options: Sequence[str]) -> httpx.Client:
+    def start(self, blocks: int, options: Sequence[str]) -> httpx.Client:
         """All at once; a client of the router when all are there."""
         addresses = [f"127.0.0.1:{free_port()}" for _ in STAGES]
-        for name, block, address in zip(STAGES, shares(units), addresses, strict=True):
+        for name, block, address in zip(STAGES, shares(blocks), addresses, strict=True):
             self._start(name, "stage", "--name", name, "--block", block, "--listen", address,
                         *options)  # fmt: skip
         listen = f"127.0.0.1:{free_port()}"
@@ -100,13 +100,13 @@ class ServingRing:
 
 @contextmanager
 def ring(
-    program: Sequence[str], run: Path, units: int, folder: Path, options: Sequence[str]
+    program: Sequence[str], run: Path, blocks: int, folder: Path, options: Sequence[str]
 ) -> Iterator[tuple[ServingRing, httpx.Client]]:
     """Stopped at the end; when something fails, its logs are printed first."""
     folder.mkdir(parents=True)
     found = ServingRing(program, run, folder)
     try:
-        with closing(found.start(units, options)) as client:
+        with closing(found.start(blocks, options)) as client:
             yield found, client
     except BaseException:
         print(found.logs(), flush=True)

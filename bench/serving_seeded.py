@@ -72,12 +72,12 @@ class SeededBlocks:
 
     def parameters(self) -> int:
         """Of the model as it computes, whether its layers have matrices of their own or not."""
-        blocks = [meta_init_block(self.config, block) for block in range(self.config.units)]
+        blocks = [meta_init_block(self.config, block) for block in range(self.config.block_count)]
         return sum(shape.numel() for block in blocks for shape in shapes(block).values())
 
     def resident_bytes(self, dtype: torch.dtype) -> int:
         """Of weights, in all processes together."""
-        blocks = [self._hollow(block) for block in range(self.config.units)]
+        blocks = [self._hollow(block) for block in range(self.config.block_count)]
         return sum(bytes_ for block in blocks for bytes_ in _sizes(block, dtype))
 
     def matrix(self) -> tuple[int, int]:

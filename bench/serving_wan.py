@@ -46,10 +46,10 @@ FIRST = "sweep K=1, first ever"
 class Hosts:
     """A served run on a WAN: its processes, and a client beside the router."""
 
-    def __init__(self, wan: Wan, run: Path, units: int, folder: Path) -> None:
+    def __init__(self, wan: Wan, run: Path, blocks: int, folder: Path) -> None:
         self.wan, self._run, self._folder = wan, run, folder
         self._keys = folder / "keys"
-        self._blocks = dict(zip(STAGES, shares(units), strict=True))
+        self._blocks = dict(zip(STAGES, shares(blocks), strict=True))
         keyring = Keyring(self._keys)
         keyring.add(ROUTER, ROUTER)
         for name in STAGES:
@@ -118,13 +118,13 @@ class Hosts:
 
 @contextmanager
 def hosts(
-    run: Path, units: int, folder: Path, round_trip_ms: float, mbit: float
+    run: Path, blocks: int, folder: Path, round_trip_ms: float, mbit: float
 ) -> Iterator[Hosts]:
     if reason := why_not():
         sys.exit(f"no WAN can be made here: {reason}")
     folder.mkdir(parents=True)
     with Wan([ROUTER, *STAGES], round_trip_ms, mbit) as wan:
-        found = Hosts(wan, run, units, folder)
+        found = Hosts(wan, run, blocks, folder)
         found.start()
         yield found
 

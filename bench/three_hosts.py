@@ -209,7 +209,7 @@ def score(run: Path, windows: int | None, device: str, source: str) -> float:
 def measured(folder: Path, config: Config, args: argparse.Namespace, trip: float) -> dict[str, Any]:
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(config.to_toml())
-    whole = config.units * config.train.steps * config.train.batch * config.model.window
+    whole = config.block_count * config.train.steps * config.train.batch * config.model.window
     hosts = [COORDINATOR, *WORKERS]
     with (
         Links(trip, args.mbit)
@@ -247,7 +247,7 @@ def at_home(folder: Path, config: Config, windows: int | None, device: str) -> f
     (folder / "config.toml").write_text(config.to_toml())
     command = [*COMMAND, "train", "--config", str(folder / "config.toml")]
     command += ["--out", str(folder / "model"), "--set", f"train.device={device}"]
-    command += ["--parallel", str(min(config.units, os.cpu_count() or 1))]
+    command += ["--parallel", str(min(config.block_count, os.cpu_count() or 1))]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return score(folder / "model", windows, device, config.data.source)
 

@@ -167,7 +167,7 @@ def _config(config_path: Path, settings: Sequence[str], seed: int) -> Config:
 
 def _train_in_turn(config: Config, folder: Path, rates: list[float]) -> RunDir:
     session = open_session(config, folder)
-    blocks = list(range(config.units))
+    blocks = list(range(config.block_count))
     session.train_in_turn(blocks, lambda p: rates.append(p.bytes_per_s), lambda: False)
     return session.run
 
@@ -176,7 +176,7 @@ def _train_in_lockstep(
     config: Config, folder: Path, variant: Variant, rates: list[float]
 ) -> RunDir:
     run = RunDir.create(folder, config)
-    if not all(run.block(block).finished() for block in range(config.units)):
+    if not all(run.block(block).finished() for block in range(config.block_count)):
         train_in_lockstep(
             config,
             load_corpus(config.data),

@@ -101,11 +101,11 @@ class Swarm:
     def leases(self) -> Sequence[Any]:
         """What somebody works on now."""
         with self.run.ledger.read() as tx:
-            return tx.held_leases()
+            return tx.leases.held()
 
     def _merges(self) -> int:
         with self.run.ledger.read() as tx:
-            return sum(state.version for state in tx.block_states())
+            return sum(state.version for state in tx.blocks.states())
 
     def status(self) -> Status:
         with closing(self._client()) as client:
@@ -132,9 +132,9 @@ class Swarm:
 
     def _check_ledger(self) -> None:
         with self.run.ledger.read() as tx:
-            states, versions = tx.block_states(), tx.versions()
-            given = tx._session.run(leases.select()).all()
-            sent = {row.lease: row for row in tx._session.run(updates.select())}
+            states, versions = tx.blocks.states(), tx.versions.all()
+            given = tx.connection.execute(leases.select()).all()
+            sent = {row.lease: row for row in tx.connection.execute(updates.select())}
         counted: Counter[tuple[int, int]] = Counter()
         for lease in given:
             if lease.id in sent and sent[lease.id].state == "merged":
@@ -169,7 +169,7 @@ def frugal(tmp_path: Path, processes: Processes) -> Iterator[Swarm]:
     swarm = Swarm(tmp_path / "run", processes)
     with closing(swarm.run.ledger):
         with swarm.run.ledger.read() as tx:
-            assert tx.version(0).weights.size < swarm.run.description.whole_bytes
+            assert tx.versions.get(0).weights.size < swarm.run.description.whole_bytes
         yield swarm
 
 
@@ -223,7 +223,7 @@ def test_a_worker_is_killed_around_a_whole_update(frugal: Swarm, tmp_path: Path,
 def pending_of(run: Run, rows: Sequence[Any]) -> list[PendingUpdate]:
     """Merged updates as they waited."""
     with run.ledger.read() as tx:
-        found = [(row, tx.lease(row.lease)) for row in rows]
+        found = [(row, tx.leases.get(row.lease)) for row in rows]
     return [
         PendingUpdate(
             row.lease, row.worker, row.base_version, row.steps, row.committed, lease.continues
@@ -237,9 +237,9 @@ def _check_versions_follow(run: Run) -> None:
     """Merged again, every version and what it owes is what the one before it and its updates
     give; and differences lead there."""
     with run.ledger.read() as tx:
-        versions = {(item.block, item.version): item for item in tx.versions()}
-        differences = {block: tx.differences(block) for block in range(run.config.units)}
-        sent = tx._session.run(updates.select().where(updates.c.state == "merged")).all()
+        versions = {(item.block, item.version): item for item in tx.versions.all()}
+        differences = {block: tx.versions.deltas(block) for block in range(run.config.block_count)}
+        sent = tx.connection.execute(updates.select().where(updates.c.state == "merged")).all()
     assert len(versions) > 4
     for (block, number), made in versions.items():
         if number == 0:
@@ -260,14 +260,14 @@ def _check_versions_follow(run: Run) -> None:
             if (row.block, row.merged_into) == (block, number)
         ]
         final = made.merged_batches == run.config.train.steps
-        compression = Compression(None if final else Int8(), before.owed)
+        compression = Compression(None if final else Int8(), before.residual)
         again = merge_blobs(run.blobs, before.weights, merged, None, Outer(), compression)
         if final:
-            assert (again.weights, made.owed) == (made.weights, None)
+            assert (again.weights, made.residual) == (made.weights, None)
             assert number not in differences[block]
             continue
         difference = differences[block][number]
-        assert (again.weights, again.owed) == (made.weights, made.owed)
+        assert (again.weights, again.residual) == (made.weights, made.residual)
         assert again.difference == difference
         assert follow_blobs(run.blobs, before.weights, [difference]) == made.weights
 
@@ -378,3 +378,4 @@ def test_the_disk_is_full_for_a_while(swarm: Swarm, tmp_path: Path):
     swarm.finishes(tmp_path / "model")
     for worker in workers:
         swarm.processes.wait_for_end(worker)
+    assert "the ledger answers again" in coordinator.log.read_text()  # so it did not meanwhile

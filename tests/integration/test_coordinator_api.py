@@ -342,8 +342,8 @@ def test_workers_at_once_share_the_work_without_loss(tmp_path: Path):
         finally:
             service.stop()
         with service.run.ledger.read() as tx:
-            states = tx.block_states()
-            counted = sum(row.batches_merged for row in tx.people.workers())
+            states = tx.blocks.states()
+            counted = sum(row.batches_merged for row in tx.members.workers())
         assert [state.merged_batches for state in states] == [60, 60]
         assert counted == 120
 
@@ -1189,7 +1189,7 @@ def test_no_request_breaks_the_coordinator(api: Api, role: Role):
     if role == "evaluate":
         assert after == before
     with api.service.run.ledger.read() as tx:
-        for state in tx.block_states():
+        for state in tx.blocks.states():
             assert state.under_way + state.to_hand_out == state.total_batches
     assert worker.get("/v1/status").status_code == 200
 

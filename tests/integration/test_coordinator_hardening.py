@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ from tests.support.coordinator import (
     served,
     swarm_config,
 )
+from tests.support.once import once
 from tests.support.postgres import fresh_database
+from tests.support.statements import after_statement, before_statement
 
 from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.coordinator.merger import CLAIM_SECONDS
@@ -59,22 +61,25 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 class Meddling:
-    """A chunk store that does something else first, once, when a merge writes its first chunk."""
+    """A chunk store that does something else first, when a merge writes a chunk."""
 
     def __init__(self, chunks: Any, meddle: Callable[[], None]) -> None:
-        self._chunks, self._meddle = chunks, [meddle]
+        self._chunks, self._meddle = chunks, meddle
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._chunks, name)
 
     def put(self, data: Any) -> str:
-        if self._meddle:
-            self._meddle.pop()()
+        self._meddle()
         return self._chunks.put(data)
 
 
-def meddled(service: Service, meddle: Callable[[], None]) -> Service:
-    return Service(dataclasses.replace(service.run, chunks=Meddling(service.run.chunks, meddle)))
+@contextmanager
+def meddled(service: Service, act: Callable[[], None]) -> Iterator[Service]:
+    """The same run, where `act` happens once while a merge is under way."""
+    with once("while a merge is under way", act) as meddle:
+        chunks = Meddling(service.run.chunks, meddle)
+        yield Service(dataclasses.replace(service.run, chunks=chunks))
 
 
 # ban while a merge is under way
@@ -86,10 +91,10 @@ def test_a_ban_during_a_merge_stops_the_merge_not_the_coordinator(tmp_path, cloc
         leases = [good.lease(blocks=(0,)), bad.lease(blocks=(0,))]
         good.send(good.make(leases[0]))
         bad.send(bad.make(leases[1]))
-        busy = meddled(service, lambda: service.operator.ban(bad.id))
-        assert busy.merger.merge_due() == 0
-        clock.forward(1)
-        assert busy.merger.merge_due() == 1, "the good update, soon after"
+        with meddled(service, lambda: service.operator.ban(bad.id)) as busy:
+            assert busy.merger.merge_due() == 0
+            clock.forward(1)
+            assert busy.merger.merge_due() == 1, "the good update, soon after"
 
 
 # a waiting update grows too old
@@ -103,13 +108,13 @@ def test_an_update_that_grew_too_old_while_it_waited_is_refused(tmp_path, clock)
         leases = [first.lease(blocks=(0,)), second.lease(blocks=(0,))]
         first.send(first.make(leases[0]))
         with service.run.ledger.read() as tx:
-            seen = tx.block_states()[0]
+            seen = tx.blocks.states()[0]
         second.send(second.make(leases[1]))  # arrives while the first is being merged
         assert service.merger._merge(seen, seen.pending)
         service.merger.merge_due()  # ValueError: a weight must be above 0
         with service.run.ledger.read() as tx:
-            assert tx.update(leases[1].lease).state == "refused"
-            assert tx.block_states()[0].to_hand_out == 30
+            assert tx.updates.get(leases[1].lease).state == "refused"
+            assert tx.blocks.states()[0].to_hand_out == 30
 
 
 def test_with_the_default_settings_too(tmp_path, clock):
@@ -121,7 +126,7 @@ def test_with_the_default_settings_too(tmp_path, clock):
             service.merger.merge_due()
         quick.work(blocks=(0,))
         with service.run.ledger.read() as tx:
-            seen = tx.block_states()[0]
+            seen = tx.blocks.states()[0]
         assert late.send(late.make(lease)).state == "pending"  # four behind: just allowed
         assert service.merger._merge(seen, seen.pending)
         service.merger.merge_due()
@@ -137,13 +142,13 @@ def test_the_rounds_go_on_after_an_unforeseen_error(tmp_path, clock):
     with running(tmp_path, clock) as service:
         member = join(service)
         member.work(blocks=(0,))
-        broken = meddled(service, fail)
-        broken.start()
-        time.sleep(0.6)
-        alive = broken._rounds.is_alive()
-        if alive:
-            broken.stop()
-        assert alive
+        with meddled(service, fail) as broken:
+            broken.start()
+            time.sleep(0.6)
+            alive = broken._rounds.is_alive()
+            if alive:
+                broken.stop()
+            assert alive
 
 
 # numbers that overflow in the merge
@@ -165,7 +170,7 @@ def test_updates_that_cannot_be_merged_do_not_block_their_block_for_ever(tmp_pat
             service.round()
             clock.forward(CLAIM_SECONDS + 1)
         with service.run.ledger.read() as tx:
-            assert tx.update(lease.lease).state == "refused"
+            assert tx.updates.get(lease.lease).state == "refused"
         good.work(blocks=(0,))
         assert service.merger.merge_due() == 1
 
@@ -179,24 +184,10 @@ def test_a_block_that_cannot_be_merged_does_not_hold_up_the_others(tmp_path, clo
         good.work(blocks=(1,))
         assert service.merger.merge_due() == 1
         with service.run.ledger.read() as tx:
-            assert tx.block_states()[1].version == 1
+            assert tx.blocks.states()[1].version == 1
 
 
 # a read is not one moment (PostgreSQL)
-
-
-def after_statement(ledger: Ledger, words: str, act: Callable[[], None]) -> None:
-    """Do something once, right after a statement of this ledger."""
-    acts = [act]
-    ask = ledger._prepared.ask
-
-    def notice(connection, statement, **values):
-        found = ask(connection, statement, **values)()
-        if words in str(statement) and acts:
-            acts.pop()()
-        return lambda: found
-
-    ledger._prepared.ask = notice
 
 
 def test_a_run_is_not_finished_because_a_lease_came_back_meanwhile(tmp_path, clock, url):
@@ -211,8 +202,8 @@ def test_a_run_is_not_finished_because_a_lease_came_back_meanwhile(tmp_path, clo
             told = LeaseReturn(fence=lease.fence, reason="stopping")
             service.leases.give_back(member.caller, lease.lease, told)
 
-        after_statement(other.run.ledger, "FROM gaps", give_back)
-        other.round()
+        with after_statement(other.run.ledger, "FROM gaps", give_back):
+            other.round()
         status = other.reports.status()
         other.run.ledger.close()
         assert status.state == "running"
@@ -238,46 +229,49 @@ def test_nobody_is_sent_home_because_a_lease_came_back_meanwhile(tmp_path, clock
             threads[0].start()
             threads[0].join(0.5)  # a give_back that locks the blocks waits here
 
-        after_statement(other.run.ledger, "FROM gaps", give_back)
-        answer = Member(other, second.signer, second.joined).ask().answer
+        with after_statement(other.run.ledger, "FROM gaps", give_back):
+            answer = Member(other, second.signer, second.joined).ask().answer
         threads[0].join()
         other.run.ledger.close()
         assert answer.kind != "finished"
 
 
-def test_a_merge_by_another_coordinator_meanwhile_does_no_harm(tmp_path, clock, url):
+# Before it has announced its own merge, and after it has read what it is about to merge.
+@pytest.mark.parametrize("words", ["FROM updates", "updates.block = "])
+def test_a_merge_by_another_coordinator_meanwhile_does_no_harm(tmp_path, clock, url, words):
     with running(tmp_path, clock, url=url) as service:
         join(service).work(blocks=(0,))
         other = Service(open_run(*open_stores(tmp_path, url), clock))
-        after_statement(
-            other.run.ledger, "FROM updates", lambda: assert_equal(service.merger.merge_due(), 1)
-        )
+
+        def merge() -> None:
+            clock.forward(CLAIM_SECONDS + 60)
+            assert service.merger.merge_due() == 1
+
         try:
-            assert other.merger.merge_due() == 0  # RuntimeError: the rounds thread dies
+            with after_statement(other.run.ledger, words, merge):
+                assert other.merger.merge_due() == 0  # RuntimeError: the rounds thread dies
         finally:
             other.run.ledger.close()
         with service.run.ledger.read() as tx:
-            assert tx.block_states()[0].merged_batches == 10
-
-
-def assert_equal(a: Any, b: Any) -> None:
-    assert a == b
+            assert tx.blocks.states()[0].merged_batches == 10
 
 
 # deadlocks (PostgreSQL)
 
 
-def pausing(ledger: Ledger, words: str, arrived: threading.Event, go_on: threading.Event) -> None:
+@contextmanager
+def pausing(
+    ledger: Ledger, beginning: str, arrived: threading.Event, go_on: threading.Event
+) -> Iterator[None]:
     """Stop once before a statement of this ledger, until told to go on."""
-    stops = [1]
 
-    @sql.event.listens_for(ledger.engine, "before_cursor_execute")
-    def pause(connection, cursor, statement, parameters, context, many):
-        if statement.startswith(words) and stops:
-            stops.pop()
-            arrived.set()
-            go_on.wait(3)
-            time.sleep(0.1)
+    def pause() -> None:
+        arrived.set()
+        go_on.wait(3)
+        time.sleep(0.1)
+
+    with before_statement(ledger, beginning, pause):
+        yield
 
 
 def both(tmp_path, clock, url, first, second, first_stops_before, second_arrives_at):
@@ -287,19 +281,21 @@ def both(tmp_path, clock, url, first, second, first_stops_before, second_arrives
         other = Service(open_run(*open_stores(tmp_path, url), clock))
         a_arrived, b_arrived = threading.Event(), threading.Event()
         prepared = first(service, members), second(other, members)
-        pausing(service.run.ledger, first_stops_before, a_arrived, b_arrived)
-        pausing(other.run.ledger, second_arrives_at, b_arrived, threading.Event())
 
         def later():
-            a_arrived.wait(3)
+            assert a_arrived.wait(3)
             return prepared[1]()
 
-        with ThreadPoolExecutor(2) as pool:
-            results = [pool.submit(prepared[0]), pool.submit(later)]
-            try:
+        try:
+            with (
+                pausing(service.run.ledger, first_stops_before, a_arrived, b_arrived),
+                pausing(other.run.ledger, second_arrives_at, b_arrived, threading.Event()),
+                ThreadPoolExecutor(2) as pool,
+            ):
+                results = [pool.submit(prepared[0]), pool.submit(later)]
                 return [result.result() for result in results]
-            finally:
-                other.run.ledger.close()
+        finally:
+            other.run.ledger.close()
 
 
 def test_a_claim_and_a_publish_do_not_deadlock(tmp_path, clock):
@@ -308,9 +304,10 @@ def test_a_claim_and_a_publish_do_not_deadlock(tmp_path, clock):
 
     def first(service, members):
         members[0].work(blocks=(0,))
+        clock.forward(60)  # a sign of life is written down again
         return lambda: members[0].ask(blocks=(1,))
 
-    both(
+    claimed, published = both(
         tmp_path,
         clock,
         url,
@@ -319,6 +316,7 @@ def test_a_claim_and_a_publish_do_not_deadlock(tmp_path, clock):
         "SELECT blocks.block",
         "UPDATE workers",
     )
+    assert isinstance(claimed.answer, Lease) and published == 1
 
 
 def test_expiring_and_committing_do_not_deadlock(tmp_path, clock):
@@ -336,10 +334,11 @@ def test_expiring_and_committing_do_not_deadlock(tmp_path, clock):
 
     def second(other, members):
         with other.run.ledger.read() as tx:
-            (lease,) = tx.leases_of(members[0].id, ("sending",))
+            (lease,) = tx.leases.of_worker(members[0].id, ("sending",))
         return lambda: commit(other, members[0].caller, lease.id)
 
-    both(tmp_path, clock, url, first, second, "INSERT INTO gaps", "UPDATE leases")
+    _, receipt = both(tmp_path, clock, url, first, second, "INSERT INTO gaps", "UPDATE leases")
+    assert receipt.state == "pending"
 
 
 def test_eight_workers_and_two_coordinators_on_postgresql(tmp_path):
@@ -452,7 +451,7 @@ def test_collecting_after_an_old_version_went_out_of_use(tmp_path, clock):
         assert commit(service, late.caller, lease.lease).state == "refused"
         service.collector.collect()  # KeyError: (0, 0)
         with service.run.ledger.read() as tx:
-            assert sorted(v.version for v in tx.versions() if v.block == 0) == [5]
+            assert sorted(v.version for v in tx.versions.all() if v.block == 0) == [5]
 
 
 # deadlines without end
@@ -493,7 +492,7 @@ def test_what_was_offered_and_never_sent_does_not_keep_its_base_for_ever(tmp_pat
         clock.forward(7 * 24 * 3600)
         service.collector.collect()
         with service.run.ledger.read() as tx:
-            assert 0 not in [v.version for v in tx.versions() if v.block == 0]
+            assert 0 not in [v.version for v in tx.versions.all() if v.block == 0]
 
 
 # text that PostgreSQL does not take
@@ -515,13 +514,13 @@ def test_a_reader_of_events_misses_none(tmp_path, clock):
 
         def slow() -> None:
             with ledger.write() as tx:
-                tx.records.add_event(1.0, "joined", detail="slow")
+                tx.events.add(1.0, "joined", detail="slow")
                 held.set()
                 release.wait(1.0)
 
         def quick() -> None:
             with ledger.write() as tx:
-                tx.records.add_event(2.0, "joined", detail="quick")
+                tx.events.add(2.0, "joined", detail="quick")
 
         seen: list[Event] = []
         threads = [threading.Thread(target=slow), threading.Thread(target=quick)]
@@ -654,10 +653,10 @@ def test_after_a_failed_merge_the_next_round_tries_again(tmp_path, clock):
 
     with running(tmp_path, clock) as service:
         join(service).work(blocks=(0,))
-        broken = meddled(service, fail)
-        assert broken.merger.merge_due() == 0
-        clock.forward(5)
-        assert broken.merger.merge_due() == 1, "its own claim does not hold it up"
+        with meddled(service, fail) as broken:
+            assert broken.merger.merge_due() == 0
+            clock.forward(5)
+            assert broken.merger.merge_due() == 1, "its own claim does not hold it up"
 
 
 # Over HTTP

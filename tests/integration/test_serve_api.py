@@ -18,12 +18,13 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.engine import SmallEngine, next_log_probs
 from tests.support.models import awake_stack
+from tests.support.serving import reference_text
 from tests.support.web import listening
 
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError, OverloadedError, UnavailableError
-from blocktrain.model import generation as by_itself
 from blocktrain.model.stack import Stack
+from blocktrain.numerics.sampling import Sampling
 from blocktrain.protocol.addresses import bound_socket
 from blocktrain.serve.http.app import Settings, create_app
 from blocktrain.serve.http.http_server import web_server
@@ -70,9 +71,11 @@ def client(engine: SmallEngine) -> Iterator[OpenAI]:
         yield client
 
 
-def alone(stack: Stack, prompt: bytes, count: int, **sampling: Any) -> bytes:
+def alone(
+    stack: Stack, prompt: bytes, count: int, temperature: float = 1.0, seed: int = 0
+) -> bytes:
     """What the model says without any server."""
-    return bytes(by_itself.generate(stack, prompt, count, by_itself.GenerationOptions(**sampling)))
+    return reference_text(stack, prompt, count, Sampling(temperature, seed=seed))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = SECONDS) -> None:

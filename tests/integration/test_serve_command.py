@@ -17,7 +17,8 @@ from tests.support.processes import Processes, free_port
 from blocktrain.cli.main import cli
 from blocktrain.config import load_config
 from blocktrain.errors import ConfigError
-from blocktrain.model.generation import GenerationOptions, generate
+from blocktrain.numerics.sampling import Sampling
+from blocktrain.serve.router.local import generate
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import resolve
@@ -35,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = load_config(ROOT / "configs" / "tiny.toml", small)
     folder = tmp_path_factory.mktemp("served") / "small"
     session = open_session(config, folder)
-    session.train_in_turn(list(range(config.units)), lambda progress: None, lambda: False)
+    session.train_in_turn(list(range(config.block_count)), lambda progress: None, lambda: False)
     return folder
 
 
@@ -71,7 +72,7 @@ def test_openais_client_over_tls_is_told_the_models_own_bytes(
     run: Path, pair: Pair, address: str
 ) -> None:
     stack = load_stack(RunDir.open(run), resolve("cpu", "fp32"))
-    text = bytes(generate(stack, b"The ", LONG, GenerationOptions(1.0, seed=5)))
+    text = bytes(generate(stack, b"The ", LONG, Sampling(1.0, seed=5)))
     with OpenAI(
         base_url=f"https://{address}/v1",
         api_key=KEY,

@@ -14,7 +14,8 @@ from tests.support.ring import Ring
 from tests.support.training import stop_after
 
 from blocktrain.config import load_config
-from blocktrain.model.generation import GenerationOptions, generate
+from blocktrain.numerics.sampling import Sampling
+from blocktrain.serve.router.local import generate
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import resolve
@@ -33,7 +34,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     config = load_config(f"configs/{request.param}.toml", ["train.steps=30"])
     folder = tmp_path_factory.mktemp(request.param) / "run"
     session = open_session(config, folder)
-    session.train_in_turn(list(range(config.units)), lambda progress: None, lambda: False)
+    session.train_in_turn(list(range(config.block_count)), lambda progress: None, lambda: False)
     return folder
 
 
@@ -43,7 +44,7 @@ def alone(run: Path) -> dict[float, str]:
     stack = load_stack(RunDir.open(run), resolve("cpu", "fp32"))
     return {
         temperature: bytes(
-            generate(stack, PROMPT.encode(), LONG, GenerationOptions(temperature, seed=7))
+            generate(stack, PROMPT.encode(), LONG, Sampling(temperature, seed=7))
         ).decode(errors="replace")
         for temperature in (0.0, 1.0)
     }

@@ -33,7 +33,7 @@ def exported(folder: Path, config: Config) -> RunDir:
 def said_here(run: RunDir, held: str) -> str:
     """By the same blocks in one process."""
     source = StoredBlocks(run, held)
-    stages = [StageCompute.load(source, range(1, run.config.units), CPU)]
+    stages = [StageCompute.load(source, range(1, run.config.block_count), CPU)]
     request = Request(PROMPT.encode(), WRITTEN, "ar", sampling=Sampling(1.0, seed=SEED))
     ((text, _),) = run_locally(FirstBlock.load(source, CPU), stages, [request])
     return text.decode(errors="replace")

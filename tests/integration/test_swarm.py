@@ -156,7 +156,7 @@ def test_sparse_both_ways_and_a_worker_that_is_restarted(home: Path):
         closing(CoordinatorFolder(home / "coordinator").open().ledger) as ledger,
         ledger.read() as tx,
     ):
-        held = [tx.version(block) for block in range(2)]
+        held = [tx.versions.get(block) for block in range(2)]
     blobs = CoordinatorFolder(home / "coordinator").open().blobs
     for block, moved in enumerate(block["moved"] for block in status["blocks"]):
         whole, made = held[block].weights.size, held[block].version
@@ -177,7 +177,7 @@ def version_of(home: Path, block: int) -> int:
         closing(CoordinatorFolder(home / "coordinator").open().ledger) as ledger,
         ledger.read() as tx,
     ):
-        return tx.block_states()[block].version
+        return tx.blocks.states()[block].version
 
 
 def sent_sizes(home: Path) -> list[int]:

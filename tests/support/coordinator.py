@@ -100,7 +100,7 @@ def make_run(
 ) -> Run:
     """Found a run whose blocks are a few small tensors, and open it."""
     config, clock = config or swarm_config(), clock or SetClock()
-    weights = weights or [first_weights(block) for block in range(config.units)]
+    weights = weights or [first_weights(block) for block in range(config.block_count)]
     files = []
     for block, tensors in enumerate(weights):
         files.append(folder / f"block-{block}.safetensors")
@@ -139,7 +139,7 @@ def tensors_of(run: Run, blob: Blob) -> Weights:
 
 def weights_now(run: Run, block: int) -> Weights:
     with run.ledger.read() as tx:
-        blob = tx.version(block).weights
+        blob = tx.versions.get(block).weights
     return tensors_of(run, blob)
 
 

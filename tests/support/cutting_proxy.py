@@ -25,6 +25,7 @@ class CuttingProxy:
     def close(self) -> None:
         self._listener.close()
         self._break_all()
+        assert self.was_cut, f"nothing was cut: only {self.up} bytes came by"
 
     def _accept(self) -> None:
         with suppress(OSError):  # closed

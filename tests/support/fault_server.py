@@ -37,7 +37,8 @@ class Fault:
     seconds_between: float = 0.0  # bytes of the answer's body
     damaged: bool = False  # one bit of the answer's body
     wait: threading.Event | None = None  # before answering
-    times: int = 1
+    times: int = 1  # at most; a fault that never struck fails the test
+    struck: int = field(default=0, init=False)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class FaultServer:
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.chunks: dict[str, bytes] = {}
         self.urls: dict[str, str] | None = None  # told with every blob
-        self.faults: list[Fault] = []
+        self._faults: list[Fault] = []
+        self._planned: list[Fault] = []  # all there ever were
         self.seen: list[Seen] = []
         self.bytes_sent = self.connections = 0
         self._answers: list[tuple[re.Pattern[str], Answer]] = []
@@ -87,6 +89,18 @@ class FaultServer:
     def close(self) -> None:
         self._http.shutdown()
         self._http.server_close()
+        unused = [fault for fault in self._planned if not fault.struck]
+        assert not unused, f"never struck, so that nothing was tested: {unused}"
+
+    @property
+    def faults(self) -> list[Fault]:
+        return self._faults
+
+    @faults.setter
+    def faults(self, faults: list[Fault]) -> None:
+        self._faults = faults
+        known = {id(fault) for fault in self._planned}
+        self._planned += [fault for fault in faults if id(fault) not in known]
 
     def on(self, request: str, answer: Answer) -> None:
         """What to answer to requests like "POST /v1/lease"; newer ones count first."""
@@ -111,6 +125,7 @@ class FaultServer:
             fault = next((f for f in self.faults if f.times and line.startswith(f.request)), None)
             if fault:
                 fault.times -= 1
+                fault.struck += 1
         if fault and fault.wait:
             fault.wait.wait(20)
         if fault and fault.status:

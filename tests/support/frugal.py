@@ -18,7 +18,11 @@ KEPT = 32
 
 @contextmanager
 def frugal(folder: Path, clock: SetClock, **settings: Any) -> Iterator[Service]:
-    sparse = {"swarm__codec": "sparse", "swarm__kept": KEPT, "swarm__kept_down": KEPT}
+    sparse = {
+        "swarm__codec": "sparse",
+        "swarm__top_k_per_4096": KEPT,
+        "swarm__top_k_per_4096_down": KEPT,
+    }
     weights = [block_weights(block) for block in range(2)]
     with running(folder, clock, weights=weights, **{**sparse, **settings}) as service:
         yield service
@@ -37,7 +41,7 @@ def send_learned(
     draws = np.random.default_rng(lease.fence)
     deltas = (draws.standard_t(3, NUMBERS) * 1e-3).astype(np.float32)
     swarm = member.service.run.config.swarm
-    codec = codec_named(swarm.codec, swarm.kept)
+    codec = codec_named(swarm.codec, swarm.top_k_per_4096)
     assert codec is not None
     data = b"".join(encode(deltas, codec))
     made = member.signer.update_of_bytes(lease, data, codec=swarm.codec)

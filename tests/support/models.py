@@ -10,10 +10,10 @@ from blocktrain.model.layer import Context, Layer
 from blocktrain.model.stack import Stack, assemble, new_block
 
 
-def awake_block(config: Config, unit: int = 0) -> nn.Module:
+def awake_block(config: Config, index: int = 0) -> nn.Module:
     """A block whose every parameter is random, so that no part of it multiplies by zero."""
-    torch.manual_seed(unit)
-    block = new_block(config, unit)
+    torch.manual_seed(index)
+    block = new_block(config, index)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -21,12 +21,12 @@ def awake_block(config: Config, unit: int = 0) -> nn.Module:
 
 
 def awake_stack(config: Config) -> Stack:
-    return assemble(config, [awake_block(config, unit) for unit in range(config.units)])
+    return assemble(config, [awake_block(config, index) for index in range(config.block_count)])
 
 
 def untrained_stack(config: Config) -> Stack:
     torch.manual_seed(0)
-    return assemble(config, [new_block(config, unit) for unit in range(config.units)])
+    return assemble(config, [new_block(config, index) for index in range(config.block_count)])
 
 
 def leak(stack: Stack) -> Stack:

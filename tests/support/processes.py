@@ -26,6 +26,7 @@ class Running:
     name: str
     log: Path
     process: "subprocess.Popen[bytes]"
+    faults: str = ""
 
     @property
     def code(self) -> int | None:
@@ -57,9 +58,13 @@ class Processes:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        unharmed = [
+            running for running in self._started if running.faults and running.code not in KILLED
+        ]
         for running in self._started:
             if running.code is None:
                 running.kill()
+        assert error or not unharmed, f"these faults never struck: {unharmed}"
 
     def coordinator(self, data_dir: Path, port: int, faults: str = "", *more: str) -> Running:
         """The run of a folder, at this port; whoever needs it waits by asking it."""
@@ -116,7 +121,7 @@ class Processes:
             process = subprocess.Popen(
                 [*COMMAND, *map(str, arguments)], stdout=file, stderr=file, env=environment
             )
-        running = Running(name, log, process)
+        running = Running(name, log, process, faults)
         self._started.append(running)
         return running
 
@@ -127,7 +132,8 @@ class Processes:
 
 @contextmanager
 def full_disk(running: Running) -> Iterator[None]:
-    """As long as this lasts, not a byte that the process writes into any file gets there."""
+    """As long as this lasts, not a byte that the process writes into any file gets there. A test
+    looks for itself whether that was noticed."""
     import resource  # not on Windows
 
     pid, kind = running.process.pid, resource.RLIMIT_FSIZE

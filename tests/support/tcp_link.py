@@ -60,6 +60,7 @@ class TcpLink:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
+        assert error or self.up.bytes, "nothing went through this link"
 
     def _accept(self) -> None:
         with suppress(OSError):  # closed

@@ -1,3 +1,5 @@
+import dataclasses
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -7,12 +9,17 @@ from hypothesis import strategies as st
 from blocktrain.codec.frames import NAMES
 from blocktrain.config import (
     CODECS,
+    CONFIG_VERSION,
+    KINDS,
     Config,
+    ModelConfig,
     balanced_depths,
     describe,
     from_dict,
     from_toml,
     load_config,
+    load_stored_config,
+    stored_values,
 )
 from blocktrain.errors import ConfigError
 from blocktrain.simulate.scenario import Scenario, load_scenario
@@ -185,7 +192,7 @@ def test_layers_that_do_not_divide_can_still_be_a_cascade():
 
 def test_every_block_of_a_cascade_but_the_last_has_a_tail():
     cascade = Config().with_settings(objective__kind="cascade", objective__tail=3)
-    assert [cascade.tail_layers(unit) for unit in range(4)] == [3, 3, 3, 0]
+    assert [cascade.tail_layers(block) for block in range(4)] == [3, 3, 3, 0]
     assert cascade.with_settings(model__blocks=1).tail_layers(0) == 0
 
 
@@ -201,7 +208,9 @@ def test_the_most_layers_a_unit_trains_are_counted_with_its_tail():
 @pytest.mark.parametrize("kind", ["denoise", "end_to_end"])
 def test_other_kinds_have_no_tail(kind: str):
     config = Config().with_settings(objective__kind=kind, objective__tail=3)
-    assert [config.tail_layers(unit) for unit in range(config.units)] == [0] * config.units
+    assert [config.tail_layers(block) for block in range(config.block_count)] == [
+        0
+    ] * config.block_count
 
 
 def test_settings_written_down_before_there_was_a_lead_mean_what_they_meant():
@@ -211,7 +220,7 @@ def test_settings_written_down_before_there_was_a_lead_mean_what_they_meant():
     then.insert(then.index("[objective]") + 1, "stagger = 0.0")
     assert from_toml("\n".join(then)) == now
     then[then.index("stagger = 0.0")] = "stagger = 0.5"
-    with pytest.raises(ConfigError, match="lead does better"):
+    with pytest.raises(ConfigError, match=r"was removed; use objective\.lead"):
         from_toml("\n".join(then))
 
 
@@ -224,5 +233,79 @@ def test_the_blocks_of_a_cascade_begin_one_after_another():
     assert from_dict(settings).last_step == 100
 
 
-def test_the_codecs_of_the_settings_are_those_there_are():
+def test_the_codecs_of_the_settings_are_those_that_exist():
     assert CODECS == NAMES
+
+
+def test_the_kinds_differ_in_flags_that_every_package_can_ask_for():
+    assert {name for name, kind in KINDS.items() if kind.denoises} == {"denoise"}
+    assert {name for name, kind in KINDS.items() if kind.reads_predecessors} == {"cascade"}
+    assert Config().end_to_end().block_count == 1
+    assert Config().end_to_end().kind is KINDS["end_to_end"]
+
+
+@pytest.mark.parametrize(("kind", "width"), [("denoise", 256), ("cascade", 512)])
+def test_the_width_of_what_travels_between_blocks_depends_on_the_kind(kind: str, width: int):
+    assert Config().with_settings(objective__kind=kind).state_width == width
+
+
+# Settings of other releases
+
+
+def test_renamed_settings_are_stored_under_their_old_names():
+    """So that a worker of the release before can read them."""
+    written = tomllib.loads(Config().with_settings(swarm__top_k_per_4096=20).to_toml())
+    assert (written["swarm"]["kept"], written["swarm"]["kept_down"]) == (20, 0)
+    assert "config_version" not in written
+    assert "layer" not in written["model"]
+    assert from_dict(written).swarm.top_k_per_4096 == 20
+
+
+def test_what_is_stored_names_its_version_once_it_uses_a_newer_setting(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    layer = next(item for item in dataclasses.fields(ModelConfig) if item.name == "layer")
+    monkeypatch.setattr(layer, "metadata", {**layer.metadata, "choices": ("two_stream", "llama")})
+    config = Config().with_settings(model__layer="llama")
+    written = stored_values(config)
+    assert written["config_version"] == CONFIG_VERSION
+    assert written["swarm"]["top_k_per_4096"] == 154
+    assert "kept" not in written["swarm"]
+    assert from_toml(config.to_toml()) == config
+
+
+def test_an_old_name_works_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "c.toml"
+    path.write_text("[swarm]\nkept = 20\nkept_down = 30\n")
+    swarm = load_config(path).swarm
+    assert (swarm.top_k_per_4096, swarm.top_k_per_4096_down) == (20, 30)
+    assert "swarm.kept was renamed; use swarm.top_k_per_4096" in caplog.text
+    assert load_config(path, ["swarm.top_k_per_4096=40"]).swarm.top_k_per_4096 == 40
+    caplog.clear()
+    assert load_stored_config(path).swarm == swarm
+    assert not caplog.text
+
+
+def test_an_old_name_beside_the_new_one_is_an_error():
+    with pytest.raises(ConfigError, match="the same setting"):
+        from_dict({"swarm": {"kept": 20, "top_k_per_4096": 30}})
+
+
+@pytest.mark.parametrize("values", [{"model": {"experts": 8}}, {"tokenizer": {}}])
+def test_an_unknown_setting_of_a_newer_release_says_so(values: dict[str, dict[str, int]]):
+    named = "model.experts" if "model" in values else "tokenizer"
+    with pytest.raises(ConfigError, match=rf"{named}.*written by a newer blocktrain"):
+        from_dict({"config_version": CONFIG_VERSION + 1, **values})
+    with pytest.raises(ConfigError, match=rf"{named}.*(there are|did you mean)"):
+        from_dict({"config_version": CONFIG_VERSION, **values})
+
+
+def test_settings_of_a_newer_release_are_read_if_all_are_known():
+    values = {"config_version": CONFIG_VERSION + 1, "model": {"layers": 8}}
+    assert from_dict(values).model.layers == 8
+
+
+@pytest.mark.parametrize("version", [0, "1", 1.5, True])
+def test_a_config_version_is_a_positive_whole_number(version: object):
+    with pytest.raises(ConfigError, match="config_version"):
+        from_dict({"config_version": version})

@@ -122,7 +122,7 @@ def _announce(service: "Service", invite: str, urls: tuple[str, ...], *, as_json
         return
     config = service.run.config
     click.echo(
-        f"run     {service.run.id}: {config.objective.kind}, {config.units} blocks,"
+        f"run     {service.run.id}: {config.objective.kind}, {config.block_count} blocks,"
         f" {config.train.steps} batches each"
     )
     click.echo(f"at      {', '.join(urls)}")

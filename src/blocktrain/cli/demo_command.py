@@ -23,11 +23,6 @@ POLL_SECONDS = 0.5
 SCORED_WINDOWS = 256
 PROMPT = "The function returns "
 SAMPLE_BYTES = 240
-# Of all readings, by kind, those that go into the table, and what they are called there.
-SHOWN = {
-    "denoise": {"product": "mean start, product", "as in the paper": "noise start, final"},
-    "cascade": {"product": "none start, product", "final": "none start, final"},
-}
 
 
 @click.command("demo")
@@ -43,6 +38,7 @@ SHOWN = {
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True
 )
+@options.thread_count
 @options.as_json
 def demo_command(config_path: Path, overrides: tuple[str, ...], out: Path, as_json: bool) -> None:
     """Start a coordinator and workers on this machine, train blocks that never exchange a
@@ -57,7 +53,7 @@ def demo_command(config_path: Path, overrides: tuple[str, ...], out: Path, as_js
     started = time.perf_counter()
     console = Console(stderr=as_json, highlight=False)
     config = load_config(resolve_config(config_path), overrides)
-    if config.units == 1:
+    if config.block_count == 1:
         raise ConfigError("the demo compares blocks with the whole: it needs more than one block")
     runs = _train_all(config, out, console)
     scores = {name: _score(run) for name, run in runs.items()}
@@ -73,7 +69,7 @@ def demo_command(config_path: Path, overrides: tuple[str, ...], out: Path, as_js
 def _train_all(config: "Config", out: Path, console: "Console") -> dict[str, "RunDir"]:
     """What is compared: the blocks, trained by workers of a real run on this machine; the whole
     model end to end; and as many layers as one worker trains."""
-    twin = config.with_settings(objective__kind="end_to_end")
+    twin = config.end_to_end()
     shallow = twin.with_settings(
         model__layers=config.trained_layers, model__blocks=1, model__depths=()
     )
@@ -94,7 +90,7 @@ def _train_in_swarm(config: "Config", out: Path, folder: Path, console: "Console
 
     if (out / EXPORTED).exists():
         return RunDir.open(out)
-    workers = max(2, min(config.units, os.cpu_count() or 1))
+    workers = max(2, min(config.block_count, os.cpu_count() or 1))
     console.print(f"[bold]blocks[/bold]: one coordinator, {workers} workers, over HTTPS")
     with stop_on_signal() as stop, LocalSwarm(config, folder, workers) as swarm:
         if not _followed(swarm, console, stop):
@@ -121,7 +117,7 @@ def _followed(swarm: "LocalSwarm", console: "Console", stop: Callable[[], bool])
     with bars.Progress(*columns, console=console, disable=not console.is_terminal) as display:
         tasks = [
             display.add_task(str(block), total=steps, state="")
-            for block in range(swarm.config.units)
+            for block in range(swarm.config.block_count)
         ]
         while not stop():
             status = swarm.status()
@@ -174,19 +170,20 @@ def _score(run: "RunDir") -> dict[str, Any]:
 
 
 def _sample(run: "RunDir") -> str:
-    from blocktrain.model.generation import GenerationOptions, generate
+    from blocktrain.numerics.sampling import Sampling
+    from blocktrain.serve.router.local import generate
     from blocktrain.train.assemble import load_stack
     from blocktrain.train.device import resolve
 
     stack = load_stack(run, resolve(run.config.train.device, "fp32"))
-    made = bytes(generate(stack, PROMPT.encode(), SAMPLE_BYTES, GenerationOptions(temperature=0.6)))
+    made = bytes(generate(stack, PROMPT.encode(), SAMPLE_BYTES, Sampling(temperature=0.6)))
     return PROMPT + made.decode("utf-8", errors="replace")
 
 
 def _cut(config: "Config") -> str:
     """How the layers are cut: 4 blocks x 2 layers, or blocks of 2+1+1+4 layers."""
     if len(set(config.depths)) == 1:
-        return f"{config.units} blocks x {config.depths[0]} layers"
+        return f"{config.block_count} blocks x {config.depths[0]} layers"
     return f"blocks of {'+'.join(map(str, config.depths))} layers"
 
 
@@ -213,7 +210,7 @@ def _show(
         ),
         *(
             (f"{_cut(config)}, {name}", blocks["parameters"], blocks["readings"][reading])
-            for name, reading in SHOWN[config.objective.kind].items()
+            for name, reading in config.kind.demo_readings.items()
         ),
     ]
     table = Table(title="Honest cross entropy on held-out text", title_justify="left")

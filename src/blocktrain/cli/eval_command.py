@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 @click.option("--fit-weights", is_flag=True, help="Also the product with weights fitted on valid.")
 @options.first_blocks
 @options.device
+@options.thread_count
 @options.precision
 @options.as_json
 def eval_command(

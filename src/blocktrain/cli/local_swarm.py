@@ -1,13 +1,13 @@
 """A coordinator and its workers as processes on this machine: the real thing, at home."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from blocktrain import threads
 from blocktrain.errors import BlocktrainError
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ class LocalSwarm:
 
         self.folder.mkdir(parents=True, exist_ok=True)
         self.invite = self._start_coordinator()
-        threads = max(1, (os.cpu_count() or 1) // self.count)
+        share = max(1, threads.machine_threads() // self.count)
         for number in range(self.count):
-            self._start_worker(number, threads)
+            self._start_worker(number, share)
         self.client = Client(Invite.decode(self.invite), WorkerKey.create())
         return self
 
@@ -82,12 +82,10 @@ class LocalSwarm:
         invite: str = json.loads(line)["invite"]
         return invite
 
-    def _start_worker(self, number: int, threads: int) -> None:
+    def _start_worker(self, number: int, share: int) -> None:
         command = [*COMMAND, "worker", self.invite, "--name", f"worker {number}"]
         command += ["--folder", str(self.folder / f"worker-{number}")]
         command += ["--device", self.config.train.device, "--data", self.config.data.source]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        command += ["--threads", str(share)]
         with (self.folder / f"worker-{number}.log").open("w") as log:
-            self._processes.append(
-                subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment)
-            )
+            self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, text=True))

@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from blocktrain import __version__
+from blocktrain import __version__, threads
 from blocktrain.cli.display import plain
 from blocktrain.config import closest_match
 from blocktrain.errors import BlocktrainError
@@ -91,6 +91,7 @@ def cli() -> None:
 
 
 def main() -> None:
+    threads.sleep_at_barriers()  # before any command imports torch
     try:
         cli(standalone_mode=False)
     except BlocktrainError as error:

@@ -74,6 +74,7 @@ def fetch_command(invite: str, out: Path, as_json: bool) -> None:
 )
 @options.first_blocks
 @options.device
+@options.thread_count
 @options.precision
 @options.as_json
 def generate_command(
@@ -92,15 +93,16 @@ def generate_command(
     """Continue a prompt with RUN, one traversal per byte, keys and values cached."""
     if not math.isfinite(temperature):
         raise click.BadParameter("must be a finite number", param_hint="--temperature")
-    from blocktrain.model.generation import GenerationOptions, generate
+    from blocktrain.numerics.sampling import Sampling
+    from blocktrain.serve.router.local import generate
     from blocktrain.storage.run_dir import RunDir
     from blocktrain.train.assemble import load_stack
     from blocktrain.train.device import resolve
 
     stack = load_stack(RunDir.open(run), resolve(device, precision)).first(first_blocks)
-    sampling = GenerationOptions(temperature, seed, start, readout)
+    sampling = Sampling(temperature, seed=seed)
     started = time.perf_counter()
-    stream = generate(stack, os.fsencode(prompt), count, sampling)
+    stream = generate(stack, os.fsencode(prompt), count, sampling, readout=readout, start=start)
     if as_json:
         text = bytes(stream)
         seconds = time.perf_counter() - started
@@ -128,7 +130,7 @@ def info_command(run: Path, as_json: bool) -> None:
     opened = RunDir.open(run)
     config = opened.config
     exported = (run / EXPORTED).exists()
-    blocks = [] if exported else [opened.block(index) for index in range(config.units)]
+    blocks = [] if exported else [opened.block(index) for index in range(config.block_count)]
     if as_json:
         described = [
             {
@@ -145,7 +147,7 @@ def info_command(run: Path, as_json: bool) -> None:
     model = config.model
     click.echo(
         f"{run}: {config.objective.kind}, {model.layers} layers of width {model.width}"
-        f" in {config.units} block{'s' * (config.units > 1)}, window {model.window},"
+        f" in {config.block_count} block{'s' * (config.block_count > 1)}, window {model.window},"
         f" data {plain(config.data.source)}, seed {config.train.seed}"
     )
     if exported:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from blocktrain import threads
 from blocktrain.cli.display import plain
 from blocktrain.config import closest_match
 from blocktrain.errors import ConfigError
@@ -55,6 +56,18 @@ def places(context: click.Context, option: click.Parameter, text: str) -> tuple[
     return tuple(place(context, option, part) for part in listed if part)
 
 
+MOST_THREADS = 1024
+
+
+def use_threads(context: click.Context, option: click.Parameter, text: str) -> None:
+    """Compute with this many threads, before the command begins."""
+    if text == "auto":
+        return
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_THREADS:
+        raise click.BadParameter(f"{text!r} is neither auto nor from 1 to {MOST_THREADS}")
+    threads.use(int(text))
+
+
 config = click.option(
     "--config",
     "config_path",
@@ -70,6 +83,15 @@ run = click.argument("run", type=click.Path(path_type=Path))
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 device = click.option(
     "--device", default="auto", show_default=True, help="auto, cpu, mps, cuda[:N]."
+)
+thread_count = click.option(
+    "--threads",
+    callback=use_threads,
+    expose_value=False,
+    default="auto",
+    show_default=True,
+    metavar="N or auto",
+    help="Processor threads to compute with; processes this command starts share them.",
 )
 precision = click.option(
     "--precision",

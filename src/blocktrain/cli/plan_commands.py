@@ -50,7 +50,7 @@ def estimate_command(
     rows = [
         (
             "parameters",
-            f"{needs.parameters / 1e6:,.2f} M in {config.units} blocks"
+            f"{needs.parameters / 1e6:,.2f} M in {config.block_count} blocks"
             f" ({ratio:.3f} x the end-to-end model's {needs.end_to_end_parameters / 1e6:,.2f} M)",
         ),
         ("per worker", f"{needs.parameters_per_block / 1e6:,.2f} M parameters"),

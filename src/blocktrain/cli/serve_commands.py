@@ -49,6 +49,7 @@ from blocktrain.cli import options
 )
 @options.served_readout
 @options.device
+@options.thread_count
 @options.precision
 @options.weights
 @click.option(
@@ -86,7 +87,7 @@ def serve_command(
     BLOCKTRAIN_SERVE_OPTION in the environment, the API key as BLOCKTRAIN_API_KEY."""
     from blocktrain.storage.run_dir import RunDir
 
-    units = RunDir.open(run).config.units
+    units = RunDir.open(run).config.block_count
     loaded = "block 0" if stages or units == 1 else f"{units} blocks"
     click.echo(
         f"loading {loaded} of {run} ...", err=True
@@ -161,6 +162,7 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
 @options.plain_tcp
 @options.served_readout
 @options.device
+@options.thread_count
 @options.precision
 @options.weights
 @click.option("--most-requests", type=click.IntRange(min=1), default=64, show_default=True)

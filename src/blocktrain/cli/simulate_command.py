@@ -28,6 +28,7 @@ PIPED_WIDTH = 120
     metavar="A.B=C,D,...",
     help="Simulate once for each value of a setting; one row for each.",
 )
+@options.thread_count
 @options.as_json
 @click.option(
     "--plots",

@@ -21,6 +21,7 @@ from blocktrain.cli import options
     show_default=True,
     help="Blocks to train side by side, each in a process of its own.",
 )
+@options.thread_count
 @options.as_json
 def train_command(
     config_path: Path,
@@ -42,11 +43,11 @@ def train_command(
 
     config = load_config(resolve_config(config_path), overrides)
     for block in blocks:
-        if not 0 <= block < config.units:
-            raise ConfigError(f"--block {block}: the run has blocks 0 to {config.units - 1}")
+        if not 0 <= block < config.block_count:
+            raise ConfigError(f"--block {block}: the run has blocks 0 to {config.block_count - 1}")
     for warning in config.warnings:
         click.echo(f"warning: {warning}", err=True)
-    chosen = list(blocks) or list(range(config.units))
+    chosen = list(blocks) or list(range(config.block_count))
     session = open_session(config, out)
     for note in session.notes(chosen):
         click.echo(note, err=True)

@@ -27,6 +27,7 @@ ROUTINE = ("leased", "trained", "accepted")  # the passing ones say it too
 @click.command("worker")
 @options.invite
 @options.device
+@options.thread_count
 @click.option("--blocks", type=int, multiple=True, help="Train only this block; repeatable.")
 @click.option("--memory", type=click.FloatRange(min=0.001), metavar="GB", help="Use at most this.")
 @click.option(

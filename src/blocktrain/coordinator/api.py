@@ -140,12 +140,12 @@ async def authority(asked: RequestContext) -> Response:
 
 
 async def join(asked: RequestContext) -> Response:
-    return _answer(await asked.desk.ask(asked.service.members.join, await asked.message(Join)))
+    return _answer(await asked.desk.run(asked.service.members.join, await asked.message(Join)))
 
 
 async def token(asked: RequestContext) -> Response:
     told = await asked.message(TokenRequest)
-    return _answer(await asked.desk.ask(asked.service.members.renew, told))
+    return _answer(await asked.desk.run(asked.service.members.renew, told))
 
 
 # Leases
@@ -158,9 +158,9 @@ async def lease(asked: RequestContext) -> Response:
     clock = asyncio.get_running_loop().time
     until = clock() + (0.0 if wanted.at_once else HELD_BACK_SECONDS)
     while True:
-        version = asked.service.versions_made.expected()  # from before it is looked for
+        version = asked.service.versions_made.next()  # from before it is looked for
         try:
-            answer = await asked.desk.ask(claim, asked.caller, wanted)
+            answer = await asked.desk.run(claim, asked.caller, wanted)
             left, told = until - clock(), answer.answer
             if not isinstance(told, Wait) or told.seconds > HELD_BACK_SECONDS or left <= 0:
                 break
@@ -174,13 +174,13 @@ async def lease(asked: RequestContext) -> Response:
 async def progress(asked: RequestContext) -> Response:
     held, told = asked.at("lease"), await asked.message(LeaseProgress)
     leases = asked.service.leases
-    return _answer(await asked.desk.ask(leases.progress, asked.caller, held, told))
+    return _answer(await asked.desk.run(leases.progress, asked.caller, held, told))
 
 
 async def give_back(asked: RequestContext) -> Response:
     held, told = asked.at("lease"), await asked.message(LeaseReturn)
     leases = asked.service.leases
-    return _answer(await asked.desk.ask(leases.give_back, asked.caller, held, told))
+    return _answer(await asked.desk.run(leases.give_back, asked.caller, held, told))
 
 
 # Updates
@@ -189,7 +189,7 @@ async def give_back(asked: RequestContext) -> Response:
 async def offer(asked: RequestContext) -> Response:
     offered, updates = await asked.message(UpdateOffer), asked.service.updates
     claim = offered.claim
-    if not await asked.desk.ask(updates.offer, asked.caller, offered):
+    if not await asked.desk.run(updates.offer, asked.caller, offered):
         return _answer(UploadState(missing=()))
     return _answer(await run_in_threadpool(updates.upload_state, claim.lease, claim.recipe))
 
@@ -210,9 +210,9 @@ async def whole(asked: RequestContext) -> Response:
     if asked.service.run.config.swarm.codec == "none":  # a few numbers
         fault = await run_in_threadpool(updates.take_whole, held, offered, data)
     else:  # of which few bytes may make many
-        fault = await asked.verifying.in_turn(updates.take_whole, held, offered, data)
+        fault = await asked.verifying.run(updates.take_whole, held, offered, data)
     asked.metrics.received(len(data))
-    receipt = await asked.desk.ask(updates.settle_whole, asked.caller, held, offered, fault)
+    receipt = await asked.desk.run(updates.settle_whole, asked.caller, held, offered, fault)
     return _settled(asked, receipt)
 
 
@@ -220,7 +220,7 @@ async def _held(asked: RequestContext, claim: UpdateClaim) -> LeaseGrant | Recei
     updates = asked.service.updates
     if known := updates.held(asked.caller, claim.lease):
         return known
-    return await asked.desk.ask(updates.find_held, asked.caller, claim)
+    return await asked.desk.run(updates.find_held, asked.caller, claim)
 
 
 async def put_chunk(asked: RequestContext) -> Response:
@@ -243,7 +243,7 @@ async def _coming(asked: RequestContext, lease: str) -> OfferedUpdate | Receipt:
     updates = asked.service.updates
     if known := updates.coming(asked.caller, lease):
         return known
-    return await asked.desk.ask(updates.find, asked.caller, lease)
+    return await asked.desk.run(updates.find, asked.caller, lease)
 
 
 async def commit(asked: RequestContext) -> Response:
@@ -253,10 +253,10 @@ async def commit(asked: RequestContext) -> Response:
         return _answer(coming)
 
     async def settled() -> Receipt:
-        fault = await asked.verifying.in_turn(updates.verify, coming)
-        return await asked.desk.ask(updates.settle, asked.caller, sent, fault)
+        fault = await asked.verifying.run(updates.verify, coming)
+        return await asked.desk.run(updates.settle, asked.caller, sent, fault)
 
-    return _settled(asked, await asked.verifying.once(sent, settled))
+    return _settled(asked, await asked.verifying.run_once(sent, settled))
 
 
 def _settled(asked: RequestContext, receipt: Receipt) -> Response:
@@ -329,7 +329,7 @@ async def run(asked: RequestContext) -> Response:
 async def status(asked: RequestContext) -> Response:
     reader = asked.reader
     if reader and reader.role == "evaluate":  # whose way to wait for versions this is
-        await asked.desk.ask(asked.service.members.note, reader)
+        await asked.desk.run(asked.service.members.note, reader)
     return _answer(await run_in_threadpool(asked.service.reports.status))
 
 
@@ -361,7 +361,7 @@ async def _event_stream(asked: RequestContext, after: int) -> AsyncIterator[str]
 
 async def score(asked: RequestContext) -> Response:
     told = await asked.message(Score)
-    await asked.desk.ask(asked.service.reports.score, asked.caller, told)
+    await asked.desk.run(asked.service.reports.score, asked.caller, told)
     return Response(status_code=204)
 
 

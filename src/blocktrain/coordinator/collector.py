@@ -29,16 +29,18 @@ class Collector:
         """Drop versions beyond those kept, and chunks nobody needs; how many chunks went."""
         now = self.run.clock()
         with self.run.ledger.write() as tx:
-            tx.lock_blocks()
+            tx.blocks.lock()
             self._refuse_never_sent(tx)
             before = named_blobs(tx)
             self._forget_old_versions(tx)
             self._forget_useless_differences(tx)
-            kept, live = named_blobs(tx), tx.live_updates()
-            model_bytes = sum(tx.version(state.index).weights.size for state in tx.block_states())
+            kept, live = named_blobs(tx), tx.updates.live()
+            model_bytes = sum(
+                tx.versions.get(state.index).weights.size for state in tx.blocks.states()
+            )
             fetched = now + FETCH_SECONDS + model_bytes / FETCH_BYTES_PER_SECOND
-            tx.retire_blobs(before - kept, now, fetched)
-            over, fetching = tx.end_retired(now), tx.retired_blobs()
+            tx.versions.retire_blobs(before - kept, now, fetched)
+            over, fetching = tx.versions.end_retired(now), tx.versions.retired_blobs()
         for name, since in over.items():
             self.retire(self._chunks_of(self.run.chunks.has([name])), since)
         corpus = {blob.name for blob in self.run.description.corpus.values()}
@@ -64,50 +66,51 @@ class Collector:
 
     def _refuse_never_sent(self, tx: Transaction) -> None:
         """What was offered, whose lease is over, and which would be too late by now."""
-        current = {state.index: state.version for state in tx.block_states()}
-        held = {lease.id for lease in tx.held_leases()}
-        for row in tx.live_updates():
+        current = {state.index: state.version for state in tx.blocks.states()}
+        held = {lease.id for lease in tx.leases.held()}
+        for row in tx.updates.live():
             counts = plan.weight(self.run.config.swarm, current[row.block], row.base_version)
             if row.state == "offered" and row.lease not in held and counts == 0.0:
-                tx.refuse_update(row.lease, "it was never sent")
+                tx.updates.refuse(row.lease, "it was never sent")
 
     def _forget_old_versions(self, tx: Transaction) -> None:
         """All but the newest few, whatever somebody builds on, and whatever was current when a
         lease that is still held was given (a cascade reads the blocks before)."""
-        held = tx.held_leases()
-        in_use = {(row.block, row.base_version) for row in (*held, *tx.live_updates())}
+        held = tx.leases.held()
+        in_use = {(lease.block, lease.base_version) for lease in held}
+        in_use |= {(update.block, update.base_version) for update in tx.updates.live()}
         since = min((lease.created for lease in held), default=self.run.clock())
-        replaced = {(item.block, item.version - 1): item.created for item in tx.versions()}
-        current = {state.index: state.version for state in tx.block_states()}
-        for version in tx.versions():
+        replaced = {(item.block, item.version - 1): item.created for item in tx.versions.all()}
+        current = {state.index: state.version for state in tx.blocks.states()}
+        for version in tx.versions.all():
             here = (version.block, version.version)
             recent = version.version > current[version.block] - self.run.config.swarm.keep_versions
             if not recent and here not in in_use and replaced.get(here, 0.0) < since:
-                tx.forget_version(version.block, version.version)
+                tx.versions.forget(version.block, version.version)
 
     def _forget_useless_differences(self, tx: Transaction) -> None:
         """All but those that lead to a version that is there, and those that with all after them
         are still smaller than the newest version."""
-        there = {(version.block, version.version) for version in tx.versions()}
-        for state in tx.block_states():
-            found = tx.differences(state.index)
+        there = {(version.block, version.version) for version in tx.versions.all()}
+        for state in tx.blocks.states():
+            found = tx.versions.deltas(state.index)
             useful = plan.useful_differences(
                 {version: blob.size for version, blob in found.items()},
-                tx.version(state.index).weights.size,
+                tx.versions.get(state.index).weights.size,
             )
             for version in found:
                 if version not in useful and (state.index, version) not in there:
-                    tx.forget_difference(state.index, version)
+                    tx.versions.forget_delta(state.index, version)
 
 
 def named_blobs(tx: Transaction) -> set[str]:
     """Of all versions and differences that are not forgotten."""
     names = {
         blob.name
-        for version in tx.versions()
-        for blob in (version.weights, version.velocity, version.owed)
+        for version in tx.versions.all()
+        for blob in (version.weights, version.velocity, version.residual)
         if blob
     }
-    for state in tx.block_states():
-        names |= {blob.name for blob in tx.differences(state.index).values()}
+    for state in tx.blocks.states():
+        names |= {blob.name for blob in tx.versions.deltas(state.index).values()}
     return names

@@ -139,7 +139,7 @@ class Endpoint:
             server.allowance.spend(caller.worker, cost)
             return caller
         server.allowance.spend(tokens.hash_secret(secret), cost)
-        await server.desk.ask(server.service.members.check_reader, secret)
+        await server.desk.run(server.service.members.check_reader, secret)
         return None
 
 

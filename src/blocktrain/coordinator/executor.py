@@ -1,8 +1,7 @@
-"""One thread that does the ledger's work for every request: what waits is done in one go and put
-on disk by one commit.
+"""Where a coordinator's requests run: ledger work on one thread, verification on a few.
 
-Requests that each had a thread would wait for each other at every statement, twice: for the
-database and for the interpreter.
+One thread does all ledger work that waits in one transaction with one commit. Threads of their own
+would wait for each other at every statement, for the database and for the interpreter.
 """
 
 import asyncio
@@ -27,157 +26,179 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MOST_AT_ONCE = 64  # other coordinators wait for the database too
-UNREACHABLE = "the ledger does not answer; try again"
+JOBS_PER_COMMIT = 64  # at most: other coordinators wait for the database too
+UNREACHABLE = "the ledger's database does not answer; try again"
 
 
 @dataclass
 class _Job:
     call: Callable[[], Any]
-    answer: asyncio.Future[Any]
-    outcome: Any = None
+    future: asyncio.Future[Any]
+    result: Any = None
     error: BaseException | None = None
-    failure: SQLAlchemyError | None = None  # of the ledger, where that is the error
 
     def run(self) -> None:
         try:
-            self.outcome = self.call()
-        except SQLAlchemyError as error:
-            self.failure, self.error = error, UnreachableError(UNREACHABLE)
+            self.result = self.call()
         except Exception as error:
             self.error = error
 
     def deliver(self) -> None:
-        if self.answer.done():  # whoever asked has left
+        """On the event loop of the future."""
+        if self.future.done():  # its caller was cancelled
             return
-        if self.error:
-            self.answer.set_exception(self.error)
+        if isinstance(self.error, SQLAlchemyError):
+            # An error of its own for each: one raised again and again would keep every traceback.
+            self.future.set_exception(UnreachableError(UNREACHABLE))
+        elif self.error:
+            self.future.set_exception(self.error)
         else:
-            self.answer.set_result(self.outcome)
+            self.future.set_result(self.result)
 
 
 class LedgerExecutor:
+    """Runs calls that use the ledger, one after another, on its thread."""
+
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._questions: SimpleQueue[_Job | None] = SimpleQueue()
-        self._answers = True
-        self._thread = threading.Thread(target=self._work, name="desk", daemon=True)
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._reachable = True
+        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        self._questions.put(None)
+        """Once all jobs that were queued before are done."""
+        self._queue.put(None)
         self._thread.join()
 
-    async def ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What the call returns, once all it wrote is on disk."""
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._questions.put(_Job(partial(call, *args, **kwargs), answer))
-        return await answer
+    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of the call, once everything it wrote is on disk."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._queue.put(_Job(partial(call, *args, **kwargs), future))
+        return await future
 
     def _work(self) -> None:
-        while questions := self._next():
-            self._answer(questions)
-            self._deliver(questions)
+        while jobs := self._next_jobs():
+            self._run(jobs)
+            _deliver(jobs)
 
-    def _next(self) -> list[_Job]:
-        """All that waits; nothing once there is to be no more."""
-        questions = [self._questions.get()]
-        while questions[-1] is not None and len(questions) < MOST_AT_ONCE:
+    def _next_jobs(self) -> list[_Job]:
+        """All jobs that wait, at least one; none after `stop`."""
+        jobs = [self._queue.get()]
+        while jobs[-1] is not None and len(jobs) < JOBS_PER_COMMIT:
             try:
-                questions.append(self._questions.get_nowait())
+                jobs.append(self._queue.get_nowait())
             except Empty:
                 break
-        if questions[-1] is None and len(questions) > 1:
-            self._questions.put(None)
-        return [question for question in questions if question is not None]
+        if jobs[-1] is None and len(jobs) > 1:
+            self._queue.put(None)
+        return [job for job in jobs if job is not None]
 
-    def _answer(self, questions: list[_Job]) -> None:
+    def _run(self, jobs: list[_Job]) -> None:
         try:
             with self._ledger.together():
-                for question in questions:
-                    question.run()
-        except SQLAlchemyError as error:
-            for question in questions:
-                question.failure, question.error = error, UnreachableError(UNREACHABLE)
+                for job in jobs:
+                    job.run()
         except BaseException as error:
-            # Whatever it is: without this thread all who ask would wait for ever.
-            log.exception("the desk failed, and goes on")
-            for question in questions:
-                question.error = RuntimeError(f"the desk failed: {error!r}")
-        self._tell(next((q.failure for q in questions if q.failure), None))
+            # Without this thread all callers would wait for ever, so it survives anything.
+            if not isinstance(error, SQLAlchemyError):
+                log.exception("the ledger's thread failed and goes on")
+            for job in jobs:
+                job.error = _failure(error)
+        self._log_change(
+            next((j.error for j in jobs if isinstance(j.error, SQLAlchemyError)), None)
+        )
 
-    def _tell(self, failure: SQLAlchemyError | None) -> None:
-        """Once when the ledger stops answering, and once when it does again."""
-        if failure and self._answers:
-            log.warning("the ledger does not answer: %s", failure)
-        elif not failure and not self._answers:
-            log.warning("the ledger answers again")
-        self._answers = failure is None
-
-    def _deliver(self, questions: list[_Job]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[_Job]] = defaultdict(list)
-        for question in questions:
-            by_loop[question.answer.get_loop()].append(question)
-        for loop, asked in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_deliver_all, asked)
-            except RuntimeError:  # the loop has ended, and with it whoever asked
-                continue
+    def _log_change(self, failure: SQLAlchemyError | None) -> None:
+        """Once when the database stops answering, and once when it answers again."""
+        if failure and self._reachable:
+            log.warning("the ledger's database does not answer: %s", failure)
+        elif not failure and not self._reachable:
+            log.warning("the ledger's database answers again")
+        self._reachable = failure is None
 
 
-def _deliver_all(questions: list[_Job]) -> None:
-    for question in questions:
-        question.deliver()
+def _failure(error: BaseException) -> Exception:
+    if isinstance(error, SQLAlchemyError):
+        return error
+    return RuntimeError(f"the ledger's thread failed: {error!r}")
+
+
+def _deliver(jobs: list[_Job]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Job]] = defaultdict(list)
+    for job in jobs:
+        by_loop[job.future.get_loop()].append(job)
+    for loop, of_loop in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_deliver_all, of_loop)
+        except RuntimeError:  # the loop was closed, and its callers are gone
+            continue
+
+
+def _deliver_all(jobs: list[_Job]) -> None:
+    for job in jobs:
+        job.deliver()
 
 
 class VerificationQueue:
-    def __init__(self, at_once: int) -> None:
-        self._turn = asyncio.Semaphore(at_once)
-        self._under_way: dict[str, asyncio.Task[Receipt]] = {}
+    """Verifies a few updates at a time, and each update once however many requests wait for it."""
 
-    async def in_turn(self, verify: Callable[..., T], *args: Any) -> T:
-        async with self._turn:
-            return await run_in_threadpool(verify, *args)
+    def __init__(self, limit: int) -> None:
+        self._places = asyncio.Semaphore(limit)
+        self._tasks: dict[str, asyncio.Task[Receipt]] = {}
 
-    async def once(self, lease: str, settle: Callable[[], Coroutine[Any, Any, Receipt]]) -> Receipt:
-        """The receipt of a lease's update. Goes on when whoever asked first has left."""
-        task = self._under_way.get(lease)
+    async def run(self, verify: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The call's result, from a thread of its own once there is a free place."""
+        async with self._places:
+            return await run_in_threadpool(verify, *args, **kwargs)
+
+    async def run_once(
+        self, lease: str, settle: Callable[[], Coroutine[Any, Any, Receipt]]
+    ) -> Receipt:
+        """The receipt of a lease's update. Goes on if the first request is cancelled."""
+        task = self._tasks.get(lease)
         if task is None:
-            task = self._under_way[lease] = asyncio.create_task(settle())
-            task.add_done_callback(lambda done: self._under_way.pop(lease))
+            task = self._tasks[lease] = asyncio.create_task(settle())
+            task.add_done_callback(lambda done: self._tasks.pop(lease))
         return await asyncio.shield(task)
 
 
 class Notifier:
+    """Wakes coroutines, on any event loop, from any thread."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._expected: set[asyncio.Future[None]] = set()
+        self._futures: set[asyncio.Future[None]] = set()
 
-    def expected(self) -> "asyncio.Future[None]":
-        """Done when there is news from now on. Not to be asked for by anything but a coroutine."""
-        news = asyncio.get_running_loop().create_future()
+    def next(self) -> "asyncio.Future[None]":
+        """Done at the next `notify`. Cancel it when it is not needed any more."""
+        future = asyncio.get_running_loop().create_future()
         with self._lock:
-            self._expected.add(news)
-        news.add_done_callback(self._forget)
-        return news
+            self._futures.add(future)
+        future.add_done_callback(self._forget)
+        return future
 
-    def tell(self) -> None:
-        """From any thread."""
+    def notify(self) -> None:
         with self._lock:
-            expected = list(self._expected)
-        for news in expected:
+            futures = list(self._futures)
+        for future in futures:
             try:
-                news.get_loop().call_soon_threadsafe(_settle, news)
-            except RuntimeError:  # the loop has ended, and with it whoever waited
-                self._forget(news)
+                future.get_loop().call_soon_threadsafe(_set_done, future)
+            except RuntimeError:  # the loop was closed
+                self._forget(future)
 
-    def _forget(self, news: "asyncio.Future[None]") -> None:
+    @property
+    def waiting(self) -> int:
+        """The number of futures that are not done."""
+        return len(self._futures)
+
+    def _forget(self, future: "asyncio.Future[None]") -> None:
         with self._lock:
-            self._expected.discard(news)
+            self._futures.discard(future)
 
 
-def _settle(news: "asyncio.Future[None]") -> None:
-    if not news.done():
-        news.set_result(None)
+def _set_done(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

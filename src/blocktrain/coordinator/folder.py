@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from blocktrain.config import Config
+from blocktrain.config import Config, from_toml
 from blocktrain.coordinator.operator import Operator
 from blocktrain.coordinator.run import Run, found_run, open_run, run_in
 from blocktrain.data.corpus import load_corpus
@@ -60,7 +60,7 @@ class CoordinatorFolder:
                 held = tx.run()
             if held is None:
                 _found(config, ledger, chunks, clock())
-            elif held.config != config.to_toml():
+            elif from_toml(held.config) != config:
                 raise ConfigError(
                     f"{self.folder} holds a run with other settings; leave --config out to go on"
                     " with it, or use another --data-dir"
@@ -122,7 +122,7 @@ def _found(config: Config, ledger: Ledger, chunks: ChunkStore, now: float) -> No
         settings, weights = Path(scratch) / "config.toml", Path(scratch) / "weights"
         settings.write_text(config.to_toml())
         _make_first_weights(settings, weights)
-        files = [weights / f"block-{unit}.safetensors" for unit in range(config.units)]
+        files = [weights / f"block-{block}.safetensors" for block in range(config.block_count)]
         found_run(config, corpus, files, ledger, chunks, now)
 
 

@@ -7,9 +7,9 @@ from blocktrain.coordinator.limits import LruCache
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
 from blocktrain.errors import RefusedError
-from blocktrain.ledger.prepared import Found
+from blocktrain.ledger.rows import LeaseRow, Version, WorkerRow
 from blocktrain.ledger.schema import HELD
-from blocktrain.ledger.transaction import Transaction, Version
+from blocktrain.ledger.transaction import Transaction
 from blocktrain.protocol import tokens
 from blocktrain.protocol.messages import (
     Finished,
@@ -51,14 +51,13 @@ class Leases:
         if self.run.config.swarm.codec == "none":  # an update of weights has one base, a version
             asked = asked.model_copy(update={"trained": None})
         with self.run.ledger.write() as tx:
-            tx.lock_blocks()
+            tx.blocks.lock()
             if asked.trained:
-                tx.trained_lease(asked.trained, caller.worker)
+                tx.leases.mark_trained(asked.trained, caller.worker)
             elif _begins_anew(asked):
-                tx.reopen_unsent(caller.worker)
-            tx.expect_claim(caller.worker)
+                tx.leases.reopen_unsent(caller.worker)
             worker = self.members.seen(tx, caller, now)
-            held, blocks = tx.open_lease_of(caller.worker), tx.block_states()
+            held, blocks = tx.leases.open_of(caller.worker), tx.blocks.states()
             last_words = _nothing_left(blocks, caller, asked)
             answer = (
                 self._described(tx, held, worker, now)
@@ -70,7 +69,7 @@ class Leases:
     def _answer(
         self,
         tx: Transaction,
-        worker: Found,
+        worker: WorkerRow,
         blocks: list[BlockState],
         asked: LeaseRequest,
         now: float,
@@ -106,41 +105,39 @@ class Leases:
             held = own_lease(tx, caller, lease, told.fence)
             expected = plan.expected_now(swarm, held, told.steps_done, now)
             if expected is not None and expected != held.expected:
-                tx.expect_lease(lease, expected)
+                tx.leases.set_expected(lease, expected)
         if held.state in HELD:
             return LeaseState(open=True, seconds_left=held.deadline - now)
         return LeaseState(open=False, seconds_left=0.0, reason=f"this lease is {held.state}")
 
     def give_back(self, caller: Caller, lease: str, told: LeaseReturn) -> LeaseState:
-        traffic.check_downloads(told.downloads, self.run.config.units)
+        traffic.check_downloads(told.downloads, self.run.config.block_count)
         now = self.run.clock()
         with self.run.ledger.write() as tx:
-            tx.lock_blocks()
+            tx.blocks.lock()
             self.members.seen(tx, caller, now)
             held = own_lease(tx, caller, lease, told.fence)
-            in_time = tx.move_lease(lease, "returned")
+            in_time = tx.leases.move(lease, "returned")
             if in_time or _is_heard_late(tx, lease):
                 traffic.count_traffic(tx, caller.worker, {}, told.downloads)
             if in_time:
-                tx.give_back_range(held.block, held.first_batch, held.steps)
-                tx.records.add_event(now, "returned", caller.worker, held.block, told.reason)
+                tx.blocks.give_back_range(held.block, held.first_batch, held.steps)
+                tx.events.add(now, "returned", caller.worker, held.block, told.reason)
         return LeaseState(open=False, seconds_left=0.0, reason="given back")
 
     def expire(self) -> None:
         """Take back what is overdue: its text is handed out again."""
         now = self.run.clock()
         with self.run.ledger.read() as tx:
-            if not tx.overdue(now):
+            if not tx.leases.overdue(now):
                 return
         with self.run.ledger.write() as tx:
-            tx.lock_blocks()
-            for lease in tx.overdue(now):
-                if tx.move_lease(lease.id, "expired"):
-                    tx.give_back_range(lease.block, lease.first_batch, lease.steps)
-                    tx.count_lease(lease.block, met=False)
-                    tx.records.add_event(
-                        now, "lost", lease.worker, lease.block, f"{lease.steps} steps"
-                    )
+            tx.blocks.lock()
+            for lease in tx.leases.overdue(now):
+                if tx.leases.move(lease.id, "expired"):
+                    tx.blocks.give_back_range(lease.block, lease.first_batch, lease.steps)
+                    tx.blocks.count_lease(lease.block, met=False)
+                    tx.events.add(now, "lost", lease.worker, lease.block, f"{lease.steps} steps")
 
     def _hand_out(
         self,
@@ -150,7 +147,7 @@ class Leases:
         asked: LeaseRequest,
         now: float,
         left: float,
-    ) -> Found:
+    ) -> LeaseRow:
         """`left`: seconds of the whole run, if it is shared out."""
         swarm, continues = self.run.config.swarm, asked.trained
         speed, transfer = asked.steps_per_second, asked.transfer_seconds
@@ -160,8 +157,8 @@ class Leases:
         start, stride = plan.place_in_schedule(block, worker, continuing=continues is not None)
         seconds = plan.training_seconds(swarm, block, now, transfer, left)
         wanted = plan.lease_steps(swarm, seconds, speed, block.to_hand_out)
-        first_batch, steps, fence = tx.take_range(block.index, wanted)
-        lease = tx.add_lease(
+        first_batch, steps, fence = tx.blocks.take_range(block.index, wanted)
+        lease = LeaseRow(
             id=tokens.identifier_of(now),
             worker=worker,
             block=block.index,
@@ -176,13 +173,12 @@ class Leases:
             expected=plan.expected_at(block, now, steps, speed, transfer),
             created=now,
         )
-        tx.records.add_event(
-            now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}"
-        )
+        tx.leases.add(lease)
+        tx.events.add(now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}")
         return lease
 
-    def _described(self, tx: Transaction, lease: Found, worker: Found, now: float) -> Lease:
-        base = tx.version(lease.block, lease.base_version)
+    def _described(self, tx: Transaction, lease: LeaseRow, worker: WorkerRow, now: float) -> Lease:
+        base = tx.versions.get(lease.block, lease.base_version)
         held = LeaseGrant(worker.id, worker.public_key, lease.fence, lease.steps, base)
         self._handed_out.remember(lease.id, held)
         return Lease(
@@ -201,19 +197,19 @@ class Leases:
         )
 
     def _predecessors(self, tx: Transaction, block: int) -> tuple[Predecessor, ...]:
-        """In a cascade, the blocks before as they stand now."""
-        if self.run.config.objective.kind != "cascade":
+        """The current versions of the blocks whose features the block reads."""
+        if not self.run.config.kind.reads_predecessors:
             return ()
-        current = [tx.version(before) for before in range(block)]
+        current = [tx.versions.get(before) for before in range(block)]
         return tuple(
             Predecessor(block=held.block, version=held.version, weights=held.weights)
             for held in current
         )
 
 
-def own_lease(tx: Transaction, caller: Caller, lease: str, fence: int) -> Found:
+def own_lease(tx: Transaction, caller: Caller, lease: str, fence: int) -> LeaseRow:
     """The caller's lease; a fencing token that is not its own means somebody else's, or a past."""
-    held = tx.lease(lease)
+    held = tx.leases.get(lease)
     if held is None or held.worker != caller.worker:
         raise RefusedError("not_found", "this worker holds no such lease")
     if held.fence != fence:
@@ -224,8 +220,8 @@ def own_lease(tx: Transaction, caller: Caller, lease: str, fence: int) -> Found:
 def _is_heard_late(tx: Transaction, lease: str) -> bool:
     """Whether a lease that ran out is now given back, for the first time, and no update of it has
     told what was downloaded."""
-    sent = tx.update(lease)
-    return tx.return_expired(lease) and (sent is None or sent.state == "offered")
+    sent = tx.updates.get(lease)
+    return tx.leases.return_expired(lease) and (sent is None or sent.state == "offered")
 
 
 def _begins_anew(asked: LeaseRequest) -> bool:

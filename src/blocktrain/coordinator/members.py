@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from blocktrain.coordinator.run import Run
 from blocktrain.errors import RefusedError
-from blocktrain.ledger.prepared import Found
+from blocktrain.ledger.rows import InviteRow, WorkerRow
 from blocktrain.ledger.transaction import Transaction
 from blocktrain.protocol import identity, tokens
 from blocktrain.protocol.messages import PROTOCOL, Join, Joined, Token, TokenRequest
@@ -36,7 +36,7 @@ class Members:
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             invite = self._valid_invite(tx, asked.invite, now)
-            known = tx.people.worker_of_key(asked.public_key)
+            known = tx.members.worker_of_key(asked.public_key)
             if known:
                 worker, role = self._again(tx, known, asked, now), known.role
             else:
@@ -52,7 +52,7 @@ class Members:
     def renew(self, asked: TokenRequest) -> Token:
         now = self.run.clock()
         with self.run.ledger.read() as tx:
-            worker = tx.people.worker(asked.worker)
+            worker = tx.members.worker(asked.worker)
         if worker is None or not identity.verify_token_request(
             worker.public_key, self.run.id, asked.worker, asked.time, asked.signature
         ):
@@ -71,16 +71,16 @@ class Members:
         with self.run.ledger.read() as tx:
             self._valid_invite(tx, secret, self.run.clock())
 
-    def seen(self, tx: Transaction, caller: Caller, now: float) -> Found:
+    def seen(self, tx: Transaction, caller: Caller, now: float) -> WorkerRow:
         """The worker's row, its last sign of life noted."""
         worker = self.check_welcome(tx, caller)
         if now - worker.seen > SEEN_SECONDS:
-            tx.people.touch_worker(caller.worker, now)
+            tx.members.touch_worker(caller.worker, now)
         return worker
 
-    def check_welcome(self, tx: Transaction, caller: Caller) -> Found:
+    def check_welcome(self, tx: Transaction, caller: Caller) -> WorkerRow:
         """The worker's row; a banned one gets no further, whatever its token says."""
-        worker = tx.people.worker(caller.worker)
+        worker = tx.members.worker(caller.worker)
         if worker is None:
             raise RefusedError("unauthorized", "this worker is unknown here")
         _refuse_banned(worker)
@@ -89,33 +89,35 @@ class Members:
     def note(self, caller: Caller) -> None:
         """A sign of life, of a worker that only reads for now."""
         with self.run.ledger.write() as tx:
-            tx.people.touch_worker(caller.worker, self.run.clock())
+            tx.members.touch_worker(caller.worker, self.run.clock())
 
-    def _again(self, tx: Transaction, known: Found, asked: Join, now: float) -> str:
+    def _again(self, tx: Transaction, known: WorkerRow, asked: Join, now: float) -> str:
         _refuse_banned(known)
-        tx.people.touch_worker(known.id, now)
-        tx.people.rename_worker(known.id, asked.name, asked.device)
+        tx.members.touch_worker(known.id, now)
+        tx.members.rename_worker(known.id, asked.name, asked.device)
         return str(known.id)
 
-    def _first(self, tx: Transaction, invite: Found, asked: Join, now: float) -> str:
-        if not tx.people.use_invite(invite.id):
+    def _first(self, tx: Transaction, invite: InviteRow, asked: Join, now: float) -> str:
+        if not tx.members.use_invite(invite.id):
             raise RefusedError("gone", "this invite has no uses left; ask for another")
         worker = tokens.new_identifier()
-        tx.people.add_worker(
-            id=worker,
-            public_key=asked.public_key,
-            name=asked.name,
-            device=asked.device,
-            role=invite.role,
-            invite=invite.id,
-            joined=now,
-            seen=now,
+        tx.members.add_worker(
+            WorkerRow(
+                id=worker,
+                public_key=asked.public_key,
+                name=asked.name,
+                device=asked.device,
+                role=invite.role,
+                invite=invite.id,
+                joined=now,
+                seen=now,
+            )
         )
-        tx.records.add_event(now, "joined", worker, detail=f"{asked.name}, {asked.device}")
+        tx.events.add(now, "joined", worker, detail=f"{asked.name}, {asked.device}")
         return worker
 
-    def _valid_invite(self, tx: Transaction, secret: str, now: float) -> Found:
-        invite = tx.people.invite(tokens.hash_secret(secret))
+    def _valid_invite(self, tx: Transaction, secret: str, now: float) -> InviteRow:
+        invite = tx.members.invite(tokens.hash_secret(secret))
         if invite is None:
             raise RefusedError("unauthorized", "this invite is not of this run")
         if invite.revoked:
@@ -128,6 +130,6 @@ class Members:
         return tokens.issue(self.run.token_secret, worker, role, now, TOKEN_SECONDS)
 
 
-def _refuse_banned(worker: Found) -> None:
+def _refuse_banned(worker: WorkerRow) -> None:
     if worker.banned:
         raise RefusedError("forbidden", "this worker was banned from the run")

@@ -17,7 +17,8 @@ from blocktrain.errors import (
     NotFoundError,
     ProtocolError,
 )
-from blocktrain.ledger.transaction import Transaction, Version
+from blocktrain.ledger.rows import Version
+from blocktrain.ledger.transaction import Transaction
 from blocktrain.numerics.merge import Outer
 from blocktrain.protocol.messages import Blob, Recipe, UpdateClaim
 from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_blobs
@@ -40,7 +41,7 @@ class Merger:
         """Merge every block whose time has come; how many versions that made. Blocks never wait
         for each other, and two coordinators doing this at once do no harm."""
         with self.run.ledger.read() as tx:
-            states = tx.block_states()
+            states = tx.blocks.states()
         made = 0
         for state in states:
             due = plan.due_updates(state, self.run.config.swarm, self.run.clock())
@@ -55,9 +56,9 @@ class Merger:
     def _merge(self, state: BlockState, due: Sequence[PendingUpdate]) -> bool:
         now = self.run.clock()
         with self.run.ledger.write() as tx:
-            to_read = (1 + len(due)) * tx.version(state.index).weights.size
+            to_read = (1 + len(due)) * tx.versions.get(state.index).weights.size
             seconds = CLAIM_SECONDS + to_read / CLAIM_BYTES_PER_SECOND
-            if not tx.claim_merge(state.index, state.version, now, seconds):
+            if not tx.blocks.claim_merge(state.index, state.version, now, seconds):
                 return False
         made = False
         try:
@@ -65,7 +66,7 @@ class Merger:
         finally:
             if not made:  # a version that was published has ended the claim
                 with self.run.ledger.write() as tx:
-                    tx.release_merge(state.index, state.version)
+                    tx.blocks.release_merge(state.index, state.version)
         return made
 
     def _merge_claimed(self, state: BlockState, due: Sequence[PendingUpdate]) -> bool:
@@ -78,8 +79,8 @@ class Merger:
             return False
         try:
             with self.run.ledger.read() as tx:
-                current = tx.version(state.index, state.version)
-                waiting = tx.waiting_updates(state.index)
+                current = tx.versions.get(state.index, state.version)
+                waiting = tx.updates.pending(state.index)
                 if any(item.lease not in waiting for item in fresh):
                     return False  # another coordinator was faster
                 factors = plan.chain_factors(fresh)
@@ -109,13 +110,13 @@ class Merger:
                 merged.velocity,
                 due,
                 self.run.clock(),
-                difference=merged.difference,
-                owed=merged.owed,
+                delta=merged.difference,
+                residual=merged.owed,
             )
             if not published:
                 return False
             steps = sum(update.steps for update in due)
-            tx.records.add_event(
+            tx.events.add(
                 self.run.clock(),
                 "merged",
                 block=state.index,
@@ -135,43 +136,46 @@ class Merger:
     ) -> Merged:
         swarm = self.run.config.swarm
         outer = Outer(swarm.outer_rate, swarm.outer_momentum)
-        codec = codec_named(swarm.codec, plan.kept_down(swarm, state, len(sources)))
+        codec = codec_named(swarm.codec, plan.top_k_down(swarm, state, len(sources)))
         merge = partial(
             merge_blobs, self.run.blobs, current.weights, sources, current.velocity, outer
         )
         if not codec:
             return merge()
-        compression = Compression(None if final else codec, current.owed)
+        compression = Compression(None if final else codec, current.residual)
         try:
             return merge(compression)
         except (NotFoundError, CorruptFileError, ProtocolError):
-            if current.owed is None or self._is_whole(current.owed):
+            if current.residual is None or self._is_whole(current.residual):
                 raise
         # It was to be made up for, and nobody builds on it: without it all go on alike.
         log.warning("block %d: what its versions owe was lost; it goes on without", state.index)
         with self.run.ledger.write() as tx:
-            tx.forget_owed(state.index, state.version)
+            tx.versions.forget_residual(state.index, state.version)
         return merge(replace(compression, owed=None))
 
     def _refuse(self, updates: Sequence[PendingUpdate], reason: str) -> None:
         """Drop updates that wait; their text is handed out again."""
         now = self.run.clock()
         with self.run.ledger.write() as tx:
-            tx.lock_blocks()
+            tx.blocks.lock()
             for update in updates:
-                covered = tx.lease(update.lease)
+                covered = tx.leases.get(update.lease)
                 assert covered is not None
-                if tx.refuse_update(update.lease, reason):
-                    tx.give_back_range(covered.block, covered.first_batch, covered.steps)
-                    tx.records.add_event(now, "refused", update.worker, covered.block, reason)
+                if tx.updates.refuse(update.lease, reason):
+                    tx.blocks.give_back_range(covered.block, covered.first_batch, covered.steps)
+                    tx.events.add(now, "refused", update.worker, covered.block, reason)
 
     def _lost(self, state: BlockState, updates: Sequence[PendingUpdate]) -> list[PendingUpdate]:
         """Updates that can never be merged: all others of the block would wait for ever."""
         with self.run.ledger.read() as tx:
             bases = {
-                held.version: held.weights for held in tx.versions() if held.block == state.index
+                held.version: held.weights
+                for held in tx.versions.all()
+                if held.block == state.index
             }
-            claims = {update.lease: claimed(tx.update(update.lease)) for update in updates}
+            rows = [tx.updates.get(update.lease) for update in updates]
+        claims = {row.lease: claimed(row) for row in rows if row}
 
         def is_lost(update: PendingUpdate) -> bool:
             claim = claims[update.lease]
@@ -219,14 +223,14 @@ class Merger:
             return MergeInput(update.lease, claim.recipe, covered, share=share, encoded=True)
         start = None
         if update.base_version != state.version:
-            start = tx.version(state.index, update.base_version).weights
+            start = tx.versions.get(state.index, update.base_version).weights
         return MergeInput(update.lease, claim.recipe, covered, start, share)
 
     def _finish(self) -> None:
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             if tx.finish_run(now):
-                tx.records.add_event(now, "finished")
+                tx.events.add(now, "finished")
                 log.info("the run is finished")
 
 

@@ -16,7 +16,7 @@ from blocktrain.coordinator import traffic
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
 from blocktrain.errors import RefusedError
-from blocktrain.ledger.prepared import Found
+from blocktrain.ledger.rows import WorkerRow
 from blocktrain.ledger.transaction import Transaction
 from blocktrain.protocol.messages import (
     MOST_DIFFERENCES,
@@ -46,16 +46,16 @@ class Reports:
         now = self.run.clock()
         with self.run.ledger.read() as tx:
             row = tx.run()
-            moved = tx.records.traffic()
+            moved = tx.events.traffic()
             of_blocks = traffic.sum_traffic((block, here) for (_, block), here in moved.items())
             of_workers = traffic.sum_traffic((worker, here) for (worker, _), here in moved.items())
             blocks = tuple(
                 self._block(tx, state, of_blocks.get(state.index, traffic.NOTHING))
-                for state in tx.block_states()
+                for state in tx.blocks.states()
             )
             assert row is not None
-            held = {lease.worker: lease.block for lease in tx.held_leases()}
-            lost = tx.people.lost_workers()
+            held = {lease.worker: lease.block for lease in tx.leases.held()}
+            lost = tx.members.lost_workers()
             workers = tuple(
                 self._worker(
                     worker,
@@ -64,9 +64,9 @@ class Reports:
                     of_workers.get(worker.id, traffic.NOTHING),
                     now,
                 )
-                for worker in tx.people.workers()
+                for worker in tx.members.workers()
             )
-            score = tx.records.newest_score(None)
+            score = tx.events.newest_score(None)
         return Status(
             run=self.run.id,
             state="finished" if row.finished else "running",
@@ -89,34 +89,34 @@ class Reports:
         """What leads from version `after` of a block to version `to`, if all of it is kept."""
         wanted = range(after + 1, to + 1)
         with self.run.ledger.read() as tx:
-            kept = tx.differences(block)
+            kept = tx.versions.deltas(block)
         if len(wanted) > MOST_DIFFERENCES or not all(version in kept for version in wanted):
             return Differences(differences=())
         return Differences(differences=tuple(kept[version] for version in wanted))
 
     def events(self, after: int, most: int) -> list[Event]:
         with self.run.ledger.read() as tx:
-            return tx.records.events(after, most)
+            return tx.events.after(after, most)
 
     def last_event(self) -> int:
         with self.run.ledger.read() as tx:
-            return tx.records.last_event()
+            return tx.events.last_number()
 
     def score(self, caller: Caller, told: Score) -> None:
         if caller.role != "evaluate":
             raise RefusedError("forbidden", "scores come from workers with the evaluate role")
-        if told.block is not None and told.block >= self.run.config.units:
+        if told.block is not None and told.block >= self.run.config.block_count:
             raise RefusedError("not_found", f"there is no block {told.block}")
-        scored = self.run.config.units if told.block is None else 1
+        scored = self.run.config.block_count if told.block is None else 1
         if len(told.versions) != scored:
             raise RefusedError("malformed", f"versions: {scored} expected, one for each block")
-        traffic.check_downloads(told.downloads, self.run.config.units)
+        traffic.check_downloads(told.downloads, self.run.config.block_count)
         now = self.run.clock()
         with self.run.ledger.write() as tx:
-            tx.lock_blocks()
+            tx.blocks.lock()
             self.members.seen(tx, caller, now)
             traffic.count_traffic(tx, caller.worker, {}, told.downloads)
-            tx.records.add_score(
+            tx.events.add_score(
                 block=told.block,
                 versions=told.versions,
                 split=told.split,
@@ -125,16 +125,16 @@ class Reports:
                 worker=caller.worker,
                 time=now,
             )
-            tx.records.add_event(now, "scored", caller.worker, told.block, f"CE {told.ce:.4f}")
+            tx.events.add(now, "scored", caller.worker, told.block, f"CE {told.ce:.4f}")
 
     def _block(self, tx: Transaction, state: BlockState, moved: Moved) -> BlockStatus:
-        row, score = tx.block(state.index), tx.records.newest_score(state.index)
+        row, score = tx.blocks.get(state.index), tx.events.newest_score(state.index)
         assert row is not None
         ended = row.leases_met + row.leases_missed
         return BlockStatus(
             index=state.index,
             version=state.version,
-            weights=tx.version(state.index, state.version).weights,
+            weights=tx.versions.get(state.index, state.version).weights,
             ce=score.ce if score else None,
             ce_note="" if score else NO_SCORE,
             bytes_trained=state.merged_batches * self.run.batch_bytes,
@@ -146,7 +146,7 @@ class Reports:
         )
 
     def _worker(
-        self, row: Found, block: int | None, state: WorkerState, moved: Moved, now: float
+        self, row: WorkerRow, block: int | None, state: WorkerState, moved: Moved, now: float
     ) -> WorkerStatus:
         return WorkerStatus(
             worker=row.id,
@@ -163,7 +163,7 @@ class Reports:
 
 
 def _state(
-    row: Found, holds_lease: bool, lost_lease: bool, finished: bool, now: float
+    row: WorkerRow, holds_lease: bool, lost_lease: bool, finished: bool, now: float
 ) -> WorkerState:
     silent = now - row.seen
     if row.banned:

@@ -12,7 +12,7 @@ from blocktrain.config import Config, from_toml
 from blocktrain.data.corpus import Bytes, Corpus
 from blocktrain.errors import NotFoundError
 from blocktrain.ledger.ledger import Ledger
-from blocktrain.ledger.prepared import Found
+from blocktrain.ledger.rows import RunRow
 from blocktrain.protocol import tokens
 from blocktrain.protocol.messages import (
     PROTOCOL,
@@ -49,7 +49,7 @@ class Run:
         return self.config.train.batch * self.config.model.window
 
 
-def run_in(ledger: Ledger) -> Found:
+def run_in(ledger: Ledger) -> RunRow:
     """What the ledger says of its run."""
     with ledger.read() as tx:
         row = tx.run()
@@ -103,19 +103,21 @@ def found_run(
     }
     first_versions = [blobs.write(_file_pieces(path)) for path in weights]
     with ledger.write() as tx:
-        if not tx.begin_run():
+        if not tx.may_create_run():
             return
         tx.create_run(
-            id=run,
-            config=config.to_toml(),
-            corpus=json.dumps(held),
-            token_secret=tokens.new_secret().encode(),
-            authority_certificate=authority.certificate_pem,
-            authority_key=authority.key_pem,
-            created=now,
+            RunRow(
+                id=run,
+                config=config.to_toml(),
+                corpus=json.dumps(held),
+                token_secret=tokens.new_secret().encode(),
+                authority_certificate=authority.certificate_pem,
+                authority_key=authority.key_pem,
+                created=now,
+            )
         )
         for block, blob in enumerate(first_versions):
-            tx.add_block(block, config.train.steps, blob, now)
+            tx.create_block(block, config.train.steps, blob, now)
 
 
 def _whole_bytes(config: Config, chunks: ChunkStore) -> int:

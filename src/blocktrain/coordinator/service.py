@@ -59,7 +59,7 @@ class Service:
         if expire:
             self.leases.expire()
         if self.merger.merge_due():
-            self.versions_made.tell()
+            self.versions_made.notify()
 
     def _make_rounds(self) -> None:
         collect_at, ended = time.monotonic() + COLLECT_SECONDS, -math.inf

@@ -42,7 +42,7 @@ def count_traffic(
     """Add what a worker uploaded, by block, and what it says it downloaded."""
     downloaded = ((told.block, _moved(told)) for told in downloads)
     for block, moved in sum_traffic(chain(uploaded.items(), downloaded)).items():
-        tx.records.count_traffic(worker, block, moved)
+        tx.events.count_traffic(worker, block, moved)
 
 
 def sum_traffic(parts: Iterable[tuple[Key, Moved]]) -> dict[Key, Moved]:

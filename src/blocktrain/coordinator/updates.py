@@ -14,9 +14,9 @@ from blocktrain.coordinator.limits import LruCache
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
 from blocktrain.errors import ProtocolError, RefusedError
-from blocktrain.ledger.prepared import Found
+from blocktrain.ledger.rows import LeaseRow, UpdateRow, Version
 from blocktrain.ledger.schema import HELD
-from blocktrain.ledger.transaction import Transaction, Version
+from blocktrain.ledger.transaction import Transaction
 from blocktrain.protocol import identity
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
@@ -69,19 +69,18 @@ class Updates:
     def offer(self, caller: Caller, offer: UpdateOffer) -> bool:
         """Take down what a worker is about to send; whether it is to be sent."""
         claim, now = offer.claim, self.run.clock()
-        traffic.check_downloads(offer.downloads, self.run.config.units)
+        traffic.check_downloads(offer.downloads, self.run.config.block_count)
         with self.run.ledger.write() as tx:
-            tx.expect_update(caller.worker, claim.lease)
             worker = self.members.seen(tx, caller, now)
             self._check_named(claim, worker.id)
             lease = own_lease(tx, caller, claim.lease, claim.fence)
             if known := _known(tx, claim):
                 return bool(known.state == "offered")
-            base = tx.version(lease.block, lease.base_version)
+            base = tx.versions.get(lease.block, lease.base_version)
             self._check_fits(claim, base)
             _check_signed(offer, worker.public_key)  # last: with 65,536 chunks it takes long
             _take_down(tx, offer, lease)
-            tx.move_lease_if_held(claim.lease, "sending")
+            tx.leases.move(claim.lease, "sending")
             self._remember(claim, lease.steps, base)
             return True
 
@@ -112,7 +111,7 @@ class Updates:
             offered = _offered(tx, caller, lease)
             if offered.state != "offered":
                 return _receipt(offered)
-            base = tx.version(offered.block, offered.base_version)
+            base = tx.versions.get(offered.block, offered.base_version)
             return self._remember(claimed(offered), offered.steps, base)
 
     def verify(self, coming: OfferedUpdate) -> str:
@@ -164,7 +163,7 @@ class Updates:
             known = _known(tx, claim)
             if known and known.state != "offered":
                 return _receipt(known)
-            base = tx.version(lease.block, lease.base_version)
+            base = tx.versions.get(lease.block, lease.base_version)
             return LeaseGrant(worker.id, worker.public_key, lease.fence, lease.steps, base)
 
     def take_whole(self, held: LeaseGrant, offer: UpdateOffer, data: memoryview) -> str:
@@ -172,7 +171,7 @@ class Updates:
         Of whoever cannot show that it is his to send, and fits, nothing is stored; of one lease, no
         more than it takes to settle it."""
         claim = offer.claim
-        traffic.check_downloads(offer.downloads, self.run.config.units)
+        traffic.check_downloads(offer.downloads, self.run.config.block_count)
         self._check_named(claim, held.worker)
         if claim.fence != held.fence:
             raise RefusedError("conflict", "the fencing token is not this lease's")
@@ -191,15 +190,14 @@ class Updates:
         now, claim = self.run.clock(), offer.claim
         self._handed_out.forget(claim.lease)
         with self.run.ledger.write() as tx:
-            tx.lock_blocks()
-            tx.expect_update(caller.worker, claim.lease)
+            tx.blocks.lock()
             self.members.seen(tx, caller, now)
             lease = own_lease(tx, caller, claim.lease, claim.fence)
             known = _known(tx, claim)
             if known and known.state != "offered":
                 return _receipt(known)
             if lease.state not in HELD:
-                tx.version(lease.block, lease.base_version)  # nobody kept it for this lease
+                tx.versions.get(lease.block, lease.base_version)  # nobody kept it for this lease
             offered = known or _take_down(tx, offer, lease)
             return self._close(tx, lease, offered, claim.recipe.size, held.base, fault, now)
 
@@ -222,25 +220,27 @@ class Updates:
         now = self.run.clock()
         coming = self._coming.forget(lease)
         with self.run.ledger.write() as tx:
-            tx.lock_blocks()
-            tx.expect_update(caller.worker, lease)
+            tx.blocks.lock()
             self.members.seen(tx, caller, now)
-            held, offered = tx.lease(lease), _offered(tx, caller, lease)
+            held, offered = tx.leases.get(lease), _offered(tx, caller, lease)
             assert held is not None
             if offered.state != "offered":
                 return _receipt(offered)
             size, started_from = (
                 (coming.recipe.size, coming.base)
                 if coming
-                else (claimed(offered).recipe.size, tx.version(offered.block, offered.base_version))
+                else (
+                    claimed(offered).recipe.size,
+                    tx.versions.get(offered.block, offered.base_version),
+                )
             )
             return self._close(tx, held, offered, size, started_from, fault, now)
 
     def _close(
         self,
         tx: Transaction,
-        lease: Found,
-        offered: Found,
+        lease: LeaseRow,
+        offered: UpdateRow,
         size: int,
         started_from: Version,
         fault: str,
@@ -254,30 +254,32 @@ class Updates:
         )
         traffic.count_traffic(tx, lease.worker, moved, downloads)
         in_time = lease.state in HELD
-        tx.move_lease_if_held(lease.id, "submitted")
-        version, base = tx.block_version(lease.block), _base_of(tx, lease)
+        tx.leases.move(lease.id, "submitted")
+        version, base = tx.blocks.get(lease.block).version, _base_of(tx, lease)
         weight = plan.weight(self.run.config.swarm, version, base)
         reason = fault or self._too_late(tx, lease, base, version, in_time=in_time)
         if in_time:
-            tx.count_lease(lease.block, met=not reason)
+            tx.blocks.count_lease(lease.block, met=not reason)
         if not reason:
-            tx.accept_update(offered, base, weight, now)
+            tx.updates.accept(lease.id, base, weight, now)
             kind = "uploaded" if weight == 1.0 else "late"
-            tx.records.add_event(now, kind, lease.worker, lease.block, f"{lease.steps} steps")
+            tx.events.add(now, kind, lease.worker, lease.block, f"{lease.steps} steps")
             return Receipt(state="pending", reason="", weight=weight)
-        tx.refuse_update(lease.id, reason)
+        tx.updates.refuse(lease.id, reason)
         if in_time:
-            tx.give_back_range(lease.block, lease.first_batch, lease.steps)
-        tx.records.add_event(now, "refused", lease.worker, lease.block, reason)
+            tx.blocks.give_back_range(lease.block, lease.first_batch, lease.steps)
+        tx.events.add(now, "refused", lease.worker, lease.block, reason)
         return Receipt(state="refused", reason=reason, weight=0.0)
 
     def _too_late(
-        self, tx: Transaction, lease: Found, base: int, version: int, *, in_time: bool
+        self, tx: Transaction, lease: LeaseRow, base: int, version: int, *, in_time: bool
     ) -> str:
         """Why an update does not count any more; empty where it does."""
         swarm = self.run.config.swarm
         counts = plan.weight(swarm, version, base) > 0.0
-        own = in_time or (counts and tx.reclaim_range(lease.block, lease.first_batch, lease.steps))
+        own = in_time or (
+            counts and tx.blocks.reclaim_range(lease.block, lease.first_batch, lease.steps)
+        )
         match plan.refusal(swarm, version, base, text_is_its_own=own):
             case plan.UpdateRefusal.TOO_STALE:
                 return f"it is {version - base} versions behind, more than {swarm.most_stale}"
@@ -311,7 +313,7 @@ class Updates:
     def _largest_codec(self) -> Codec | None:
         """The run's, as it keeps the most: any update may be a worker's last."""
         swarm = self.run.config.swarm
-        return codec_named(swarm.codec, top_k_of_final_update(swarm.kept))
+        return codec_named(swarm.codec, top_k_of_final_update(swarm.top_k_per_4096))
 
     def _missing(self, lease: str, recipe: Recipe) -> tuple[str, ...]:
         """Chunks not here yet, in order; what lies in quarantine is verified and taken in."""
@@ -334,15 +336,15 @@ def _check_signed(offer: UpdateOffer, public_key: str) -> None:
         raise RefusedError("forbidden", "the signature does not fit the claim")
 
 
-def _offered(tx: Transaction, caller: Caller, lease: str) -> Found:
-    offered = tx.update(lease)
+def _offered(tx: Transaction, caller: Caller, lease: str) -> UpdateRow:
+    offered = tx.updates.get(lease)
     if offered is None or offered.worker != caller.worker:
         raise RefusedError("not_found", "no update was offered for this lease")
     return offered
 
 
-def _take_down(tx: Transaction, offer: UpdateOffer, lease: Found) -> Found:
-    return tx.add_update(
+def _take_down(tx: Transaction, offer: UpdateOffer, lease: LeaseRow) -> UpdateRow:
+    row = UpdateRow(
         lease=lease.id,
         worker=lease.worker,
         block=lease.block,
@@ -354,25 +356,28 @@ def _take_down(tx: Transaction, offer: UpdateOffer, lease: Found) -> Found:
         downloads=traffic.downloads_to_json(offer.downloads),
         continues=lease.continues,
     )
+    tx.updates.add(row)
+    return row
 
 
-def _known(tx: Transaction, claim: UpdateClaim) -> Found | None:
+def _known(tx: Transaction, claim: UpdateClaim) -> UpdateRow | None:
     """The update that was offered for a lease, if any: it can be no other than this."""
-    known = tx.update(claim.lease)
+    known = tx.updates.get(claim.lease)
     if known and known.offer != claim.model_dump_json():
         raise RefusedError("conflict", "another update was offered for this lease")
     return known
 
 
-def _base_of(tx: Transaction, lease: Found) -> int:
+def _base_of(tx: Transaction, lease: LeaseRow) -> int:
     """The version a lease's update counts as trained from."""
-    continued = tx.update(lease.continues) if lease.continues else None
+    continued = tx.updates.get(lease.continues) if lease.continues else None
     return plan.base_of(lease.base_version, continued.merged_into if continued else None)
 
 
-def claimed(update: Found) -> UpdateClaim:
+def claimed(update: UpdateRow) -> UpdateClaim:
     return UpdateClaim.model_validate_json(update.offer)
 
 
-def _receipt(update: Found) -> Receipt:
+def _receipt(update: UpdateRow) -> Receipt:
+    assert update.state != "offered"
     return Receipt(state=update.state, reason=update.reason, weight=update.weight)

@@ -1,4 +1,4 @@
-"""Opening the ledger's database: SQLite or PostgreSQL, by URL."""
+"""Connections to the ledger's database: SQLite or PostgreSQL, by URL."""
 
 import sqlite3
 import time
@@ -10,9 +10,9 @@ import sqlalchemy as sql
 from sqlalchemy import Connection
 
 from blocktrain.errors import ConfigError
-from blocktrain.ledger import driver
 
 PSYCOPG = "postgresql+psycopg"
+CONNECTIONS = 16
 BUSY_MILLISECONDS = 30_000
 CACHE_KILOBYTES = 16_000  # of each connection
 
@@ -21,35 +21,41 @@ def open_engine(url: str) -> sql.Engine:
     try:
         parsed = sql.make_url(url)
     except sql.exc.ArgumentError:
-        raise ConfigError(f"{shown(url)} is not a database URL") from None
+        raise ConfigError(f"{without_password(url)} is not a database URL") from None
     if parsed.drivername == "sqlite":
-        if parsed.database:
-            _make_private(Path(parsed.database))
         return _sqlite_engine(parsed)
-    if parsed.drivername not in ("postgresql", "postgres", PSYCOPG):
-        raise ConfigError(f"{shown(url)} is neither SQLite nor PostgreSQL")
-    parsed = parsed.set(drivername=PSYCOPG)
+    if parsed.drivername in ("postgresql", "postgres", PSYCOPG):
+        return _postgresql_engine(parsed.set(drivername=PSYCOPG))
+    raise ConfigError(f"{without_password(url)} is neither SQLite nor PostgreSQL")
+
+
+def without_password(url: str) -> str:
     try:
-        engine = sql.create_engine(parsed, pool_pre_ping=True, pool_size=16)
+        return sql.make_url(url).render_as_string(hide_password=True)
+    except sql.exc.ArgumentError:
+        return "given"
+
+
+def _postgresql_engine(url: sql.URL) -> sql.Engine:
+    try:
+        engine = sql.create_engine(url, pool_pre_ping=True, pool_size=CONNECTIONS)
     except ImportError:
         raise ConfigError("PostgreSQL needs psycopg: pip install 'blocktrain[postgres]'") from None
 
     @sql.event.listens_for(engine, "connect")
     def prepare(connection: Any, record: Any) -> None:
-        # Plans are kept: one that was made while a table was small would go on reading all of it.
-        # Before version 18 such a table seems dear enough to compile for where there is no index.
+        # Plans are cached: one made while a table was small would go on reading all of it.
+        # Before version 18 the high cost of such a plan would also start the compiler.
         connection.execute("SET enable_seqscan = off; SET jit = off")
         connection.commit()
-
-    @sql.event.listens_for(engine, "after_cursor_execute")
-    def wait(connection: Connection, *rest: Any) -> None:
-        driver.wait(connection)  # SQLAlchemy looks at the answer of all it runs itself
 
     return engine
 
 
 def _sqlite_engine(url: sql.URL) -> sql.Engine:
-    engine = sql.create_engine(url, pool_size=16)
+    if url.database:
+        _make_private(Path(url.database))
+    engine = sql.create_engine(url, pool_size=CONNECTIONS)
 
     @sql.event.listens_for(engine, "connect")
     def prepare(connection: Any, record: Any) -> None:
@@ -62,22 +68,23 @@ def _sqlite_engine(url: sql.URL) -> sql.Engine:
 
     @sql.event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        # A writer takes the lock at once: two that both begin by reading could not both go on.
-        reads = connection.get_execution_options().get("read")
+        # A writer takes the lock at once: of two that began by reading, one could not go on.
+        reads = connection.get_execution_options().get("reads")
         connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
     return engine
 
 
 def _make_private(path: Path) -> None:
-    """The run's secrets are in it. What SQLite puts beside it gets the same permissions."""
+    """The database holds the run's secrets. SQLite gives the files beside it the same mode."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with suppress(OSError):  # SQLite will say what is wrong with it
+    with suppress(OSError):  # SQLite reports it better
         path.touch(mode=0o600)
 
 
 def _write_ahead(connection: sqlite3.Connection) -> None:
-    """Here SQLite does not wait: of two that open a new file at once, one is turned away."""
+    """Switch to the write-ahead log. SQLite's own timeout does not cover this statement, which
+    fails if another process opens the same new file."""
     deadline = time.monotonic() + BUSY_MILLISECONDS / 1000
     while True:
         try:
@@ -87,11 +94,3 @@ def _write_ahead(connection: sqlite3.Connection) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
-
-
-def shown(url: str) -> str:
-    """Without the password."""
-    try:
-        return sql.make_url(url).render_as_string(hide_password=True)
-    except sql.exc.ArgumentError:
-        return "given"

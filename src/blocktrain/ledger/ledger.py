@@ -1,27 +1,23 @@
-"""The database of a run: where it is, and how what is read or written of it stays whole.
+"""A run's database: opened by URL, read and written in transactions.
 
-SQLite by default, PostgreSQL by URL, through the same statements. Every change is one transaction,
-on disk when it returns; claims take the block's row first (`BEGIN IMMEDIATE` / `FOR UPDATE`), so
-that any number of coordinators may share one ledger. Knows no clock: times are handed in.
+Each change is one transaction and is on disk when it returns. Transactions that hand out work lock
+the blocks first (`BEGIN IMMEDIATE` in SQLite, `FOR UPDATE` in PostgreSQL), so that several
+coordinators may share a ledger. The ledger has no clock: times are passed in.
 """
 
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from alembic.util import CommandError
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy import Connection
+from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
 from blocktrain.errors import ConfigError, UnreachableError
-from blocktrain.ledger import driver, statements
-from blocktrain.ledger.database import open_engine, shown
+from blocktrain.ledger.database import open_engine, without_password
 from blocktrain.ledger.migrations import upgrade
-from blocktrain.ledger.prepared import PreparedStatements
-from blocktrain.ledger.records import lock_events
-from blocktrain.ledger.session import StatementSession
-from blocktrain.ledger.shared_commits import SharedCommits
-from blocktrain.ledger.standing import LedgerSnapshot
 from blocktrain.ledger.transaction import Transaction
 
 
@@ -29,72 +25,111 @@ class Ledger:
     def __init__(self, url: str) -> None:
         self.url = url
         self.engine = open_engine(url)
-        self._commits = SharedCommits(self.engine)
-        self._prepared = PreparedStatements(self.engine.dialect)
-        self._here = threading.local()
+        self._writers = FairLock()
+        self._batch = _Batch()
+        shown = without_password(url)
         try:
             upgrade(self.engine)
         except DatabaseError as error:
             self.engine.dispose()
-            raise UnreachableError(f"cannot open the ledger {shown(url)}: {error.orig}") from None
-        except CommandError:  # it has been through migrations that are not here
+            raise UnreachableError(f"cannot open the ledger {shown}: {error.orig}") from None
+        except CommandError:
             self.engine.dispose()
             raise ConfigError(
-                f"the ledger {shown(url)} is of a newer blocktrain; update this one to open it"
+                f"the ledger {shown} was written by a newer blocktrain, or by one before 0.1;"
+                " open it with that release"
             ) from None
 
     @contextmanager
     def write(self) -> Iterator[Transaction]:
-        """All of what happens inside, or nothing; on disk afterwards, or after `together`."""
-        alone = self._writers_are_alone or self._commits.open_connection is not None
-        standing = self._standing
-        try:
-            with self._commits.writer() as connection:
-                yield Transaction(StatementSession(connection, self._prepared, alone), standing)
-        except BaseException:
-            standing.forget()  # what it was told has not happened
-            raise
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """What this thread writes inside is put on disk by one commit at the end. All locks are
-        taken at once, before any writer: what one of them took would be lost with it."""
-        with self._commits.together() as connection:
-            if not self._writers_are_alone:
-                self._prepared.tell(connection, statements.LOCK_BLOCKS)
-                lock_events(connection)
-                driver.wait(connection)
-            self._here.standing = LedgerSnapshot()
-            try:
-                yield
-            finally:
-                del self._here.standing
+        """A transaction: all of it happens, or nothing. It is on disk afterwards, or at the end of
+        the `together` around it."""
+        if connection := self._batch.connection:
+            with _savepoint(connection):
+                yield Transaction(connection, locked=True)
+            return
+        with self._writers.hold(), self.engine.begin() as connection:
+            yield Transaction(connection, locked=self._writes_one_by_one)
 
     @contextmanager
     def read(self) -> Iterator[Transaction]:
-        """What is seen inside is of one moment."""
-        if connection := self._commits.open_connection:
-            yield Transaction(StatementSession(connection, self._prepared), self._standing)
+        """A transaction that changes nothing and sees one moment."""
+        if connection := self._batch.connection:
+            with _savepoint(connection):
+                yield Transaction(connection, locked=True)
             return
-        options: dict[str, Any] = {"read": True}
+        options: dict[str, Any] = {"reads": True}
         if self.engine.dialect.name == "postgresql":
             options["isolation_level"] = "REPEATABLE READ"
-        with (
-            self.engine.connect().execution_options(**options) as connection,
-            connection.begin(),
-            driver.pipelined(connection),
-        ):
-            yield Transaction(StatementSession(connection, self._prepared), LedgerSnapshot())
+        with self.engine.connect().execution_options(**options) as connection, connection.begin():
+            yield Transaction(connection)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What this thread reads and writes inside is one transaction, with one commit at the end:
+        what takes time is the disk. Each `write` inside is still all or nothing by itself."""
+        with self._writers.hold(), self.engine.begin() as connection:
+            # Before any savepoint, since locks taken after one are lost when it is rolled back.
+            transaction = Transaction(connection, locked=self._writes_one_by_one)
+            transaction.blocks.lock()
+            transaction.events.lock()
+            # SQLite ends a transaction by itself if the disk is full, and then commits nothing
+            # without an error. Releasing a savepoint that is gone is an error.
+            with connection.begin_nested():
+                self._batch.connection = connection
+                try:
+                    yield
+                finally:
+                    self._batch.connection = None
 
     def close(self) -> None:
         self.engine.dispose()
 
     @property
-    def _standing(self) -> LedgerSnapshot:
-        """Of the `together` that this thread is in: nobody else changes it meanwhile."""
-        return getattr(self._here, "standing", None) or LedgerSnapshot()
-
-    @property
-    def _writers_are_alone(self) -> bool:
-        """SQLite lets one in at a time, from the first statement on."""
+    def _writes_one_by_one(self) -> bool:
+        """SQLite locks the whole database from a transaction's first statement on."""
         return self.engine.dialect.name == "sqlite"
+
+
+class _Batch(threading.local):
+    connection: Connection | None = None  # of the `together` this thread is in
+
+
+@contextmanager
+def _savepoint(connection: Connection) -> Iterator[None]:
+    savepoint = connection.begin_nested()
+    try:
+        yield
+    except BaseException:
+        _end(connection, savepoint.rollback)
+        raise
+    _end(connection, savepoint.commit)
+
+
+def _end(connection: Connection, end: Callable[[], None]) -> None:
+    try:
+        end()
+    except SQLAlchemyError:
+        connection.invalidate()  # the database has ended the whole transaction: nothing may follow
+        raise
+
+
+class FairLock:
+    """Threads get it in the order in which they asked, so that a busy one cannot starve others."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queue: deque[object] = deque()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        ticket = object()
+        try:
+            with self._changed:
+                self._queue.append(ticket)
+                self._changed.wait_for(lambda: self._queue[0] is ticket)
+            yield
+        finally:
+            with self._changed:
+                self._queue.remove(ticket)
+                self._changed.notify_all()

@@ -1,11 +1,14 @@
 """The ledger's tables, for SQLite and PostgreSQL alike. Times are seconds since 1970."""
 
 from collections.abc import Collection
+from typing import Literal
 
 from sqlalchemy import (
     BigInteger,
+    BindParameter,
     Boolean,
     Column,
+    ColumnElement,
     Double,
     ForeignKey,
     Index,
@@ -15,21 +18,36 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    bindparam,
+    literal_column,
+    or_,
     text,
 )
 
 metadata = MetaData()
 
-# Of what is over there is ever more: only what is not is found by its state. A statement must have
-# these words in it, not as parameters, for its plan to use such an index.
-HELD = ("open", "sending")  # states in which a lease is somebody's
-LIVE = ("offered", "pending")  # states in which an update's chunks are still needed
+LeaseStatus = Literal["open", "sending", "submitted", "returned", "expired"]
+UpdateStatus = Literal["offered", "pending", "merged", "refused"]
+
+# Finished leases and updates only grow in number, so the indexes hold the others alone.
+HELD: tuple[LeaseStatus, ...] = ("open", "sending")  # a worker holds the lease
+LIVE: tuple[UpdateStatus, ...] = ("offered", "pending")  # the update's chunks are still needed
+
+# Parameters of statements. None has the name of a column, which a statement may set as well.
+the_block: BindParameter[int] = bindparam("the_block")
+the_lease: BindParameter[str] = bindparam("the_lease")
+the_worker: BindParameter[str] = bindparam("the_worker")
+
+
+def in_state(table: Table, *states: str) -> ColumnElement[bool]:
+    """A condition with the states as literals: with parameters no plan uses the partial indexes."""
+    return or_(*(table.c.state == literal_column(f"'{state}'") for state in states))
 
 
 def _index_of(name: str, states: Collection[str], *columns: str) -> Index:
-    """Of rows in these states alone."""
-    chosen = text(" OR ".join(f"state = '{state}'" for state in states))
-    return Index(name, *columns, sqlite_where=chosen, postgresql_where=chosen)
+    """An index of the rows in these states."""
+    rows = text(" OR ".join(f"state = '{state}'" for state in states))
+    return Index(name, *columns, sqlite_where=rows, postgresql_where=rows)
 
 
 # One row: a ledger holds one run.

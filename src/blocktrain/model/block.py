@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktrain.config import ModelConfig
-from blocktrain.model.kv_cache import BlockCache
 from blocktrain.model.layer import Layer, Rotation, rotation
 from blocktrain.vocabulary import BYTES, IDS
 
@@ -54,9 +53,6 @@ class Block(nn.Module):
         tables = rotation(model.width // model.heads, positions)
         self.register_buffer("cos_TR", tables.cos_TR, persistent=False)
         self.register_buffer("sin_TR", tables.sin_TR, persistent=False)
-
-    def new_cache(self) -> BlockCache:
-        return BlockCache(len(self.layers))
 
     def embedded(self, ids_BT: Tensor) -> Tensor:
         assert self.embed is not None

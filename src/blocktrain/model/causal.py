@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig
 from blocktrain.model.block import Block, new_layers, typed
-from blocktrain.model.kv_cache import BlockCache, BlockMemory, LayerMemory
+from blocktrain.model.cache import BlockCache, LayerCache
 from blocktrain.model.layer import Layer, Linear, Rotation, rms_norm
 from blocktrain.vocabulary import BYTES
 
@@ -25,7 +25,7 @@ CAUSAL_GAIN = 8.0
 class Trunk(Block):
     """The part of a causal block that others build on."""
 
-    def features(self, inputs: Tensor, cache: BlockMemory | None = None) -> Tensor:
+    def features(self, inputs: Tensor, cache: BlockCache | None = None) -> Tensor:
         """The stream after the block's layers; a cache continues what it holds.
 
         Inputs are ids (B x T) where the block reads bytes, else features (B x T x D).
@@ -34,11 +34,11 @@ class Trunk(Block):
         return self.run(self.layers, x, cache.layers if cache else None)
 
     def run(
-        self, layers: nn.ModuleList, x_BTD: Tensor, caches: Sequence[LayerMemory] | None
+        self, layers: nn.ModuleList, x_BTD: Tensor, caches: Sequence[LayerCache] | None
     ) -> Tensor:
         count = x_BTD.size(1)
         by = self.rotation(caches[0].positions(count) if caches else slice(0, count))
-        memories: Sequence[LayerMemory | None] = caches or [None] * len(layers)
+        memories: Sequence[LayerCache | None] = caches or [None] * len(layers)
         for layer, memory in zip(typed(layers), memories, strict=True):
             x_BTD = self.apply_layer(_step, layer, x_BTD, by, memory)
         return x_BTD
@@ -52,17 +52,14 @@ class CausalBlock(Trunk):
         self.tail = new_layers(model, tail)
         self.head = Linear(model.width, BYTES, zero=True)
 
-    def new_cache(self) -> BlockCache:
-        return BlockCache(len(self.layers), len(self.tail))
-
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of the next byte at every position."""
         return self.logits(self.features(inputs))
 
-    def logits(self, features_BTD: Tensor, cache: BlockMemory | None = None) -> Tensor:
+    def logits(self, features_BTD: Tensor, cache: BlockCache | None = None) -> Tensor:
         return self.predict(self.private(features_BTD, cache))
 
-    def private(self, features_BTD: Tensor, cache: BlockMemory | None = None) -> Tensor:
+    def private(self, features_BTD: Tensor, cache: BlockCache | None = None) -> Tensor:
         """The stream after the tail: what nobody but the head reads."""
         return self.run(self.tail, features_BTD, cache.tail if cache else None)
 
@@ -71,5 +68,5 @@ class CausalBlock(Trunk):
         return CAUSAL_GAIN * logits.float()
 
 
-def _step(layer: Layer, x_BTD: Tensor, by: Rotation, memory: LayerMemory | None) -> Tensor:
+def _step(layer: Layer, x_BTD: Tensor, by: Rotation, memory: LayerCache | None) -> Tensor:
     return layer.clean(x_BTD, by, memory)[0]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig, ObjectiveConfig
 from blocktrain.model.block import Block, typed
-from blocktrain.model.kv_cache import BlockMemory, LayerMemory
+from blocktrain.model.cache import BlockCache, LayerCache
 from blocktrain.model.layer import MODULATIONS, Context, Layer, Linear, Rotation, rms_norm
 from blocktrain.numerics.noise import Preconditioning
 from blocktrain.vocabulary import BYTES
@@ -104,13 +104,13 @@ class DenoisingBlock(Block):
         noisy = self.apply_layer(_last_step, last[0], clean, noisy, by, last[1])
         return self._logits(noisy, z_BTE, level, table_VE)
 
-    def read_context(self, ids_BT: Tensor, cache: BlockMemory | None = None) -> "BlockContext":
+    def read_context(self, ids_BT: Tensor, cache: BlockCache | None = None) -> "BlockContext":
         """The clean stream alone: everything later noise draws need from the context."""
         count = ids_BT.size(1)
         by = self.rotation(cache.layers[0].positions(count) if cache else slice(0, count))
         embedded = x = self.embedded(ids_BT)
         contexts: list[Context] = []
-        memories: Sequence[LayerMemory | None]
+        memories: Sequence[LayerCache | None]
         memories = cache.layers if cache else [None] * len(self.layers)
         *before, last = zip(typed(self.layers), memories, strict=True)
         for layer, memory in before:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocktrain.model.kv_cache import CachedPositions, LayerMemory
+from blocktrain.model.cache import CachedPositions, LayerCache
 
 MODULATIONS = 6  # shift, scale and gate, for the attention and for the MLP
 
@@ -117,7 +117,7 @@ class Layer(nn.Module):
         self.taps = nn.Parameter(torch.zeros(taps, width)) if taps else None
 
     def clean(
-        self, x_BTD: Tensor, by: Rotation, cache: LayerMemory | None = None
+        self, x_BTD: Tensor, by: Rotation, cache: LayerCache | None = None
     ) -> tuple[Tensor, Context]:
         """The clean stream's step, and what it offers; a cache adds the positions before."""
         h = rms_norm(x_BTD)
@@ -127,7 +127,7 @@ class Layer(nn.Module):
         x = x_BTD + self._drop(self._attend(q, context, by))
         return x + self._drop(self.mlp(rms_norm(x))), context
 
-    def offer(self, x_BTD: Tensor, by: Rotation, cache: LayerMemory | None = None) -> Context:
+    def offer(self, x_BTD: Tensor, by: Rotation, cache: LayerCache | None = None) -> Context:
         """The context alone, where nothing will read the clean stream any more."""
         width = x_BTD.size(-1)
         h = rms_norm(x_BTD)
@@ -152,7 +152,7 @@ class Layer(nn.Module):
         v_BTD: Tensor,
         local_BTD: Tensor | float,
         by: Rotation,
-        cache: LayerMemory | None,
+        cache: LayerCache | None,
     ) -> Context:
         k = rotate(rms_norm(self._split(k_BTD)), by).transpose(1, 2)
         v = self._split(v_BTD).transpose(1, 2)
@@ -171,15 +171,12 @@ class Layer(nn.Module):
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(q_BTD.shape))
         return out
 
-    def _local_mix(self, h_BTD: Tensor, cache: LayerMemory | None) -> Tensor | float:
+    def _local_mix(self, h_BTD: Tensor, cache: LayerCache | None) -> Tensor | float:
         """A causal depthwise filter over the positions just before each one."""
         if self.taps is None:
             return 0.0
         count = self.taps.size(0)
-        if cache is None:
-            padded = F.pad(h_BTD, (0, 0, count, 0))
-        else:
-            padded = cache.extend_tail(h_BTD, count)
+        padded = F.pad(h_BTD, (0, 0, count, 0)) if cache is None else cache.extend_inputs(h_BTD)
         taps = self.taps.to(h_BTD.dtype)
         length = h_BTD.size(1)
         mix = taps[0] * padded[:, count - 1 : count - 1 + length]

@@ -14,10 +14,10 @@ from blocktrain.model.int8 import Int8Linear, in_8_bits
 from blocktrain.model.stack import new_block
 
 
-def meta_init_block(config: Config, unit: int, held: str = "full") -> Block:
-    """A unit of the run whose parameters have shapes and nothing else."""
+def meta_init_block(config: Config, index: int, held: str = "full") -> Block:
+    """A block of the run whose parameters have shapes and nothing else."""
     with torch.device("meta"):
-        block = new_block(config, unit)
+        block = new_block(config, index)
     if held == "int8":
         for layers in ("layers", "tail"):
             in_8_bits(getattr(block, layers, nn.ModuleList()))

@@ -1,9 +1,8 @@
-"""The assembled model: blocks in inference order, scored or stepped as one.
+"""The assembled model: blocks in inference order, scored on whole windows.
 
-A stack turns context into one distribution per block; `core.readout` makes one of them. Blocks
+A stack turns context into one distribution per block; `model.readout` makes one of them. Blocks
 are joined in one of two ways: features flow from block to block (a cascade; end-to-end is a
-cascade of one), or a noisy guess z does (denoising). Whole windows (`log_probs`) and cached steps
-(`advance`) go through the same layers and agree.
+cascade of one), or a noisy guess z does (denoising). Generation, with a cache, is in `serve`.
 """
 
 from abc import ABC, abstractmethod
@@ -19,31 +18,30 @@ from blocktrain.errors import ConfigError
 from blocktrain.model.block import target_table
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import BlockContext, DenoisingBlock, Modulation, NoiseLevel
-from blocktrain.model.kv_cache import BlockCache
 from blocktrain.numerics.noise import euler_step, precondition
 from blocktrain.numerics.sampling import mixed_seed
 
 INIT_STREAM = 1
 
 
-def new_block(config: Config, unit: int) -> CausalBlock | DenoisingBlock:
-    """One untrained unit of the run, randomly initialised."""
-    depth = config.depths[unit]
-    if config.objective.kind == "denoise":
+def new_block(config: Config, index: int) -> CausalBlock | DenoisingBlock:
+    """One untrained block of the run, randomly initialised."""
+    depth = config.depths[index]
+    if config.kind.denoises:
         return DenoisingBlock(config.model, depth, config.objective)
-    return CausalBlock(config.model, depth, config.tail_layers(unit), reads_bytes=unit == 0)
+    return CausalBlock(config.model, depth, config.tail_layers(index), reads_bytes=index == 0)
 
 
-def initial_block(config: Config, unit: int) -> CausalBlock | DenoisingBlock:
-    """The unit every machine of a run starts from."""
-    torch.manual_seed(mixed_seed(config.train.seed, unit, INIT_STREAM))
-    return new_block(config, unit)
+def initial_block(config: Config, index: int) -> CausalBlock | DenoisingBlock:
+    """The block every machine of a run starts from."""
+    torch.manual_seed(mixed_seed(config.train.seed, index, INIT_STREAM))
+    return new_block(config, index)
 
 
 def assemble(config: Config, blocks: Sequence[nn.Module]) -> "Stack":
     for block in blocks:
         block.eval()
-    if config.objective.kind == "denoise":
+    if config.kind.denoises:
         device = next(blocks[0].parameters()).device
         table = target_table(config.train.seed, config.objective.target_dim).to(device)
         return DenoisingStack(config, list(blocks), table)
@@ -69,28 +67,9 @@ class Stack(ABC):
             raise ConfigError(f"the model has {len(self.blocks)} blocks, not {count}")
         return replace(self, blocks=self.blocks[:count])
 
-    def new_caches(self) -> list[BlockCache]:
-        return [block.new_cache() for block in self.blocks]  # type: ignore[operator]
-
     @abstractmethod
     def log_probs(self, ids_BT: Tensor, start: str = "mean", seed: int = 0) -> list[Tensor]:
         """Every block's log-probabilities of the next byte at every position, in block order."""
-
-    @abstractmethod
-    def advance(
-        self,
-        ids_BT: Tensor,
-        caches: list[BlockCache],
-        start: str = "mean",
-        seed: int = 0,
-        *,
-        every_head: bool = True,
-    ) -> list[Tensor]:
-        """Append ids to the caches; the blocks' log-probabilities at the new positions.
-
-        A noise start is drawn for the newest position alone: it is the one to be read. Without
-        `every_head`, the last block's alone are given; a cascade then leaves out the tails.
-        """
 
 
 @dataclass
@@ -99,31 +78,23 @@ class CausalStack(Stack):
 
     @torch.no_grad()
     def log_probs(self, ids_BT: Tensor, start: str = "mean", seed: int = 0) -> list[Tensor]:
-        return self._traverse(ids_BT, [None] * len(self.blocks), every_head=True)
-
-    @torch.no_grad()
-    def advance(
-        self,
-        ids_BT: Tensor,
-        caches: list[BlockCache],
-        start: str = "mean",
-        seed: int = 0,
-        *,
-        every_head: bool = True,
-    ) -> list[Tensor]:
-        return self._traverse(ids_BT, caches, every_head=every_head)
-
-    def _traverse(
-        self, ids_BT: Tensor, caches: Sequence[BlockCache | None], *, every_head: bool
-    ) -> list[Tensor]:
         result = []
         x = ids_BT
-        for module, cache in zip(self.blocks, caches, strict=True):
-            block = cast("CausalBlock", module)
-            x = block.features(x, cache)
-            if every_head or module is self.blocks[-1]:
-                result.append(torch.log_softmax(block.logits(x, cache), dim=-1))
+        for block in cast("list[CausalBlock]", self.blocks):
+            x = block.features(x)
+            result.append(torch.log_softmax(block.logits(x), dim=-1))
         return result
+
+
+def starting_point(
+    config: Config, start: str, shape_BT: Sequence[int], seed: int, device: torch.device
+) -> Tensor:
+    """z before the first block: zeros ("mean"), or noise from a seed."""
+    shape = (*shape_BT, config.objective.target_dim)
+    if start == "mean":
+        return torch.zeros(shape, device=device)
+    draws = torch.Generator(device).manual_seed(seed)
+    return config.objective.sigma_max * torch.randn(shape, generator=draws, device=device)
 
 
 @dataclass(frozen=True)
@@ -139,10 +110,10 @@ class Descent:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, config: Config, unit: int, block: DenoisingBlock, table_VE: Tensor) -> Self:
+    def of(cls, config: Config, index: int, block: DenoisingBlock, table_VE: Tensor) -> Self:
         partition = config.partition()
-        sigma, sigma_next = partition.inference_sigmas()[unit]
-        assert partition.block_of(sigma) == unit
+        sigma, sigma_next = partition.inference_sigmas()[index]
+        assert partition.block_of(sigma) == index
         level = precondition(sigma, config.objective.sigma_data)
         constant = NoiseLevel.constant(level, 1, table_VE.device)  # for as many as there are
         modulations = block.modulations(constant)
@@ -163,13 +134,7 @@ class DenoisingStack(Stack):
     table_VE: Tensor
 
     def starting_point(self, start: str, shape_BT: torch.Size, seed: int = 0) -> Tensor:
-        """z before the first block; it never depends on the targets."""
-        shape = (*shape_BT, self.config.objective.target_dim)
-        if start == "mean":
-            return torch.zeros(shape, device=self.device)
-        draws = torch.Generator(self.device).manual_seed(seed)
-        noise = torch.randn(shape, generator=draws, device=self.device)
-        return self.config.objective.sigma_max * noise
+        return starting_point(self.config, start, shape_BT, seed, self.device)
 
     def read_contexts(self, ids_BT: Tensor) -> list[BlockContext]:
         """Every block's clean stream, to be reused for several starts."""
@@ -184,31 +149,11 @@ class DenoisingStack(Stack):
     def traverse(self, contexts: list[BlockContext], z_BTE: Tensor) -> list[Tensor]:
         """One traversal: each block reads z once, guesses, and moves z down to the next sigma."""
         result = []
-        for unit, block in enumerate(self._typed()):
-            descent = Descent.of(self.config, unit, block, self.table_VE)
-            log_probs, z_BTE = descent(contexts[unit], z_BTE)
+        for index, block in enumerate(self._typed()):
+            descent = Descent.of(self.config, index, block, self.table_VE)
+            log_probs, z_BTE = descent(contexts[index], z_BTE)
             result.append(log_probs)
         return result
-
-    @torch.no_grad()
-    def advance(
-        self,
-        ids_BT: Tensor,
-        caches: list[BlockCache],
-        start: str = "mean",
-        seed: int = 0,
-        *,
-        every_head: bool = True,
-    ) -> list[Tensor]:
-        contexts = [
-            block.read_context(ids_BT, cache)
-            for block, cache in zip(self._typed(), caches, strict=True)
-        ]
-        z = self.starting_point("mean", ids_BT.shape)
-        newest = torch.Size([ids_BT.size(0), 1])
-        z[:, -1:] = self.starting_point(start, newest, seed)
-        result = self.traverse(contexts, z)
-        return result if every_head else result[-1:]
 
     def _typed(self) -> list[DenoisingBlock]:
         return cast("list[DenoisingBlock]", self.blocks)

@@ -47,7 +47,7 @@ class SimulatedUpdate:
 
 class SimulatedUpdates:
     def __init__(self, swarm: SwarmConfig) -> None:
-        self._codec = codec_named(swarm.codec, swarm.kept)
+        self._codec = codec_named(swarm.codec, swarm.top_k_per_4096)
         self._owed: dict[tuple[str, int], Tensors] = {}  # by worker and block
         self._told: dict[tuple[str, int], tuple[int, Tensors]] = {}  # by lease, its last update
 
@@ -169,7 +169,7 @@ class SimulatedLearning:
         self._valid = evaluation_windows(corpus.split("valid", window), window, windows)
         self._practices: list[VirtualTrainer] = []
         self.versions: list[VirtualVersion] = []
-        for block in range(config.units):
+        for block in range(config.block_count):
             before = FrozenVersions(self.versions)
             self._practices.append(VirtualTrainer(config, block, corpus, compute, before))
             self.versions.append(VirtualVersion(0, self._practices[block].weights()))
@@ -231,9 +231,9 @@ class SimulatedLearning:
 
     def _measured(self) -> float:
         blocks = []
-        for unit, version in enumerate(self.versions):
-            block = new_block(self.config, unit)
-            load_block(block, version.weights, f"version {version.number} of block {unit}")
+        for index, version in enumerate(self.versions):
+            block = new_block(self.config, index)
+            load_block(block, version.weights, f"version {version.number} of block {index}")
             block.compute_dtype = self._compute.dtype
             blocks.append(block.to(self._compute.device))
         return evaluate(assemble(self.config, blocks), self._valid, draws=0).default.ce

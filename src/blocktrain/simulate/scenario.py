@@ -85,7 +85,7 @@ class Scenario(Config):
 
     @property
     def update_bytes(self) -> float:
-        share = self.simulate.update_share or share_of(self.swarm.codec, self.swarm.kept)
+        share = self.simulate.update_share or share_of(self.swarm.codec, self.swarm.top_k_per_4096)
         return share * self.block_bytes
 
     def merge_seconds(self, updates: int) -> float:

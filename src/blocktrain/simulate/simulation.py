@@ -30,5 +30,5 @@ def simulate(scenario: Scenario, coordinator: VirtualCoordinator | None = None) 
 
 def new_coordinator(scenario: Scenario, learner: Learner | None = None) -> VirtualCoordinator:
     return VirtualCoordinator(
-        scenario.swarm, scenario.units, scenario.train.steps, learner, scenario.lead
+        scenario.swarm, scenario.block_count, scenario.train.steps, learner, scenario.lead
     )

@@ -230,7 +230,7 @@ class VirtualCoordinator:
             self.staleness[block.version - lease.base_version] += 1
             block.merged_batches += lease.steps
         block.author = merged[0] if self._is_the_update(block, merged) else None
-        kept = plan.kept_down(self.swarm, block, len(merged))
+        kept = plan.top_k_down(self.swarm, block, len(merged))
         block.follow(waiting, share_of(self.swarm.codec, kept))
         block.finishing.clear()
         block.merging = False

@@ -39,7 +39,7 @@ class VirtualWorkers:
         self.settings = scenario.simulate
         self._block_bytes, self._update_bytes = scenario.block_bytes, scenario.update_bytes
         self._encodes = scenario.swarm.codec != "none"
-        self._needs_all_before = scenario.objective.kind == "cascade"
+        self._needs_all_before = scenario.kind.reads_predecessors
         self._agenda, self._coordinator, self._tally = agenda, coordinator, tally
         self._chance = Chance(self.settings.seed)
         self._workers = {worker.name: worker for worker in workers}

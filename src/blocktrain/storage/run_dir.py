@@ -22,7 +22,7 @@ import filelock
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from blocktrain.config import Config, load_config
+from blocktrain.config import Config, load_stored_config
 from blocktrain.errors import CorruptFileError, RunError
 from blocktrain.files import UNFINISHED, atomic_write, file_sha256, write_bytes
 from blocktrain.storage.tensor_file import encode
@@ -115,7 +115,7 @@ class RunDir:
             raise RunError(f"no run at {path}")
         if not (path / "config.toml").exists():
             raise RunError(f"{path} is not a run: it has no config.toml")
-        return cls(path, load_config(path / "config.toml"))
+        return cls(path, load_stored_config(path / "config.toml"))
 
     @property
     def exported(self) -> bool:
@@ -129,7 +129,9 @@ class RunDir:
 
     def begun(self) -> bool:
         """Whether something was trained here, or is just now."""
-        return self.exported or any(self.block(index).begun() for index in range(self.config.units))
+        return self.exported or any(
+            self.block(index).begun() for index in range(self.config.block_count)
+        )
 
     def lock(self) -> filelock.BaseFileLock:
         """Held while a run is started, so that processes starting it together agree."""
@@ -144,7 +146,7 @@ class RunDir:
 
     def weights(self, blocks: Sequence[int] | None = None) -> list[Tensors]:
         """The current weights of some blocks, or of every one; also from an exported file."""
-        chosen = range(self.config.units) if blocks is None else blocks
+        chosen = range(self.config.block_count) if blocks is None else blocks
         if self.exported:
             exported = self._exported_weights()
             return [exported[index] for index in chosen]
@@ -180,7 +182,7 @@ class RunDir:
 
     def _exported_weights(self) -> list[Tensors]:
         tensors = load_tensors(self.path, self._exported_file())
-        blocks: list[Tensors] = [{} for _ in range(self.config.units)]
+        blocks: list[Tensors] = [{} for _ in range(self.config.block_count)]
         for name, tensor in tensors.items():
             _, index, rest = name.split(".", 2)
             blocks[int(index)][rest] = tensor

@@ -335,12 +335,12 @@ def refusal(
     return None if text_is_its_own else UpdateRefusal.HANDED_OUT_AGAIN
 
 
-def kept_down(swarm: SwarmConfig, block: BlockView[Any], updates: int) -> int:
+def top_k_down(swarm: SwarmConfig, block: BlockView[Any], updates: int) -> int:
     """Of every 4096 numbers, how many a sparse version's difference keeps: room for all that its
     updates name, or what the run says. Once all text is handed out, updates are last words."""
     if block.to_hand_out == 0:
-        return top_k_of_final_update(swarm.kept * updates)
-    return swarm.kept_down or min(swarm.kept * updates, 4096)
+        return top_k_of_final_update(swarm.top_k_per_4096 * updates)
+    return swarm.top_k_per_4096_down or min(swarm.top_k_per_4096 * updates, 4096)
 
 
 def most_moved(train: TrainConfig, swarm: SwarmConfig, steps: int) -> float:

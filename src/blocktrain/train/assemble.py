@@ -11,18 +11,20 @@ from blocktrain.train.device import Compute
 
 
 def load_stack(run: RunDir, compute: Compute) -> Stack:
-    units = range(run.config.units)
-    return assemble(run.config, [load_unit(run, unit, compute, torch.float32) for unit in units])
+    indices = range(run.config.block_count)
+    return assemble(
+        run.config, [load_stored_block(run, index, compute, torch.float32) for index in indices]
+    )
 
 
-def load_unit(
-    run: RunDir, unit: int, compute: Compute, dtype: torch.dtype, held: str = "full"
+def load_stored_block(
+    run: RunDir, index: int, compute: Compute, dtype: torch.dtype, held: str = "full"
 ) -> nn.Module:
     """One of a run's blocks, on the device; the others are not read, and of this one no more than
     a tensor is held beside it at a time."""
-    block, origin = loading.meta_init_block(run.config, unit, held), str(run.path)
+    block, origin = loading.meta_init_block(run.config, index, held), str(run.path)
     missing = loading.shapes(block)
-    for name, weight in run.read_block(unit):
+    for name, weight in run.read_block(index):
         stored = torch.from_numpy(weight)
         _check_shape(name, stored.shape, missing.pop(name, None), origin)
         loading.put(block, name, stored.to(compute.device), dtype)

@@ -39,7 +39,7 @@ class Prefix(nn.Module):
 
     def __init__(self, config: Config, count: int, compute: Compute) -> None:
         super().__init__()
-        self.trunks = nn.ModuleList(_frozen_trunk(config, unit, compute) for unit in range(count))
+        self.trunks = nn.ModuleList(_frozen_trunk(config, block, compute) for block in range(count))
         self.versions: list[int | None] = [None] * count
         self._compute, self._compiles = compute, config.train.compile
 
@@ -136,7 +136,8 @@ FILE = "features.bin"
 def cache_bytes(config: Config) -> int:
     """What one worker's cache takes when it is full."""
     objective = config.objective
-    if objective.kind != "cascade" or objective.feature_cache == "off" or config.units == 1:
+    reads = config.kind.reads_predecessors and config.block_count > 1
+    if not reads or objective.feature_cache == "off":
         return 0
     return _steps(config) * BYTES_PER_NUMBER * int(np.prod(_shape(config)))
 

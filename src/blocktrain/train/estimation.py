@@ -52,19 +52,21 @@ class Estimate:
 
 def estimate(config: Config) -> Estimate:
     """For the worker that has the most to do: in a cascade they differ."""
-    units = [_on_meta(config, unit) for unit in range(config.units)]
-    end_to_end = _on_meta(config.with_settings(objective__kind="end_to_end"), 0)
-    largest = max(map(_count, units))
+    blocks = [_on_meta(config, index) for index in range(config.block_count)]
+    end_to_end = _on_meta(config.end_to_end(), 0)
+    largest = max(map(_count, blocks))
     return Estimate(
-        parameters=sum(map(_count, units)),
+        parameters=sum(map(_count, blocks)),
         parameters_per_block=largest,
         end_to_end_parameters=_count(end_to_end),
-        fixed_bytes_per_worker=max(_fixed_bytes(config, units, unit) for unit in range(len(units))),
+        fixed_bytes_per_worker=max(
+            _fixed_bytes(config, blocks, index) for index in range(len(blocks))
+        ),
         activation_bytes_per_worker=max(
-            _activation_bytes(config, unit, _count(block)) for unit, block in enumerate(units)
+            _activation_bytes(config, index, _count(block)) for index, block in enumerate(blocks)
         ),
         feature_cache_bytes=cache_bytes(config),
-        flops_per_step=max(_flops_per_step(config, units, unit) for unit in range(len(units))),
+        flops_per_step=max(_flops_per_step(config, blocks, index) for index in range(len(blocks))),
         wire_bytes_per_round=_wire_bytes(config, largest),
         steps=config.train.steps,
         bytes_per_block=config.train.steps * config.train.batch * config.model.window,
@@ -75,20 +77,23 @@ def _wire_bytes(config: Config, numbers: int) -> int:
     """Of an update up and a version down that a quorum made, for a worker that has the version
     before."""
     swarm = config.swarm
-    down = swarm.kept_down or min(swarm.kept * swarm.quorum, 4096)
-    codecs = (codec_named(swarm.codec, kept) for kept in (swarm.kept, down))
+    up = swarm.top_k_per_4096
+    down = swarm.top_k_per_4096_down or min(up * swarm.quorum, 4096)
+    codecs = (codec_named(swarm.codec, top_k) for top_k in (up, down))
     return sum(largest_encoded_size(codec, numbers) if codec else 4 * numbers for codec in codecs)
 
 
-def memory_of(config: Config, unit: int) -> int:
-    """What one unit's worker needs: in a cascade they differ."""
-    units = [_on_meta(config, index) for index in range(config.units)]
-    return _fixed_bytes(config, units, unit) + _activation_bytes(config, unit, _count(units[unit]))
+def memory_of(config: Config, index: int) -> int:
+    """What one block's worker needs: in a cascade they differ."""
+    blocks = [_on_meta(config, index) for index in range(config.block_count)]
+    return _fixed_bytes(config, blocks, index) + _activation_bytes(
+        config, index, _count(blocks[index])
+    )
 
 
-def _on_meta(config: Config, unit: int) -> nn.Module:
+def _on_meta(config: Config, index: int) -> nn.Module:
     with torch.device("meta"):
-        return new_block(config, unit)
+        return new_block(config, index)
 
 
 def _count(module: nn.Module) -> int:
@@ -104,20 +109,20 @@ def _positions(config: Config) -> int:
     return config.train.batch // config.train.accumulate * config.model.window
 
 
-def _before(config: Config, unit: int) -> int:
+def _before(config: Config, index: int) -> int:
     """Frozen layers a worker runs before its own."""
-    return sum(config.depths[:unit]) if config.objective.kind == "cascade" else 0
+    return sum(config.depths[:index]) if config.kind.reads_predecessors else 0
 
 
-def _fixed_bytes(config: Config, units: list[nn.Module], unit: int) -> int:
+def _fixed_bytes(config: Config, blocks: list[nn.Module], index: int) -> int:
     """Weights, gradients and moments of the worker's own, and the frozen weights before them."""
     moments = sum(
-        math.prod(shape) for shape in moment_shapes(units[unit], config.train).values() if shape
+        math.prod(shape) for shape in moment_shapes(blocks[index], config.train).values() if shape
     )
-    own = (2 * _count(units[unit]) + moments) * FP32_BYTES
-    if config.objective.kind != "cascade" or config.objective.feature_cache != "off":
+    own = (2 * _count(blocks[index]) + moments) * FP32_BYTES
+    if not config.kind.reads_predecessors or config.objective.feature_cache != "off":
         return own
-    frozen = sum(_trunk_parameters(block) for block in units[:unit])
+    frozen = sum(_trunk_parameters(block) for block in blocks[:index])
     return own + frozen * FROZEN_BYTES[config.objective.frozen]
 
 
@@ -126,14 +131,14 @@ def _trunk_parameters(block: nn.Module) -> int:
     return sum(p.numel() for name, p in block.named_parameters() if not name.startswith(private))
 
 
-def stream_layers(config: Config, unit: int) -> int:
+def stream_layers(config: Config, index: int) -> int:
     """Layers times streams that are trained: a denoising block has two streams, but in its last
     layer only one runs in full."""
-    layers = config.depths[unit] + config.tail_layers(unit)
-    return 2 * layers - 1 if config.objective.kind == "denoise" else layers
+    layers = config.depths[index] + config.tail_layers(index)
+    return 2 * layers - 1 if config.kind.denoises else layers
 
 
-def _activation_bytes(config: Config, unit: int, parameters: int) -> int:
+def _activation_bytes(config: Config, index: int, parameters: int) -> int:
     """What the backward pass keeps: about 8 + 3 x mlp_ratio widths per stream and layer.
 
     With layers recomputed, only their inputs stay, and one layer at a time in full; a second
@@ -141,35 +146,35 @@ def _activation_bytes(config: Config, unit: int, parameters: int) -> int:
     """
     model = config.model
     element = 4 if config.train.precision == "fp32" else 2
-    streams = stream_layers(config, unit)
+    streams = stream_layers(config, index)
     widths = streams * (8 + 3 * model.mlp_ratio)
     if config.train.checkpoint_layers:
-        at_once = 1.5 if config.objective.kind == "denoise" else 1.0
+        at_once = 1.5 if config.kind.denoises else 1.0
         widths = streams + at_once * (8 + 3 * model.mlp_ratio)
     logits = 4 * BYTES * 4
     weights_in_bf16 = parameters * 2 if element == 2 else 0
     return int(_positions(config) * (widths * model.width * element + logits)) + weights_in_bf16
 
 
-def _flops_per_step(config: Config, units: list[nn.Module], unit: int) -> float:
+def _flops_per_step(config: Config, blocks: list[nn.Module], index: int) -> float:
     """Forward and backward of one optimizer step: 6 per weight of a product and position; layers
     that only run forward count a third."""
     model = config.model
     positions = _positions(config) * config.train.accumulate
-    streams = stream_layers(config, unit)
-    layers = config.depths[unit] + config.tail_layers(unit)
-    per_layer = _per_layer(units[unit])
+    streams = stream_layers(config, index)
+    layers = config.depths[index] + config.tail_layers(index)
+    per_layer = _per_layer(blocks[index])
     attention = model.width * model.window  # causal: half of T keys, two products
     # Keys and values are computed by the clean stream alone.
     kv = 2 * model.width**2
     own = streams * (per_layer - kv + attention) + layers * kv
-    frozen = _before(config, unit) * (per_layer + attention) / 3
+    frozen = _before(config, index) * (per_layer + attention) / 3
     return float(6 * positions * (own + frozen + _outside_layers(config)))
 
 
 def _outside_layers(config: Config) -> int:
     """Weights of the products around the layers: the head, or z in and F out with the table."""
     width = config.model.width
-    if config.objective.kind != "denoise":
+    if not config.kind.denoises:
         return BYTES * width
     return 2 * BYTES * width + 3 * BYTES * config.objective.target_dim

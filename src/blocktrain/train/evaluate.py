@@ -122,7 +122,7 @@ def solo_ce(
     at the mean; a block of a cascade reads the blocks before it and predicts through its tail."""
     module.eval()
     device = next(module.parameters()).device
-    if config.objective.kind != "denoise":
+    if not config.kind.denoises:
         return _causal_ce(module, windows, prefix, device)
     target_dim = config.objective.target_dim
     table = target_table(config.train.seed, target_dim).to(device)

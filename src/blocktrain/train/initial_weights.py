@@ -7,7 +7,7 @@ never loads torch.
 import sys
 from pathlib import Path
 
-from blocktrain.config import load_config
+from blocktrain.config import load_stored_config
 from blocktrain.errors import BlocktrainError
 from blocktrain.model.stack import initial_block
 from blocktrain.storage.run_dir import RunDir
@@ -16,15 +16,15 @@ from blocktrain.train.assemble import load_block
 
 
 def write_first_weights(config_path: Path, folder: Path) -> None:
-    config = load_config(config_path)
+    config = load_stored_config(config_path)
     folder.mkdir(parents=True, exist_ok=True)
-    for unit in range(config.units):
-        block = initial_block(config, unit)
+    for index in range(config.block_count):
+        block = initial_block(config, index)
         if config.train.warm_start:
             origin = RunDir.open(Path(config.train.warm_start))
-            load_block(block, origin.block_weights(unit), str(origin.path))
+            load_block(block, origin.block_weights(index), str(origin.path))
         weights = {name: p.detach().numpy() for name, p in block.named_parameters()}
-        with (folder / f"block-{unit}.safetensors").open("wb") as file:
+        with (folder / f"block-{index}.safetensors").open("wb") as file:
             file.writelines(encode(weights))
 
 

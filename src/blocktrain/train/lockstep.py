@@ -54,10 +54,10 @@ def train_in_lockstep(
     With a run directory the result is kept there; what an interrupted lockstep left is dropped,
     because its blocks would no longer be in step.
     """
-    shares = shares or [1.0] * config.units
-    if len(shares) != config.units or not all(0.0 < share <= 1.0 for share in shares):
-        raise ConfigError(f"shares must be {config.units} numbers above 0 and up to 1")
-    stores = [run.block(block) if run else None for block in range(config.units)]
+    shares = shares or [1.0] * config.block_count
+    if len(shares) != config.block_count or not all(0.0 < share <= 1.0 for share in shares):
+        raise ConfigError(f"shares must be {config.block_count} numbers above 0 and up to 1")
+    stores = [run.block(block) if run else None for block in range(config.block_count)]
     for store in stores:
         if store:
             store.clear()

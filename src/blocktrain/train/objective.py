@@ -99,7 +99,7 @@ class Denoise:
 
 
 def new_objective(config: Config, block: int, device: torch.device) -> Objective:
-    if config.objective.kind == "denoise":
+    if config.kind.denoises:
         return Denoise(config, block, device)
     return NextByte()
 

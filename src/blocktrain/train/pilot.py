@@ -26,7 +26,7 @@ GRID_STREAM = 4
 def with_fitted_bounds(config: Config, corpus: Corpus, compute: Compute) -> Config:
     """The config with its cuts fixed by a pilot; unchanged where nothing is to be fitted."""
     objective = config.objective
-    if objective.kind != "denoise" or objective.partition != "adaptive" or objective.bounds:
+    if not config.kind.denoises or objective.partition != "adaptive" or objective.bounds:
         return config
     sigmas, losses = loss_by_sigma(config, corpus, compute)
     partition = fitted_partition(

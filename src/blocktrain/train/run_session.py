@@ -6,7 +6,6 @@ read the versions that the blocks before them have saved in the run.
 """
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -50,7 +49,7 @@ class LocalRun:
         if max(blocks) > 0 and (size := cache_bytes(config)):
             where = config.objective.feature_cache
             found.append(f"feature cache: {size / 1e6:,.0f} MB per block, {where}")
-        if config.objective.kind == "cascade":
+        if config.kind.reads_predecessors:
             before = set(range(max(blocks))) - set(blocks)
             missing = [block for block in sorted(before) if not self.run.block(block).versions()]
             if missing:
@@ -82,7 +81,7 @@ class LocalRun:
         """Train each block in a process of its own, `jobs` at a time; in a cascade each begins when
         the one before has its lead. False: stopped before the end. When one fails, the others are
         stopped and its error is raised."""
-        threads = max(1, torch.get_num_threads() // jobs)
+        share = max(1, torch.get_num_threads() // jobs)
         failed = threading.Event()
         stopped: set[int] = set()
 
@@ -98,7 +97,7 @@ class LocalRun:
             return not halt()
 
         def train(block: int) -> bool:
-            done = begins(block) and _train_in_child(self.run, block, threads, on_progress, halt)
+            done = begins(block) and _train_in_child(self.run, block, share, on_progress, halt)
             if not done:
                 stopped.add(block)
             return done
@@ -156,17 +155,15 @@ def open_session(config: Config, out: Path) -> LocalRun:
 
 
 def _train_in_child(
-    run: RunDir, block: int, threads: int, on_progress: OnProgress, halt: ShouldStop
+    run: RunDir, block: int, share: int, on_progress: OnProgress, halt: ShouldStop
 ) -> bool:
     """Train one block in a process. False: it stopped because it, or all of this, was asked to."""
     command = [sys.executable, "-m", "blocktrain.cli.main", "train", "--json"]
     command += ["--config", str(run.path / "config.toml"), "--out", str(run.path)]
-    command += ["--block", str(block), "--set", f"train.device={run.config.train.device}"]
+    command += ["--block", str(block), "--threads", str(share)]
+    command += ["--set", f"train.device={run.config.train.device}"]
     command += ["--set", f"train.tensorboard={str(run.config.train.tensorboard).lower()}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     errors: list[str] = []
     readers = [
         threading.Thread(target=_report, args=(process, on_progress)),

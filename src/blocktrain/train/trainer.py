@@ -83,7 +83,7 @@ class BlockTrainer:
             mixed_seed(settings.seed, block, DATA_STREAM),
         )
         self.predecessors: Predecessors | None = None
-        if config.objective.kind == "cascade" and block > 0:
+        if config.kind.reads_predecessors and block > 0:
             assert published, "a block of a cascade needs the blocks before it"
             self.build_on(published, settings.steps)
         # On a CUDA device the rate is read there, so that a captured step can go on using it.
@@ -265,9 +265,9 @@ class BlockTrainer:
 
     def _warm_start(self) -> None:
         origin = RunDir.open(Path(self.config.train.warm_start))
-        if origin.config.units != self.config.units:
+        if origin.config.block_count != self.config.block_count:
             raise RunError(
-                f"{origin.path} has {origin.config.units} blocks, this run another number"
+                f"{origin.path} has {origin.config.block_count} blocks, this run another number"
             )
         load_block(self.module, origin.block_weights(self.block), str(origin.path))
 

@@ -124,11 +124,11 @@ class Agent:
 def _fitting_blocks(settings: WorkerSettings, config: Config) -> tuple[int, ...] | None:
     """The blocks this machine may and can train; None: any."""
     for block in settings.blocks or ():
-        if not 0 <= block < config.units:
-            raise ConfigError(f"--blocks {block}: the run has blocks 0 to {config.units - 1}")
+        if not 0 <= block < config.block_count:
+            raise ConfigError(f"--blocks {block}: the run has blocks 0 to {config.block_count - 1}")
     if settings.memory_bytes is None:
         return settings.blocks
-    allowed = range(config.units) if settings.blocks is None else settings.blocks
+    allowed = range(config.block_count) if settings.blocks is None else settings.blocks
     needs = {block: memory_of(config, block) for block in allowed}
     fitting = tuple(block for block, size in needs.items() if size <= settings.memory_bytes)
     if not fitting:

@@ -133,7 +133,7 @@ class LeaseTrainer:
         self, lease: Lease, base: Tensors | None, predecessors: WeightsOf
     ) -> BlockTrainer:
         assert lease.block == self.block, "a lease of another block"
-        reads_others = self.config.objective.kind == "cascade" and lease.block > 0
+        reads_others = self.config.kind.reads_predecessors and lease.block > 0
         published = LeasedVersions(lease, predecessors) if reads_others else None
         trainer = self._trainer or self._new_trainer(published)
         assert base is not None or self._trainer, "no block is in memory yet"
@@ -322,8 +322,9 @@ class LocalBlock:
     def encode(self, learned: LearnedDelta, *, final: bool) -> StoredUpdate:
         """The update with a codec. A `final` one of a block leaves little out."""
         swarm, cache = self._config.swarm, self._transfer.cache
-        numbers = top_k_of_final_update(swarm.kept) if final else swarm.kept
-        codec = codec_named(swarm.codec, numbers)
+        top_k = swarm.top_k_per_4096
+        top_k = top_k_of_final_update(top_k) if final else top_k
+        codec = codec_named(swarm.codec, top_k)
         assert codec is not None, "an update without a codec is written, not encoded"
         delta = [learned.delta[name] for name in sorted(learned.delta)]
         residual = ResidualFile(self._scratch, learned.lease.block)

@@ -168,7 +168,7 @@ def fetch_model(client: Client, out: Path) -> FetchedModel:
     run = RunDir.create_exported(out, config)
     with tempfile.TemporaryDirectory(dir=out, prefix=".", suffix=".partial") as scratch:
         transfer = Transfer(client, BlobCache(Path(scratch)))
-        blocks = [_fetch_newest(client, transfer, index) for index in range(config.units)]
+        blocks = [_fetch_newest(client, transfer, index) for index in range(config.block_count)]
     run.write_exported([weights for _, weights in blocks], fetched=True)
     return FetchedModel(run, [version for version, _ in blocks], transfer.bandwidth.bytes_down)
 

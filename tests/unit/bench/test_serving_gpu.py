@@ -31,7 +31,7 @@ def test_shapes_have_the_parameters_they_are_named_after(shape: str, billions: f
 @pytest.mark.parametrize("held", seeded.HELD)
 def test_what_is_resident_is_what_was_counted(held: str):
     source = seeded.SeededBlocks(seeded.config_of("tiny"), held)
-    blocks = [source.load(block, CPU) for block in range(source.config.units)]
+    blocks = [source.load(block, CPU) for block in range(source.config.block_count)]
     held_bytes = sum(
         each.nbytes
         for block in blocks

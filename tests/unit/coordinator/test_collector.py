@@ -28,7 +28,7 @@ def stored(service: Service) -> set[str]:
 
 def version_numbers(ledger: Ledger, block: int) -> list[int]:
     with ledger.read() as tx:
-        return sorted(v.version for v in tx.versions() if v.block == block)
+        return sorted(v.version for v in tx.versions.all() if v.block == block)
 
 
 def test_the_newest_versions_and_the_corpus_are_kept_and_the_rest_goes(
@@ -41,7 +41,7 @@ def test_the_newest_versions_and_the_corpus_are_kept_and_the_rest_goes(
             clock.forward(1)
             service.round()
         with service.run.ledger.read() as tx:
-            names = {v.version: v.weights.name for v in tx.versions() if v.block == 0}
+            names = {v.version: v.weights.name for v in tx.versions.all() if v.block == 0}
         assert service.collector.collect() == 0
         assert version_numbers(service.run.ledger, 0) == [3, 4]
         assert version_numbers(service.run.ledger, 1) == [0]
@@ -67,7 +67,7 @@ def test_versions_of_hours_ago_stay_for_those_who_fetch_them(
         member.work(blocks=(0,))
         service.round()
         with service.run.ledger.read() as tx:
-            old = service.run.blobs.chunks_of(tx.version(0, 0).weights.name)
+            old = service.run.blobs.chunks_of(tx.versions.get(0, 0).weights.name)
 
         def collect() -> int:
             the_same = collectors == "the same"
@@ -104,7 +104,7 @@ def test_a_forgotten_version_that_is_gone_already_does_no_harm(tmp_path: Path, c
     """As in a restored backup that was taken while it was collected."""
     with running(tmp_path, clock, swarm__keep_versions=1) as service:
         with service.run.ledger.read() as tx:
-            old = service.run.blobs.chunks_of(tx.version(0, 0).weights.name)
+            old = service.run.blobs.chunks_of(tx.versions.get(0, 0).weights.name)
         join(service).work(blocks=(0,))
         service.round()
         clock.forward(1)
@@ -221,7 +221,7 @@ def test_velocity_is_kept_with_its_version(tmp_path: Path, clock: SetClock):
         clock.forward(COLLECT_AFTER + 10)
         service.collector.collect()
         with service.run.ledger.read() as tx:
-            velocity = tx.version(0).velocity
+            velocity = tx.versions.get(0).velocity
         assert velocity is not None and tensors_of(service.run, velocity)
         member.work(blocks=(0,))
         assert service.merger.merge_due() == 1

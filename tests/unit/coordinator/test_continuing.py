@@ -97,8 +97,8 @@ def test_what_continues_counts_as_trained_from_what_the_update_before_became(ser
     assert service.merger.merge_due() == 1
     assert learned(member, second, 0.5) == "pending"
     with service.run.ledger.read() as tx:
-        (waiting,) = tx.block_states()[0].pending
-        update = tx.update(second.lease)
+        (waiting,) = tx.blocks.states()[0].pending
+        update = tx.updates.get(second.lease)
     assert (waiting.base_version, update.weight) == (1, 1.0)  # not late, not discounted
     assert service.merger.merge_due() == 1
     assert grown(service) == pytest.approx(1.5)
@@ -134,7 +134,7 @@ def test_what_comes_in_while_its_predecessor_is_merged_is_not_late(
     monkeypatch.setattr(service.merger, "_merged", slowly)
     assert service.merger.merge_due() == 1
     with service.run.ledger.read() as tx:
-        (waiting,) = tx.block_states()[0].pending
+        (waiting,) = tx.blocks.states()[0].pending
     assert (waiting.lease, waiting.base_version) == (second.lease, 1)
     service.merger.merge_due()
     assert grown(service) == pytest.approx(1.5)
@@ -207,7 +207,12 @@ def test_last_words_are_taken_while_others_go_on_with_the_block(tmp_path: Path, 
 
 def test_a_last_version_owes_nothing(tmp_path: Path, clock: SetClock):
     """Every version before is cut down to what its difference holds."""
-    settings = {"swarm__codec": "sparse", "swarm__kept": 1, "swarm__quorum": 1, "train__steps": 8}
+    settings = {
+        "swarm__codec": "sparse",
+        "swarm__top_k_per_4096": 1,
+        "swarm__quorum": 1,
+        "train__steps": 8,
+    }
     coder = codec_named("sparse", 16)
     assert coder is not None
     with running(tmp_path, clock, **settings) as service:
@@ -224,8 +229,8 @@ def test_a_last_version_owes_nothing(tmp_path: Path, clock: SetClock):
             assert service.merger.merge_due() == 1
             total += told
         with service.run.ledger.read() as tx:
-            assert tx.version(0).owed is None
-            assert sorted(tx.differences(0)) == list(range(1, 8))
+            assert tx.versions.get(0).residual is None
+            assert sorted(tx.versions.deltas(0)) == list(range(1, 8))
         first, now = first_weights(0), weights_now(service.run, 0)
         moved = np.concatenate([(now[n] - first[n]).reshape(-1) for n in sorted(first)])
         np.testing.assert_allclose(moved, total, atol=1e-5)
@@ -259,7 +264,7 @@ def test_a_run_ends_with_leases_that_continue(service: Service):
         if isinstance(answer, Finished):
             break
     with service.run.ledger.read() as tx:
-        assert [state.merged_batches for state in tx.block_states()] == [40, 40]
+        assert [state.merged_batches for state in tx.blocks.states()] == [40, 40]
 
 
 # The plan

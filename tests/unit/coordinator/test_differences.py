@@ -24,7 +24,7 @@ def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
 
 def weights_at(service: Service, version: int) -> Blob:
     with service.run.ledger.read() as tx:
-        return tx.version(0, version).weights
+        return tx.versions.get(0, version).weights
 
 
 def led(service: Service, after: int, to: int) -> tuple[Blob, ...]:
@@ -49,7 +49,7 @@ def test_what_is_owed_goes_from_version_to_version(service: Service):
     for _ in range(2):
         make_version(service, first, second)
         with service.run.ledger.read() as tx:
-            owed.append(tx.version(0).owed)
+            owed.append(tx.versions.get(0).residual)
     assert None not in owed and owed[0] != owed[1]
 
 
@@ -61,7 +61,7 @@ def test_a_block_goes_on_without_what_was_owed_and_is_lost(
     member = join(service)
     make_version(service, member)
     with service.run.ledger.read() as tx:
-        owed = tx.version(0).owed
+        owed = tx.versions.get(0).residual
     assert owed is not None
     (chunk,) = service.run.blobs.recipe(owed.name).chunks
     assert isinstance(service.run.chunks, LocalChunks)
@@ -75,7 +75,7 @@ def test_a_block_goes_on_without_what_was_owed_and_is_lost(
     make_version(service, member)
     assert "what its versions owe was lost" in caplog.text
     with service.run.ledger.read() as tx:
-        assert tx.version(0, 2).owed not in (None, owed)
+        assert tx.versions.get(0, 2).residual not in (None, owed)
     steps = led(service, 1, 2)
     assert follow_blobs(service.run.blobs, weights_at(service, 1), steps) == weights_at(service, 2)
     caplog.clear()
@@ -107,7 +107,7 @@ def test_a_run_without_a_codec_has_no_differences(tmp_path: Path, clock: SetCloc
         service.round()
         assert led(service, 0, 1) == ()
         with service.run.ledger.read() as tx:
-            assert tx.version(0).version == 1 and tx.version(0).owed is None
+            assert tx.versions.get(0).version == 1 and tx.versions.get(0).residual is None
 
 
 def test_differences_outlive_their_versions_while_following_them_is_shorter(
@@ -122,7 +122,7 @@ def test_differences_outlive_their_versions_while_following_them_is_shorter(
         held = service.run.blobs.reader(before).chunk(0)
         service.collector.collect()
         with service.run.ledger.read() as tx:
-            assert [item.version for item in tx.versions() if item.block == 0] == [5]
+            assert [item.version for item in tx.versions.all() if item.block == 0] == [5]
         service.run.chunks.put(held)
         service.run.blobs.write([held])
         reached = follow_blobs(service.run.blobs, before, led(service, 0, 5))
@@ -142,7 +142,7 @@ def test_differences_go_when_the_whole_is_shorter(tmp_path: Path, clock: SetCloc
         clock.forward(COLLECT_AFTER + 10)
         service.collector.collect()
         with service.run.ledger.read() as tx:
-            assert list(tx.differences(0)) == [lease.base_version, 5] == [4, 5]
+            assert list(tx.versions.deltas(0)) == [lease.base_version, 5] == [4, 5]
         assert len(led(service, 3, 5)) == 2 and led(service, 2, 5) == ()
 
 
@@ -166,7 +166,7 @@ def test_of_two_coordinators_that_merge_at_once_one_publishes(
     assert service.merger.merge_due() == 0
     rival.run.ledger.close()
     with service.run.ledger.read() as tx:
-        assert list(tx.differences(0)) == [1]
+        assert list(tx.versions.deltas(0)) == [1]
     assert follow_blobs(
         service.run.blobs, weights_at(service, 0), led(service, 0, 1)
     ) == weights_at(service, 1)

@@ -49,10 +49,10 @@ def test_its_first_versions_are_the_models_initialization(
     home, config = founded
     run = home.open()
     with run.ledger.read() as tx:
-        versions = [tx.version(unit) for unit in range(config.units)]
+        versions = [tx.versions.get(block) for block in range(config.block_count)]
     assert len(versions) == 2
-    for unit, version in enumerate(versions):
-        expected = dict(initial_block(config, unit).named_parameters())
+    for block, version in enumerate(versions):
+        expected = dict(initial_block(config, block).named_parameters())
         found = tensors_of(run, version.weights)
         assert found.keys() == expected.keys()
         for name, tensor in found.items():
@@ -77,6 +77,15 @@ def test_other_settings_are_another_run(founded: tuple[CoordinatorFolder, Config
     home, config = founded
     with pytest.raises(ConfigError, match="other settings"):
         home.open_or_found(config.with_settings(train__steps=41))
+
+
+def test_settings_are_compared_by_value_and_not_by_how_they_are_written(
+    founded: tuple[CoordinatorFolder, Config], monkeypatch: pytest.MonkeyPatch
+):
+    home, config = founded
+    with monkeypatch.context() as patch:
+        patch.setattr(Config, "to_toml", lambda self: "[model]\nwritten_in = 'another way'\n")
+        home.open_or_found(config).ledger.close()
 
 
 def test_who_only_needs_the_ledger_makes_no_folder(

@@ -44,7 +44,7 @@ def test_a_lease_names_all_that_its_training_needs(service: Service):
     assert lease.fence == 1
     assert lease.predecessors == ()
     with service.run.ledger.read() as tx:
-        assert lease.base == tx.version(0).weights
+        assert lease.base == tx.versions.get(0).weights
     event = service.reports.events(0, 100)[-1]
     assert (event.kind, event.worker, event.block) == ("leased", member.id, 0)
     assert event.detail == "10 steps from batch 0"
@@ -140,7 +140,7 @@ def test_a_cascades_lease_names_the_blocks_before_as_they_are(tmp_path: Path, cl
         (before,) = member.lease(blocks=(1,)).predecessors
         with service.run.ledger.read() as tx:
             assert (before.block, before.version) == (0, 1)
-            assert before.weights == tx.version(0, 1).weights
+            assert before.weights == tx.versions.get(0, 1).weights
 
 
 def test_a_block_of_a_cascade_is_handed_out_when_the_one_before_has_its_lead(
@@ -158,7 +158,7 @@ def test_a_block_of_a_cascade_is_handed_out_when_the_one_before_has_its_lead(
             answer = second.ask(blocks=(1,)).answer
         (before,) = answer.predecessors
         with service.run.ledger.read() as tx:
-            block = tx.block_states()[0]
+            block = tx.blocks.states()[0]
         assert block.merged_batches >= 0.5 * block.total_batches
         assert before.version == block.version
 
@@ -217,7 +217,7 @@ def test_when_all_is_merged_the_run_is_finished(service: Service):
         service.round()
     assert isinstance(member.ask().answer, Finished)
     with service.run.ledger.read() as tx:
-        assert [state.merged_batches for state in tx.block_states()] == [40, 40]
+        assert [state.merged_batches for state in tx.blocks.states()] == [40, 40]
 
 
 def test_nobody_is_sent_home_while_another_still_trains(service: Service):
@@ -274,8 +274,8 @@ def test_returning_twice_gives_back_once(service: Service):
     give_back(member, lease)
     give_back(member, lease)
     with service.run.ledger.read() as tx:
-        assert tx.block_states()[0].returned_batches == lease.steps
-        assert tx.block_states()[0].to_hand_out == 40
+        assert tx.blocks.states()[0].returned_batches == lease.steps
+        assert tx.blocks.states()[0].to_hand_out == 40
 
 
 def test_an_expired_range_is_handed_out_again(service: Service, clock: SetClock):

@@ -30,7 +30,7 @@ from blocktrain.storage.chunks import place_of
 
 def version_of(service: Service, block: int = 0) -> int:
     with service.run.ledger.read() as tx:
-        return tx.block_states()[block].version
+        return tx.blocks.states()[block].version
 
 
 def assert_weights(found: Weights, expected: Weights) -> None:
@@ -56,7 +56,7 @@ def test_one_update_is_the_next_version_bit_for_bit(service: Service):
     member.send(made)
     assert service.merger.merge_due() == 1
     with service.run.ledger.read() as tx:
-        version = tx.version(0)
+        version = tx.versions.get(0)
     assert version.version == 1
     assert service.run.blobs.recipe(version.weights.name) == made.offer.claim.recipe
     assert version.velocity is None
@@ -96,7 +96,7 @@ def test_velocity_is_kept_with_the_version_and_used_for_the_next(tmp_path: Path,
             speed = momentum * speed - by
             now = {name: tensor - rate * (momentum * speed - by) for name, tensor in now.items()}
             with service.run.ledger.read() as tx:
-                held = tx.version(0)
+                held = tx.versions.get(0)
             assert held.version == version and held.velocity is not None
             for name, tensor in tensors_of(service.run, held.weights).items():
                 np.testing.assert_allclose(tensor, now[name], rtol=1e-5, atol=1e-5)
@@ -125,14 +125,14 @@ def test_an_update_that_waited_while_a_version_was_made_is_late(tmp_path: Path, 
         ten, three = lease_both(first, second)
         first.send(first.make(ten, by=1.0))
         with service.run.ledger.read() as tx:
-            seen = tx.block_states()[0]
+            seen = tx.blocks.states()[0]
         second.send(second.make(three, by=2.0))
         assert service.merger._merge(seen, seen.pending)
         assert service.merger.merge_due() == 1
         for name, tensor in weights_now(service.run, 0).items():
             np.testing.assert_allclose(tensor, first_weights(0)[name] + 1.0 + 0.5 * 2.0, rtol=1e-5)
         with service.run.ledger.read() as tx:
-            assert tx.block_states()[0].merged_batches == 13
+            assert tx.blocks.states()[0].merged_batches == 13
 
 
 def test_a_merge_is_told(service: Service):
@@ -161,7 +161,7 @@ def test_quorum_and_grace(tmp_path: Path, clock: SetClock):
         members[2].send(members[2].make(leases[2]))
         assert service.merger.merge_due() == 1  # nobody else is at it
         with service.run.ledger.read() as tx:
-            assert [tx.update(lease.lease).merged_into for lease in leases] == [1, 1, 2]
+            assert [tx.updates.get(lease.lease).merged_into for lease in leases] == [1, 1, 2]
 
 
 def test_a_lost_worker_is_waited_for_two_leases_long(tmp_path: Path, clock: SetClock):
@@ -212,7 +212,7 @@ def test_two_coordinators_make_one_version(tmp_path: Path, clock: SetClock):
                 assert sum(pool.map(merge, mergers)) == 1
             assert version_of(service) == turn
         with service.run.ledger.read() as tx:
-            assert tx.people.worker(member.id).updates_merged == 3
+            assert tx.members.worker(member.id).updates_merged == 3
         for ledger, _ in stores:
             ledger.close()
 
@@ -222,7 +222,7 @@ def test_what_a_coordinator_that_died_was_merging_is_merged_by_another(
 ):
     join(service).work(blocks=(0,))
     with service.run.ledger.write() as tx:
-        assert tx.claim_merge(0, 0, clock.now, CLAIM_SECONDS)
+        assert tx.blocks.claim_merge(0, 0, clock.now, CLAIM_SECONDS)
     clock.forward(CLAIM_SECONDS)
     assert service.merger.merge_due() == 0
     clock.forward(0.1)
@@ -318,7 +318,7 @@ def test_an_update_that_was_altered_in_the_store_does_not_hold_up_the_others(
         clock.forward(LONG)
         assert service.merger.merge_due() == 0
         with service.run.ledger.read() as tx:
-            refused = tx.update(first.lease)
+            refused = tx.updates.get(first.lease)
         assert refused is not None and refused.state == "refused"
         assert "altered" in refused.reason
         assert not service.run.chunks.has([chunk])  # so that it is asked for when it comes again
@@ -336,13 +336,13 @@ def test_a_version_that_was_altered_is_no_updates_fault(service: Service, clock:
     assert service.merger.merge_due() == 1
     late.send(late.make(lease, by=3.0))
     with service.run.ledger.read() as tx:
-        current = tx.version(0).weights
+        current = tx.versions.get(0).weights
     (chunk,) = service.run.blobs.recipe(current.name).chunks
     alter(service, chunk, "flipped")
     clock.forward(LONG)
     assert service.merger.merge_due() == 0
     with service.run.ledger.read() as tx:
-        assert tx.update(lease.lease).state == "pending"
+        assert tx.updates.get(lease.lease).state == "pending"
 
 
 @pytest.mark.parametrize("lost", ["its bytes", "its base"])
@@ -363,11 +363,11 @@ def test_an_update_that_can_never_be_merged_does_not_hold_up_the_others(
                 service.run.chunks.delete(name)
         else:
             with service.run.ledger.write() as tx:
-                tx.forget_version(0, 0)
+                tx.versions.forget(0, 0)
         clock.forward(LONG)
         assert service.merger.merge_due() == 0
         with service.run.ledger.read() as tx:
-            refused = tx.update(first.lease)
+            refused = tx.updates.get(first.lease)
             assert refused is not None and refused.state == "refused"
             assert "not kept" in refused.reason
         if lost == "its base":

@@ -19,7 +19,7 @@ def test_invites_are_listed_without_their_secrets(service: Service, clock: SetCl
     assert state.seconds_left == pytest.approx(40)
     assert secret not in repr(state)
     with service.run.ledger.read() as tx:
-        assert secret not in repr(tx.people.invites())
+        assert secret not in repr(tx.members.invites())
 
 
 def test_what_a_banned_worker_held_is_handed_out_again(service: Service):
@@ -39,7 +39,7 @@ def test_what_a_banned_worker_sent_is_dropped_and_its_text_handed_out_again(serv
     service.operator.ban(bad.id)
     assert service.merger.merge_due() == 0
     with service.run.ledger.read() as tx:
-        states = {lease.lease: tx.update(lease.lease) for lease in (merged, dropped)}
+        states = {lease.lease: tx.updates.get(lease.lease) for lease in (merged, dropped)}
     assert states[merged.lease].state == "merged"  # what is merged stays merged
     assert states[dropped.lease].state == "refused"
     assert states[dropped.lease].reason == "the worker was banned"

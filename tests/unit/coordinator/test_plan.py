@@ -23,12 +23,12 @@ from blocktrain.swarm.plan import (
     expected_at,
     expected_now,
     is_patient,
-    kept_down,
     lease_seconds,
     lease_steps,
     refusal,
     seconds_left,
     soon,
+    top_k_down,
     training_seconds,
     useful_differences,
     wait_seconds,
@@ -667,10 +667,10 @@ def test_a_slow_line_gets_a_later_deadline():
 def test_a_version_has_room_for_all_its_updates_unless_the_run_says_otherwise(
     kept: int, down: int, updates: int, expected: int
 ):
-    swarm = SwarmConfig(kept=kept, kept_down=down)
-    assert kept_down(swarm, block(), updates) == expected
+    swarm = SwarmConfig(top_k_per_4096=kept, top_k_per_4096_down=down)
+    assert top_k_down(swarm, block(), updates) == expected
     all_out = block(next_batch=100)  # what comes now are last words
-    assert kept_down(swarm, all_out, updates) == min(16 * kept * updates, 4096)
+    assert top_k_down(swarm, all_out, updates) == min(16 * kept * updates, 4096)
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 300))

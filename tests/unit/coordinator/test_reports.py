@@ -29,7 +29,7 @@ def test_a_new_run(service: Service, clock: SetClock):
     clock.forward(12)
     status = service.reports.status()
     with service.run.ledger.read() as tx:
-        weights = [tx.version(block).weights for block in range(2)]
+        weights = [tx.versions.get(block).weights for block in range(2)]
     assert status == Status(
         run=service.run.id,
         state="running",
@@ -67,7 +67,7 @@ def test_a_block_that_is_trained(service: Service):
     assert (status.version, status.bytes_trained, status.progress) == (1, 10 * 2 * 8, 0.25)
     assert (status.replicas, status.pending_updates) == (2, 1)
     with service.run.ledger.read() as tx:
-        assert status.weights == tx.version(0, 1).weights
+        assert status.weights == tx.versions.get(0, 1).weights
 
 
 def test_what_workers_do(service: Service, clock: SetClock):

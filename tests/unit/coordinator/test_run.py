@@ -36,7 +36,7 @@ def test_a_new_run_holds_its_settings_its_text_and_every_blocks_first_version(tm
         assert blob.size == len(data)
         assert b"".join(run.blobs.reader(blob).stream()) == data.tobytes()
     with run.ledger.read() as tx:
-        states = tx.block_states()
+        states = tx.blocks.states()
     assert [(state.version, state.total_batches, state.next_batch) for state in states] == [
         (0, 40, 0),
         (0, 40, 0),

@@ -69,12 +69,12 @@ def refusal(call: Callable[[], Any]) -> RefusedError:
 
 def update_row(service: Service, lease: Lease) -> Any:
     with service.run.ledger.read() as tx:
-        return tx.update(lease.lease)
+        return tx.updates.get(lease.lease)
 
 
 def block_state(service: Service, block: int = 0) -> Any:
     with service.run.ledger.read() as tx:
-        return tx.block_states()[block]
+        return tx.blocks.states()[block]
 
 
 def last_event(service: Service) -> tuple[str, str]:
@@ -97,7 +97,7 @@ def test_an_offer_is_answered_with_what_is_missing(service: Service, member: Mem
     assert (row.state, row.worker, row.block, row.steps) == ("offered", member.id, 0, 10)
     assert row.loss == 1.5
     with service.run.ledger.read() as tx:
-        assert tx.lease(lease.lease).state == "sending"
+        assert tx.leases.get(lease.lease).state == "sending"
 
 
 def test_an_offer_may_be_sent_again_to_learn_what_is_still_missing(tmp_path: Path, clock: SetClock):
@@ -476,7 +476,7 @@ def test_a_late_update_starts_from_the_version_it_was_trained_from(long_run: Ser
     late.send(late.make(lease, by=4.0))
     long_run.merger.merge_due()
     with long_run.run.ledger.read() as tx:
-        merged = tensors_of(long_run.run, tx.version(0).weights)
+        merged = tensors_of(long_run.run, tx.versions.get(0).weights)
     for name, tensor in first_weights(0).items():
         np.testing.assert_allclose(merged[name], tensor + 1.0 + 0.5 * 4.0, rtol=1e-5)
 
@@ -489,7 +489,7 @@ FEW = Sparse(2)
 @pytest.fixture
 def frugal(tmp_path_factory: pytest.TempPathFactory, clock: SetClock) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("frugal")
-    with running(folder, clock, swarm__codec="sparse", swarm__kept=2) as service:
+    with running(folder, clock, swarm__codec="sparse", swarm__top_k_per_4096=2) as service:
         yield service
 
 
@@ -554,7 +554,7 @@ def test_an_encoded_update_is_what_its_claim_says(
     tmp_path: Path, clock: SetClock, claimed: str, by: frames.Codec, state: str
 ):
     """A worker's last words keep more than other updates do, and nothing keeps more than they."""
-    with running(tmp_path, clock, swarm__codec=claimed, swarm__kept=FEW.kept) as service:
+    with running(tmp_path, clock, swarm__codec=claimed, swarm__top_k_per_4096=FEW.kept) as service:
         member = join(service)
         lease = member.lease(blocks=(0,))
         nothing = np.zeros(24, np.float32)

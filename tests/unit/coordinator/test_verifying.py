@@ -34,12 +34,12 @@ class Settling:
 def test_a_thousand_who_ask_for_one_update_wait_for_one_receipt():
     async def story() -> None:
         verifying, settling = VerificationQueue(2), Settling()
-        asking = [asyncio.create_task(verifying.once("a", settling)) for _ in range(1000)]
+        asking = [asyncio.create_task(verifying.run_once("a", settling)) for _ in range(1000)]
         await asyncio.sleep(0)
         settling.go.set()
         assert await asyncio.gather(*asking) == [RECEIPT] * 1000
         assert settling.times == 1
-        assert await verifying.once("a", settling) == RECEIPT  # what is over can be asked anew
+        assert await verifying.run_once("a", settling) == RECEIPT  # what is over can be asked anew
         assert settling.times == 2
 
     asyncio.run(story())
@@ -51,14 +51,14 @@ def test_a_refusal_reaches_all_who_wait_and_is_not_remembered():
             VerificationQueue(2),
             Settling(RefusedError("conflict", "chunks are missing")),
         )
-        asking = [asyncio.create_task(verifying.once("a", settling)) for _ in range(3)]
+        asking = [asyncio.create_task(verifying.run_once("a", settling)) for _ in range(3)]
         await asyncio.sleep(0)
         settling.go.set()
         answers = await asyncio.gather(*asking, return_exceptions=True)
         assert [str(answer) for answer in answers] == ["chunks are missing"] * 3
         again = Settling()
         again.go.set()
-        assert await verifying.once("a", again) == RECEIPT
+        assert await verifying.run_once("a", again) == RECEIPT
 
     asyncio.run(story())
 
@@ -66,9 +66,9 @@ def test_a_refusal_reaches_all_who_wait_and_is_not_remembered():
 def test_it_goes_on_when_whoever_asked_has_left():
     async def story() -> None:
         verifying, settling = VerificationQueue(2), Settling()
-        first = asyncio.create_task(verifying.once("a", settling))
+        first = asyncio.create_task(verifying.run_once("a", settling))
         await asyncio.sleep(0)
-        second = asyncio.create_task(verifying.once("a", settling))
+        second = asyncio.create_task(verifying.run_once("a", settling))
         await asyncio.sleep(0)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -94,7 +94,7 @@ def test_no_more_at_once_than_there_are_places():
                 running -= 1
             return "fine"
 
-        assert await asyncio.gather(*(verifying.in_turn(verify) for _ in range(8))) == ["fine"] * 8
+        assert await asyncio.gather(*(verifying.run(verify) for _ in range(8))) == ["fine"] * 8
         assert most == 2
 
     asyncio.run(story())

@@ -4,7 +4,6 @@ from tests.support.models import awake_block
 from blocktrain.config import Config
 from blocktrain.model.block import target_table
 from blocktrain.model.denoising import DenoisingBlock, NoiseLevel
-from blocktrain.model.kv_cache import LayerCache
 from blocktrain.model.stack import new_block
 from blocktrain.numerics.noise import precondition
 
@@ -81,13 +80,3 @@ def test_recomputing_layers_changes_no_gradient(config: Config):
     assert len(gradients[0]) == len(list(block.parameters()))
     for a, b in zip(*gradients, strict=True):
         assert torch.equal(a, b)
-
-
-def test_a_cache_grows_past_its_first_room():
-    cache = LayerCache()
-    pieces = [torch.randn(1, 2, size, 4) for size in (60, 10, 1, 100)]
-    for piece in pieces:
-        k, v, *_ = cache.append(piece, -piece)
-    assert torch.equal(k, torch.cat(pieces, dim=2))
-    assert torch.equal(v, -k)
-    assert cache.length == 171

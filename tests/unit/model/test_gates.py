@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.models import awake_stack, leak, untrained_stack
+from tests.support.serving import stepped
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
@@ -78,7 +79,7 @@ def test_gate_2_random_bytes_cannot_be_predicted(config: Config, sigma_min: floa
         objective__sigma_min=sigma_min, train__steps=40, train__batch=16, train__lr=5e-3
     )
     blocks, local = [], []
-    for block in range(config.units):
+    for block in range(config.block_count):
         trainer = BlockTrainer(config, block, corpus, resolve("cpu", "fp32"), None)
         trainer.train(lambda progress: local.append(progress.ce))
         blocks.append(trainer.module)
@@ -117,18 +118,14 @@ def test_gate_3_untrained_is_uniform(config: Config, kind: str):
 
 @pytest.mark.parametrize("taps", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gate_4_steps_agree_with_whole_windows(config: Config, kind: str, taps: int):
+def test_gate_4_cached_steps_agree_with_whole_windows(config: Config, kind: str, taps: int):
+    """A prompt of 9, a chunk of 4 on top of a filled cache, then single bytes; by every block."""
     stack = awake_stack(of_kind(config, kind).with_settings(model__taps=taps))
-    ids = torch.tensor(shifted(np.random.default_rng(4).integers(0, 256, (2, 24)).astype(np.uint8)))
-    ids = ids.long()
-    whole = stack.log_probs(ids)
-    caches = stack.new_caches()
-    # A prompt of 9, a chunk of 4 on top of a filled cache, then single bytes.
-    pieces = [ids[:, :9], ids[:, 9:13], *ids[:, 13:].split(1, dim=1)]
-    stepped = [stack.advance(piece, caches) for piece in pieces]
-    for block, expected in enumerate(whole):
-        got = torch.cat([piece[block] for piece in stepped], dim=1)
-        assert (got - expected).abs().max() <= 1e-5
+    windows = np.random.default_rng(4).integers(0, 256, (2, 24)).astype(np.uint8)
+    ids = torch.tensor(shifted(windows)).long()
+    for block, expected in enumerate(stack.log_probs(ids)):
+        found = stepped(stack.first(block + 1), ids, [9, 4, *[1] * 11])
+        assert np.abs(found - expected.numpy()).max() <= 1e-5
 
 
 def test_training_pass_agrees_with_context_then_denoise(config: Config):

@@ -12,8 +12,10 @@ from blocktrain.model.stack import assemble
 CPU = torch.device("cpu")
 
 
-def filled(block: nn.Module, config: Config, unit: int, held: str, dtype: torch.dtype) -> nn.Module:
-    hollow = meta_init_block(config, unit, held)
+def filled(
+    block: nn.Module, config: Config, index: int, held: str, dtype: torch.dtype
+) -> nn.Module:
+    hollow = meta_init_block(config, index, held)
     for name, parameter in block.named_parameters():
         put(hollow, name, parameter.detach().clone(), dtype)
     return settle(hollow, CPU, dtype)
@@ -26,7 +28,7 @@ def kind(request: pytest.FixtureRequest, config: Config) -> Config:
 
 @pytest.mark.parametrize(("held", "tolerance"), [("full", 0.0), ("int8", 0.02)])
 def test_filled_blocks_say_what_the_whole_ones_say(kind: Config, held: str, tolerance: float):
-    blocks = [awake_block(kind, unit) for unit in range(kind.units)]
+    blocks = [awake_block(kind, index) for index in range(kind.block_count)]
     hollow = [filled(block, kind, n, held, torch.float32) for n, block in enumerate(blocks)]
     ids = torch.tensor([list(b"some bytes of text")])
     exact, found = (assemble(kind, each).log_probs(ids) for each in (blocks, hollow))
@@ -36,9 +38,9 @@ def test_filled_blocks_say_what_the_whole_ones_say(kind: Config, held: str, tole
 
 @pytest.mark.parametrize("held", ["full", "int8"])
 def test_it_asks_for_every_weight_and_no_other(kind: Config, held: str):
-    for unit in range(kind.units):
-        wanted = {name: p.shape for name, p in awake_block(kind, unit).named_parameters()}
-        assert shapes(meta_init_block(kind, unit, held)) == wanted
+    for index in range(kind.block_count):
+        wanted = {name: p.shape for name, p in awake_block(kind, index).named_parameters()}
+        assert shapes(meta_init_block(kind, index, held)) == wanted
 
 
 def test_nothing_takes_memory_before_it_is_put_in(kind: Config):

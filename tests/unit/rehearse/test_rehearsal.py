@@ -71,15 +71,15 @@ def test_with_a_worker_for_each_block_it_is_the_run_of_one_machine_to_the_last_b
     config: Config, corpus: Corpus, kind: str
 ):
     config = config.with_settings(objective__kind=kind, model__dropout=0.1)
-    each = {"simulate__workers": config.units, "swarm__quorum": 1, "swarm__first_steps": 5}
+    each = {"simulate__workers": config.block_count, "swarm__quorum": 1, "swarm__first_steps": 5}
     scene = scenario(config, **each)
     report, learner = play(scene, corpus)
     assert report.finished and report.participation == 1.0
     assert min(report.versions) > 1
-    for unit in range(config.units):
-        alone = BlockTrainer(config, unit, corpus, CPU, None)
+    for block in range(config.block_count):
+        alone = BlockTrainer(config, block, corpus, CPU, None)
         alone.train(quiet)
-        assert_equal(learner.versions[unit].weights, weights_of(alone))
+        assert_equal(learner.versions[block].weights, weights_of(alone))
 
 
 def test_a_run_with_churn_learns_and_is_the_same_every_time(config: Config, corpus: Corpus):

@@ -1,4 +1,4 @@
-"""Every mode's text is that of model/generate.py, byte for byte."""
+"""Every mode that loses nothing gives the text of the reference without a cache."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.models import awake_stack
-from tests.support.serving import answers, of_kind, ring, stage
+from tests.support.serving import answers, of_kind, reference_text, ring, stage
 
 from blocktrain.config import load_config
-from blocktrain.model import generation
 from blocktrain.model.stack import Stack
 from blocktrain.numerics.sampling import log_softmax
 from blocktrain.serve.router.decode import (
@@ -57,14 +56,14 @@ def exact(prompt: bytes, count: int, sampling: Sampling) -> list[Request]:
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
     seed=st.integers(0, 2**32),
 )
-def test_modes_that_lose_nothing_say_what_generate_says(
+def test_modes_that_lose_nothing_say_what_the_model_says_without_a_cache(
     kind: str, readout: str, prompt: bytes, count: int, temperature: float, seed: int
 ):
     """Together in ragged batches; past the window; from no prompt and from one that is too long."""
     stack = model(kind)
-    rule = generation.GenerationOptions(temperature, seed, "mean", readout)
-    expected = bytes(generation.generate(stack, prompt, count, rule))
-    requests = exact(prompt, count, Sampling(temperature, seed=seed))
+    sampling = Sampling(temperature, seed=seed)
+    expected = reference_text(stack, prompt, count, sampling, readout)
+    requests = exact(prompt, count, sampling)
     assert answers(stack, requests, readout) == [expected] * len(requests)
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.models import awake_stack
-from tests.support.serving import of_kind, stage
+from tests.support.serving import of_kind, reference_text, stage
 
 from blocktrain.config import load_config
 from blocktrain.errors import OverloadedError, UnavailableError, UnreachableError
-from blocktrain.model import generation
 from blocktrain.model.stack import Stack
 from blocktrain.protocol.addresses import bound_socket
 from blocktrain.protocol.framing import FrameMessage, Kind
@@ -49,8 +48,7 @@ def model(kind: str) -> Stack:
 
 @lru_cache
 def expected(kind: str) -> bytes:
-    rule = generation.GenerationOptions(1.0, SAMPLING.seed)
-    return bytes(generation.generate(model(kind), PROMPT, LONG, rule))
+    return reference_text(model(kind), PROMPT, LONG, SAMPLING)
 
 
 def request(mode: str = "ar", **more: object) -> Request:
@@ -87,8 +85,8 @@ class Ring:
     def engine(
         self, limits: EngineLimits = PATIENT, wire: str = "fp32", reach: Reach | None = None
     ) -> Engine:
-        units = len(self.stack.blocks)
-        pipeline = Pipeline(list(self.servers), units, reach or self.reach)
+        count = len(self.stack.blocks)
+        pipeline = Pipeline(list(self.servers), count, reach or self.reach)
         front = FirstBlock(stage(self.stack, range(1)))
         return Engine("a model", front, pipeline, "a router", wire, limits)
 
@@ -241,8 +239,8 @@ def test_stages_that_leave_after_their_hello_do_not_end_the_router() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("kind", "unit"), [("denoise", 1), ("cascade", 0), ("end_to_end", 0)])
-def test_what_is_no_number_fails_its_own_request_and_no_other(kind: str, unit: int) -> None:
+@pytest.mark.parametrize(("kind", "block"), [("denoise", 1), ("cascade", 0), ("end_to_end", 0)])
+def test_what_is_no_number_fails_its_own_request_and_no_other(kind: str, block: int) -> None:
     """A block that makes nothing of one byte, met by one request among others, again and again in
     the same slots."""
 
@@ -250,7 +248,7 @@ def test_what_is_no_number_fails_its_own_request_and_no_other(kind: str, unit: i
         assert POISON not in expected(kind)
         stack = copy.deepcopy(model(kind))
         with torch.no_grad():
-            stack.blocks[unit].embed.weight[POISON] = torch.nan  # type: ignore[union-attr, index]
+            stack.blocks[block].embed.weight[POISON] = torch.nan  # type: ignore[union-attr, index]
         ring = Ring(kind, stack)
         if kind != "end_to_end":
             ring.start(range(1, 3))
@@ -266,7 +264,7 @@ def test_what_is_no_number_fails_its_own_request_and_no_other(kind: str, unit: i
                 assert texts == [expected(kind)] * 3
                 for error in await curse:
                     assert isinstance(error, UnavailableError)
-                    assert f"block {unit}" in str(error)
+                    assert f"block {block}" in str(error)
             await until(lambda: ring.held() == 0)
 
     asyncio.run(scenario())

@@ -50,3 +50,12 @@ def test_fingerprints_see_every_number_and_every_setting_of_the_model(config: Co
     assert of_weights(one.items()) != of_weights({"A": one["a"], "b": one["b"]}.items())
     assert of_settings(config) != of_settings(config.with_settings(model__window=16))
     assert of_settings(config) == of_settings(config.with_settings(train__steps=99))
+
+
+def test_the_fingerprint_of_settings_is_that_of_the_release_before() -> None:
+    """Stages of two releases work together as long as no new setting is used."""
+    cascade = Config().with_settings(
+        objective__kind="cascade", objective__bounds=(1.0, 2.0, 3.0, 4.0, 10.0)
+    )
+    assert of_settings(Config()) == "483efb52ff4a9c6f"
+    assert of_settings(cascade) == "8d5136bab4510a96"

@@ -85,7 +85,7 @@ class Mirrored(VirtualCoordinator):
     """Does everything twice, and compares."""
 
     def __init__(self, scene: Scenario, service: Service, clock: SetClock) -> None:
-        super().__init__(scene.swarm, scene.units, scene.train.steps, lead=scene.lead)
+        super().__init__(scene.swarm, scene.block_count, scene.train.steps, lead=scene.lead)
         self.service, self.clock = service, clock
         self.members: dict[str, Member] = {}
         self.real: dict[int, tuple[Member, Lease]] = {}
@@ -199,14 +199,14 @@ class Mirrored(VirtualCoordinator):
 
     def states(self) -> list[BlockState]:
         with self.service.run.ledger.read() as tx:
-            return tx.block_states()
+            return tx.blocks.states()
 
     def move_clock(self, now: float) -> None:
         """Whatever was due or overdue at the moment before has been dealt with by now."""
         assert now >= self.clock.now
         if now > self.clock.now:
             with self.service.run.ledger.read() as tx:
-                assert not tx.overdue(self.clock.now)
+                assert not tx.leases.overdue(self.clock.now)
             for state, block in zip(self.states(), self.blocks, strict=True):
                 due = plan.due_updates(state, self.swarm, self.clock.now)
                 assert not due or block.merging
@@ -251,7 +251,7 @@ def test_the_real_coordinator_gives_every_answer_that_was_simulated(
         assert report.merged_batches == (300, 300)
         assert report.leases_missed and report.refused and report.staleness[1]  # all of it happened
         with service.run.ledger.read() as tx:
-            rows = [tx.block(index) for index in range(scene.units)]
+            rows = [tx.blocks.get(index) for index in range(scene.block_count)]
         assert sum(row.fence for row in rows) == report.leases_given
         assert sum(row.leases_met for row in rows) == report.leases_met
         assert sum(row.leases_missed for row in rows) == report.leases_missed

@@ -20,7 +20,7 @@ class Bookkeeper(VirtualCoordinator):
     """Writes down every batch that was given and merged."""
 
     def __init__(self, scene: Scenario) -> None:
-        super().__init__(scene.swarm, scene.units, scene.train.steps)
+        super().__init__(scene.swarm, scene.block_count, scene.train.steps)
         self.leases: list[VirtualLease] = []
         self.merged: list[list[int]] = [[] for _ in self.blocks]
 

@@ -12,7 +12,7 @@ from tests.support.training import CPU
 from blocktrain.config import Config
 from blocktrain.errors import RunError
 from blocktrain.storage.run_dir import RunDir, Snapshot, Tensors
-from blocktrain.train.assemble import load_unit
+from blocktrain.train.assemble import load_stored_block
 
 
 def weights_of(config: Config) -> Tensors:
@@ -44,7 +44,7 @@ def without(weights: Tensors, name: str) -> Tensors:
 def test_what_does_not_fit_is_named(tmp_path: Path, config: Config, held: str, change):
     run = saved(tmp_path / "run", config, change(weights_of(config)))
     with pytest.raises(RunError, match=r"layers\.0\.qkv"):
-        load_unit(run, 0, CPU, torch.float32, held)
+        load_stored_block(run, 0, CPU, torch.float32, held)
 
 
 def test_a_block_is_never_in_memory_twice(tmp_path: Path, config: Config):
@@ -54,7 +54,7 @@ def test_a_block_is_never_in_memory_twice(tmp_path: Path, config: Config):
     run = saved(tmp_path / "run", large, weights)
     tracemalloc.start()
     try:
-        load_unit(run, 0, CPU, torch.bfloat16, "int8")  # nothing is kept of what is read
+        load_stored_block(run, 0, CPU, torch.bfloat16, "int8")  # nothing is kept of what is read
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

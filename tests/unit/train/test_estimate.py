@@ -71,7 +71,7 @@ def uneven(cascade: Config) -> Config:
 
 
 def test_a_cascades_parameters_are_counted_exactly(uneven: Config):
-    counts = [sum(p.numel() for p in new_block(uneven, unit).parameters()) for unit in range(3)]
+    counts = [sum(p.numel() for p in new_block(uneven, block).parameters()) for block in range(3)]
     assert len(set(counts)) == 3
     needs = estimate(uneven)
     assert needs.parameters == sum(counts)
@@ -83,9 +83,9 @@ def test_a_cascades_parameters_are_counted_exactly(uneven: Config):
 def test_a_worker_of_a_cascade_also_holds_the_trunks_before_it(uneven: Config):
     """Embedding included, tails and heads not."""
     needed = []
-    for unit in range(3):
-        trained = sum(p.numel() for p in new_block(uneven, unit).parameters())
-        held = sum(p.nbytes for p in Prefix(uneven, unit, CPU).parameters())
+    for block in range(3):
+        trained = sum(p.numel() for p in new_block(uneven, block).parameters())
+        held = sum(p.nbytes for p in Prefix(uneven, block, CPU).parameters())
         needed.append(16 * trained + held)
     assert estimate(uneven).fixed_bytes_per_worker == max(needed)
 
@@ -101,7 +101,7 @@ def test_with_a_feature_cache_the_trunks_before_are_not_held(uneven: Config, whe
 def test_int8_halves_what_is_held_of_the_layers_before(uneven: Config):
     deepest = uneven.with_settings(model__depths=[2, 3, 1], objective__tail=0)
     own = 16 * max(
-        sum(p.numel() for p in new_block(deepest, unit).parameters()) for unit in range(3)
+        sum(p.numel() for p in new_block(deepest, block).parameters()) for block in range(3)
     )
     bf16 = estimate(deepest).fixed_bytes_per_worker
     int8 = estimate(deepest.with_settings(objective__frozen="int8")).fixed_bytes_per_worker

@@ -30,7 +30,7 @@ def ids() -> Tensor:
 
 
 def awake_blocks(config: Config, count: int) -> list[nn.Module]:
-    return [awake_block(config, unit).eval() for unit in range(count)]
+    return [awake_block(config, block).eval() for block in range(count)]
 
 
 def shelf_of(blocks: list[nn.Module], version: int = 1) -> Shelf:
@@ -86,7 +86,7 @@ def test_until_it_is_refreshed_it_is_what_every_machine_starts_from(
 ):
     deep = deep.with_settings(objective__frozen=frozen)
     prefix = Prefix(deep, 2, CPU)
-    start = [initial_block(deep, unit).eval() for unit in range(2)]
+    start = [initial_block(deep, block).eval() for block in range(2)]
     assert prefix.versions == [None, None]
     assert distance(prefix.features(ids), chained(start, ids)) < 0.01
 

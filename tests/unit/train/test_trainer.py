@@ -83,7 +83,7 @@ def test_what_is_on_disk_is_taken_over_once(config: Config, corpus: Corpus, tmp_
 
 def test_weights_to_start_from_are_taken_over_once(config: Config, corpus: Corpus, tmp_path: Path):
     old = RunDir.create(tmp_path / "old", config)
-    for block in range(config.units):
+    for block in range(config.block_count):
         BlockTrainer(config, block, corpus, CPU, old.block(block)).train(quiet)
     tuned = config.with_settings(train__warm_start=str(old.path))
     trainer = BlockTrainer(tuned, 1, corpus, CPU, None)
@@ -270,7 +270,7 @@ def test_keep_best_ends_at_the_best_score(config: Config, corpus: Corpus, tmp_pa
 
 def test_warm_start_takes_the_other_runs_weights(config: Config, corpus: Corpus, tmp_path: Path):
     run = RunDir.create(tmp_path / "old", config)
-    for block in range(config.units):
+    for block in range(config.block_count):
         BlockTrainer(config, block, corpus, CPU, run.block(block)).train(quiet)
     tuned = config.with_settings(train__warm_start=str(run.path), train__steps=1, train__lr=0.0)
     trainer = BlockTrainer(tuned, 1, corpus, CPU, None)
@@ -284,7 +284,7 @@ def test_warm_start_takes_the_other_runs_weights(config: Config, corpus: Corpus,
 def train_in_turn(
     run: RunDir, corpus: Corpus, on_progress: Callable[[Progress], None] = quiet
 ) -> None:
-    for block in range(run.config.units):
+    for block in range(run.config.block_count):
         store = run.block(block)
         BlockTrainer(run.config, block, corpus, CPU, store, PublishedRun(run)).train(on_progress)
 

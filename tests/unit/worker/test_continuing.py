@@ -212,7 +212,7 @@ def test_who_goes_on_with_another_block_says_its_last_words_on_the_one_before(
     script: LastWords, watched: Watched
 ):
     """It may never come back, and nobody else can tell what it owes."""
-    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__top_k_per_4096=16)
     bases = [script.first_weights(block) for block in (0, 1)]
     script.answers = [
         lambda: script.lease(bases[0], 0, 3),
@@ -228,7 +228,7 @@ def test_who_goes_on_with_another_block_says_its_last_words_on_the_one_before(
 
 
 def test_last_words_hold_more(server: FaultServer, script: LastWords, watched: Watched):
-    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__top_k_per_4096=16)
     base: Blob = script.first_weights()
     script.answers = [
         lambda: script.lease(base, 0, 3),
@@ -246,7 +246,7 @@ def test_a_worker_started_again_trains_from_what_it_owes_and_tells_it_once(
     script: LastWords, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ):
     """Begun from the version alone, it would learn a second time what it still owes."""
-    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__top_k_per_4096=16)
     first, _ = straight(script, 0)
     starts, ends = [], []
     run = LeaseTrainer.run
@@ -294,7 +294,7 @@ def test_a_worker_started_again_asks_what_became_of_the_update_that_was_on_its_w
     became: str,
 ):
     """Only where that cannot be known it forgets what it owes, and it does not ask for ever."""
-    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__top_k_per_4096=16)
     base = script.first_weights()
     script.answers = [lambda: script.lease(base, 0, 3), script.after(1, Finished)]
     assert watched.run()
@@ -324,7 +324,7 @@ def test_a_worker_that_leaves_before_its_update_arrived_still_owes_what_it_owed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """It never came to the commit: so it is certain that the update does not count."""
-    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__top_k_per_4096=16)
     monkeypatch.setattr("blocktrain.worker.lease_loop.SEND_SECONDS", 0.2)
     monkeypatch.setattr("blocktrain.worker.lease_loop.FINISH_SECONDS", 0.2)
     base, before = script.first_weights(), []
@@ -360,7 +360,7 @@ def test_what_is_owed_is_forgotten_only_where_nobody_knows_whether_an_update_arr
     lost: str,
 ):
     """Told again, it would count twice."""
-    script.config = script.config.with_settings(swarm__codec="sparse", swarm__kept=16)
+    script.config = script.config.with_settings(swarm__codec="sparse", swarm__top_k_per_4096=16)
     monkeypatch.setattr("blocktrain.worker.lease_loop.LATEST_SEND_SECONDS", 0.5)
     routes = {"offer": "POST /v1/updates", "receipt": "POST /v1/updates/lease002/commit"}
     base = script.first_weights()

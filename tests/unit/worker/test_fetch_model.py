@@ -27,7 +27,7 @@ class Blocks:
 
     def __init__(self, server: FaultServer, config: Config, corpus: Corpus) -> None:
         self.told: list[list[tuple[int, Blob]]] = []
-        for block in range(config.units):
+        for block in range(config.block_count):
             weights = BlockTrainer(config, block, corpus, resolve("cpu", "fp32"), None).weights()
             self.told.append([(5, server.hold(b"".join(tensor_file.encode(weights))))])
         server.on("GET /v1/run", lambda body: described(config=config.to_toml()))
@@ -58,7 +58,7 @@ def test_a_version_that_is_gone_before_it_is_here_makes_room_for_a_newer(
     blocks.told[0][:0] = [(3, GONE), (4, GONE)]
     fetched = fetch_model(client, tmp_path / "model")
     assert fetched.versions == [5, 5]
-    assert fetched.run.config.units == 2
+    assert fetched.run.config.block_count == 2
 
 
 def test_a_version_that_is_missing_for_good_is_told(client: Client, blocks: Blocks, tmp_path: Path):

@@ -229,7 +229,7 @@ def test_links_are_used_and_get_no_secrets(
     blob = store.hold(LARGE)
     server.chunks[blob.name] = store.chunks[blob.name]  # the recipe alone
     server.urls = {name: f"{store.address}/bucket/{name}" for name in store.chunks}
-    store.faults = [Fault("GET /bucket", cut_after=1_000_000)]
+    store.faults = [Fault("GET /bucket", cut_after=5_000_000)]
     assert transfer.read(blob, deadline(transfer)) == LARGE
     assert not chunk_requests(server)
     assert transfer.bandwidth.bytes_down == len(LARGE)

@@ -65,7 +65,7 @@ def versions(new_versions: Callable[[], Versions]) -> Versions:
 
 def newest(service: Service) -> tuple[int, Blob]:
     with service.run.ledger.read() as tx:
-        current = tx.version(0)
+        current = tx.versions.get(0)
     return current.version, current.weights
 
 
@@ -178,7 +178,7 @@ def test_the_whole_is_fetched_where_there_is_no_way(
         versions = new_versions()
     if trouble == "forgotten":
         with service.run.ledger.write() as tx:
-            tx.forget_difference(0, 1)
+            tx.versions.forget_delta(0, 1)
     moved = had(service, versions, transfer)
     assert moved.whole == moved.raw == newest(service)[1].size
     assert not astray

@@ -5,16 +5,19 @@ another for each request and together for all. Knows what a step asks, not why.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
 import numpy as np
+import torch
 
-from blocktrain.numerics.sampling import log_softmax, picks
+from blocktrain.model.stack import starting_point
+from blocktrain.numerics.sampling import log_softmax, mixed_seed, picks
 from blocktrain.serve.router.decode import Proposal
 from blocktrain.serve.stage.batch import (
     DEFAULT_LIMITS,
+    NO_STATE,
     Refinement,
     Row,
     SlotLimits,
@@ -28,6 +31,8 @@ from blocktrain.serve.stage.served_blocks import Blocks
 from blocktrain.train.device import Compute
 from blocktrain.vocabulary import MASK
 
+NOISE_STREAM = 1  # keeps this randomness apart from every other use of a request's seed
+
 
 class FirstBlock:
     """`drafts_sweeps`: every whole output starts as the first block's own text, byte after byte;
@@ -35,10 +40,16 @@ class FirstBlock:
     nothing. Drafts are better text for more time here. A cascade drafts: it has not learned to
     guess from nothing."""
 
-    def __init__(self, first: StageCompute, *, drafts_sweeps: bool | None = None) -> None:
+    def __init__(
+        self,
+        first: StageCompute,
+        *,
+        drafts_sweeps: bool | None = None,
+        noise_start: bool = False,
+    ) -> None:
         self.first = first
         self.drafts_sweeps = not first.denoises if drafts_sweeps is None else drafts_sweeps
-        self._units = first.config.units
+        self._noise_start = noise_start and first.denoises
 
     @classmethod
     def load(
@@ -75,11 +86,12 @@ class FirstBlock:
         steps = self._guessed(steps)
         rows = [self._row(request, step) for request, step in steps.items()]
         drafting = Drafter(steps)
+        state = self._noise(steps.values()) if self._noise_start else NO_STATE
         while rows:
-            drafting.took(self._parts(rows))
-            rows = drafting.next_rows()
+            drafting.took(self._parts(rows, state))
+            rows, state = drafting.next_rows(), NO_STATE
         work = drafting.work()
-        if self.first.readout == "final" and self._units > 1:
+        if self.first.readout == "final" and self.first.block_count > 1:
             work = replace(work, readout_RV=np.zeros_like(work.readout_RV))
         return work
 
@@ -91,12 +103,23 @@ class FirstBlock:
     def distribution(self, readout_RV: np.ndarray) -> np.ndarray:
         """Log-probabilities out of what all blocks have written."""
         if self.first.readout == "product":
-            return log_softmax(readout_RV / self._units)
+            return log_softmax(readout_RV / self.first.block_count)
         return readout_RV
 
-    def _parts(self, rows: Sequence[Row]) -> list[Work]:
+    def _noise(self, steps: Iterable[Proposal]) -> np.ndarray:
+        """The noise that the newest position of each step starts from, fixed by seed and place."""
+        config, device = self.first.config, self.first.compute.device
+        starts = []
+        for step in steps:
+            seed = mixed_seed(step.sampling.seed, step.position + step.read - 1, NOISE_STREAM)
+            zeros = starting_point(config, "mean", (step.read - 1,), 0, device)
+            noise = starting_point(config, "noise", (1,), seed, device)
+            starts.append(torch.cat([zeros, noise]))
+        return torch.cat(starts).cpu().numpy()
+
+    def _parts(self, rows: Sequence[Row], state: np.ndarray = NO_STATE) -> list[Work]:
         """Rows through the first block, each by itself again."""
-        work = self.first.step(started(rows), heads=True)
+        work = self.first.step(started(rows, state), heads=True)
         return apart(work, [self.first.carried(row) for row in rows])
 
     def _row(self, request: int, step: Proposal) -> Row:

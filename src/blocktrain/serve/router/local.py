@@ -1,36 +1,86 @@
-"""All blocks in this process, requests decoded together: the ring without a network."""
+"""The serving decoder with all blocks in one process: what `blocktrain generate` runs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from blocktrain.errors import MissingPrefixError
-from blocktrain.serve.router.decode import Account, Decoding, Request, TraversalCost, new_decoding
+from blocktrain.model.stack import Stack
+from blocktrain.serve.router.decode import (
+    GREEDY,
+    Account,
+    Decoding,
+    Piece,
+    Request,
+    Sampling,
+    TraversalCost,
+    new_decoding,
+)
 from blocktrain.serve.router.front import FirstBlock
-from blocktrain.serve.stage.batch import Work
+from blocktrain.serve.stage.batch import SlotLimits, Work
 from blocktrain.serve.stage.compute import StageCompute
+from blocktrain.train.device import Compute
+
+ONE_REQUEST = SlotLimits(requests=1, cache_bytes=1 << 62)
+
+
+def generate(
+    stack: Stack,
+    prompt: bytes,
+    count: int,
+    sampling: Sampling = GREEDY,
+    *,
+    readout: str = "product",
+    start: str = "mean",
+) -> Iterator[int]:
+    """Yield `count` bytes that continue the prompt, one traversal each. A stack of the first blocks
+    alone is an early exit; with the start "noise" a denoising model begins from a random guess."""
+    compute = Compute(stack.device, stack.blocks[0].compute_dtype)  # type: ignore[arg-type]
+    depth = len(stack.blocks)
+
+    def stage(blocks: range) -> StageCompute:
+        modules = stack.blocks[blocks.start : blocks.stop]
+        return StageCompute(
+            stack.config, blocks, modules, compute, readout, ONE_REQUEST, block_count=depth
+        )
+
+    front = FirstBlock(stage(range(1)), noise_start=start == "noise")
+    stages = [stage(range(1, depth))] if depth > 1 else []
+    request = Request(prompt, count, mode="ar", sampling=sampling)
+    for _, piece in stream_locally(front, stages, {0: _decoding(front, request)}):
+        yield from piece.data
 
 
 def run_locally(
     front: FirstBlock, stages: Sequence[StageCompute], requests: Sequence[Request]
 ) -> list[tuple[bytes, Account]]:
     """Every request's answer and what it cost."""
-    window, pace = front.first.config.model.window, TraversalCost()
-    decodings = {
-        number: new_decoding(each, window, pace, Account()) for number, each in enumerate(requests)
-    }
+    decodings = {number: _decoding(front, each) for number, each in enumerate(requests)}
     answers = {number: bytearray() for number in decodings}
+    for number, piece in stream_locally(front, stages, decodings):
+        answers[number] += piece.data
+    return [(bytes(answers[number]), each.account) for number, each in decodings.items()]
+
+
+def stream_locally(
+    front: FirstBlock, stages: Sequence[StageCompute], decodings: dict[int, Decoding]
+) -> Iterator[tuple[int, Piece]]:
+    """Decode requests together: the next piece of each after every traversal."""
     while going := {n: each for n, each in decodings.items() if not each.finished}:
         for row, log_probs_RV in front.answers(_traversed(front, stages, going)):
-            answers[row.request] += going[row.request].take(row, log_probs_RV).data
+            piece = going[row.request].take(row, log_probs_RV)
             if going[row.request].finished:
                 for compute in (front.first, *stages):
                     compute.release(row.request)
-    return [(bytes(answers[number]), each.account) for number, each in decodings.items()]
+            yield row.request, piece
+
+
+def _decoding(front: FirstBlock, request: Request) -> Decoding:
+    return new_decoding(request, front.first.config.model.window, TraversalCost(), Account())
 
 
 def _traversed(
     front: FirstBlock, stages: Sequence[StageCompute], decodings: dict[int, Decoding]
 ) -> Work:
-    """One step of each, once around; what a stage has lost is replayed."""
+    """One step of each request through all blocks; a context that a cache dropped is replayed."""
     while True:
         steps = {number: step for number, each in decodings.items() if (step := each.step())}
         try:

@@ -4,10 +4,10 @@ dies, gone with the process that started them."""
 import asyncio
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 
+from blocktrain import threads
 from blocktrain.errors import UnavailableError
 
 COMMAND = (sys.executable, "-m", "blocktrain.cli.main", "stage")
@@ -57,14 +57,14 @@ class LocalStages:
 
     async def _start(self, block: int, listen: str) -> None:
         command = [*COMMAND, str(self._run), "--block", str(block), "--listen", listen, "--json"]
+        share = max(1, threads.machine_threads() // (len(self._blocks) + 1))
+        command += ["--threads", str(share)]
         command += ["--keys", str(self._keys), "--name", f"stage-{block}"]
         command += ["--until-stdin-closes", *self._options]
-        threads = max(1, (os.cpu_count() or 1) // (len(self._blocks) + 1))
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={"OMP_NUM_THREADS": str(threads), **os.environ},
             start_new_session=True,  # Ctrl-C is for the router, which ends them after the answers
         )
         self._processes[block] = process

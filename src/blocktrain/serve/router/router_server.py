@@ -73,7 +73,7 @@ async def _serve(
         stages, keys = settings.stages, None if settings.plain_tcp else settings.keys
         if not stages:
             keys = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blocktrain-")))
-            local = _local_stages(settings, range(1, source.config.units), keys)
+            local = _local_stages(settings, range(1, source.config.block_count), keys)
             stack.push_async_callback(local.stop)
             stages = tuple(await local.start())
             keeping = asyncio.ensure_future(local.keep())
@@ -125,7 +125,7 @@ def _engine(
         "settings": served_blocks.of_settings(source.config),
         "readout": settings.readout,
     }
-    weights = [source.fingerprint(block) for block in range(source.config.units)]
+    weights = [source.fingerprint(block) for block in range(source.config.block_count)]
 
     def check(said: Hello) -> str | None:
         return served_blocks.mismatch(said, hello["settings"], weights)
@@ -138,6 +138,6 @@ def _engine(
         source, compute, settings.readout, CacheLimits(2 * settings.most_requests)
     )
     limits = EngineLimits(2 * settings.most_requests, settings.patience_seconds)
-    pipeline = Pipeline(stages, source.config.units, reach)
+    pipeline = Pipeline(stages, source.config.block_count, reach)
     model = settings.run.resolve().name
     return Engine(model, front, pipeline, name, settings.wire, limits)

@@ -54,11 +54,13 @@ class Work:
         return sum(row.read for row in self.rows)
 
 
-def started(rows: Sequence[Row]) -> Work:
+NO_STATE = np.zeros((0, 0), np.float32)
+
+
+def started(rows: Sequence[Row], state: np.ndarray = NO_STATE) -> Work:
     """Work before the first block has seen it."""
-    empty = np.zeros((0, 0), np.float32)
     read = sum(row.read for row in rows)
-    return Work(tuple(rows), empty, np.zeros((read, BYTES), np.float32))
+    return Work(tuple(rows), state, np.zeros((read, BYTES), np.float32))
 
 
 def joined(works: Sequence[Work]) -> Work:

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from blocktrain.config import Config
 from blocktrain.errors import CacheFullError, ProtocolError
 from blocktrain.model.block import target_table
+from blocktrain.model.cache import BlockCache, SlotCache
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock
-from blocktrain.model.kv_cache import BlockMemory
-from blocktrain.model.slots import SlotBlockView, SlotCache
 from blocktrain.model.stack import Descent
 from blocktrain.serve.stage.batch import (
     DEFAULT_LIMITS,
@@ -45,7 +44,7 @@ class Unit(Protocol):
         self,
         ids_BQ: Tensor,
         state_BQW: Tensor,
-        memory: BlockMemory,
+        memory: BlockCache,
         read_R: Tensor | None,
         *,
         head: bool,
@@ -54,27 +53,22 @@ class Unit(Protocol):
         names among the B x Q (None: of all); without `head` they are left out."""
         ...
 
-    def read(self, ids_BQ: Tensor, memory: BlockMemory) -> None:
+    def read(self, ids_BQ: Tensor, memory: BlockCache) -> None:
         """Take in context that nothing is predicted from; needs no state."""
         ...
 
 
-def new_unit(config: Config, unit: int, block: nn.Module, device: torch.device) -> Unit:
-    if config.objective.kind == "denoise":
+def new_unit(config: Config, index: int, block: nn.Module, device: torch.device) -> Unit:
+    if config.kind.denoises:
         table = target_table(config.train.seed, config.objective.target_dim).to(device)
         typed = cast("DenoisingBlock", block)
-        return DenoisingUnit(Descent.of(config, unit, typed, table))
+        return DenoisingUnit(Descent.of(config, index, typed, table))
     return CausalUnit(cast("CausalBlock", block))
 
 
-def shape(config: Config, unit: int) -> tuple[int, int]:
-    """A unit's layers and private layers."""
-    return config.depths[unit], config.tail_layers(unit)
-
-
-def state_width(config: Config) -> int:
-    denoises = config.objective.kind == "denoise"
-    return config.objective.target_dim if denoises else config.model.width
+def shape(config: Config, block: int) -> tuple[int, int]:
+    """A block's layers and private layers."""
+    return config.depths[block], config.tail_layers(block)
 
 
 class CausalUnit:
@@ -87,7 +81,7 @@ class CausalUnit:
         self,
         ids_BQ: Tensor,
         state_BQW: Tensor,
-        memory: BlockMemory,
+        memory: BlockCache,
         read_R: Tensor | None,
         *,
         head: bool,
@@ -99,7 +93,7 @@ class CausalUnit:
         private = _chosen(self.block.private(features, memory), read_R)
         return features, torch.log_softmax(self.block.predict(private), dim=-1)
 
-    def read(self, ids_BQ: Tensor, memory: BlockMemory) -> None:
+    def read(self, ids_BQ: Tensor, memory: BlockCache) -> None:
         raise ProtocolError("a block of a cascade reads features, not bytes")
 
 
@@ -113,7 +107,7 @@ class DenoisingUnit:
         self,
         ids_BQ: Tensor,
         state_BQW: Tensor,
-        memory: BlockMemory,
+        memory: BlockCache,
         read_R: Tensor | None,
         *,
         head: bool,
@@ -122,7 +116,7 @@ class DenoisingUnit:
         log_probs, z = self.descent(context, state_BQW)
         return z, _chosen(log_probs, read_R) if head else None
 
-    def read(self, ids_BQ: Tensor, memory: BlockMemory) -> None:
+    def read(self, ids_BQ: Tensor, memory: BlockCache) -> None:
         self.descent.block.read_context(ids_BQ, memory)
 
 
@@ -141,16 +135,19 @@ class StageCompute:
         readout: str = "product",
         limits: SlotLimits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.monotonic,
+        block_count: int | None = None,
     ) -> None:
+        """`block_count` is smaller than the model's for an early exit."""
         self.config, self.blocks, self.compute, self.readout = config, blocks, compute, readout
-        self.denoises = config.objective.kind == "denoise"
-        self.state_width = state_width(config)
+        self.block_count = block_count or config.block_count
+        self.denoises = config.kind.denoises
+        self.state_width = config.state_width
         self._clock = clock
         self._units = [
-            new_unit(config, unit, module.eval(), compute.device)
-            for unit, module in zip(blocks, modules, strict=True)
+            new_unit(config, index, module.eval(), compute.device)
+            for index, module in zip(blocks, modules, strict=True)
         ]
-        shapes = [shape(config, unit) for unit in blocks]
+        shapes = [shape(config, block) for block in blocks]
         slot_bytes = SlotCache.slot_bytes(config.model, shapes, compute.dtype)
         most = min(limits.requests, limits.cache_bytes // slot_bytes)
         if not most:
@@ -232,7 +229,7 @@ class StageCompute:
         readout = self._tensor(readout_RV)
         with self._writing(batch.shares) as views:
             for block, unit, view in zip(self.blocks, self._units, views, strict=True):
-                last = block == self.config.units - 1
+                last = block == self.block_count - 1
                 head = heads if heads is not None else self.readout == "product" or last
                 state, found = unit.advance(batch.ids_BQ, state, view, batch.read_R, head=head)
                 if found is not None:
@@ -249,7 +246,7 @@ class StageCompute:
                     unit.read(batch.ids_BQ, view)
 
     @contextmanager
-    def _writing(self, shares: Sequence[Share]) -> Iterator[list[SlotBlockView]]:
+    def _writing(self, shares: Sequence[Share]) -> Iterator[list[BlockCache]]:
         """The shares' memory. What they write over counts as held again once all is written."""
         for share in shares:
             share.tenant.held = share.row.start
@@ -273,11 +270,11 @@ class StageCompute:
         return shares
 
     def _state_of(self, work: Work, shares: Sequence[Share]) -> np.ndarray:
-        """The state handed in; before the first block there is none yet."""
+        """The state handed in; the first block may start without one, from zeros."""
         carried, read = shares[-1].carried.stop, shares[-1].read.stop
         if work.readout_RV.shape != (read, BYTES):
             raise ProtocolError(f"a readout of shape {work.readout_RV.shape} for {read} positions")
-        if self.blocks.start == 0:
+        if self.blocks.start == 0 and not work.state.size:
             return np.zeros((carried, self.state_width), np.float32)
         if work.state.shape != (carried, self.state_width):
             raise ProtocolError(f"a state of shape {work.state.shape} for {carried} positions")

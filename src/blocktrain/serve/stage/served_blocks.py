@@ -9,15 +9,19 @@ from typing import Any, Protocol
 import numpy as np
 from torch import nn
 
-from blocktrain.config import Config
+from blocktrain.config import Config, stored_values
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_unit
+from blocktrain.train.assemble import load_stored_block
 from blocktrain.train.device import Compute
 
 
 def of_settings(config: Config) -> str:
-    """Of the settings that make the model; where and how it was trained does not matter."""
-    values = config.to_dict()
+    """Of the settings that make the model; where and how it was trained does not matter.
+
+    Of the settings as they are stored: one that a later release adds changes nothing as long as it
+    has its default, so that stages of both releases go on working together.
+    """
+    values = stored_values(config)
     made_of = [values["model"], values["objective"], values["train"]["seed"]]
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -71,7 +75,7 @@ class StoredBlocks:
         return self.run.config
 
     def load(self, block: int, compute: Compute) -> nn.Module:
-        return load_unit(self.run, block, compute, compute.dtype, self.held)
+        return load_stored_block(self.run, block, compute, compute.dtype, self.held)
 
     def fingerprint(self, block: int) -> str:
         return of_weights(self.run.read_block(block))

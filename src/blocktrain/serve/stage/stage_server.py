@@ -47,7 +47,7 @@ def serve_stage(
     """Load, listen, and say where; returns when a signal ends it. Blocks are the run's, unless
     they come from elsewhere."""
     source = source or StoredBlocks(RunDir.open(settings.run), settings.weights)
-    _check_blocks(settings.blocks, source.config.units - 1)
+    _check_blocks(settings.blocks, source.config.block_count - 1)
     asyncio.run(_serve(settings, source, tell))
 
 

@@ -1,0 +1,132 @@
+"""Ragged batches in the cache's slots, against each text in one pass without a cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.models import awake_block
+from torch import Tensor
+
+from blocktrain.config import Config, load_config
+from blocktrain.model.block import target_table
+from blocktrain.model.cache import BlockCache, SlotCache
+from blocktrain.model.causal import CausalBlock
+from blocktrain.model.denoising import DenoisingBlock, NoiseLevel
+from blocktrain.numerics.noise import precondition
+
+ROOT = Path(__file__).resolve().parents[3]
+WINDOW = 100
+TINY = ["model.layers=2", "model.blocks=1", "model.width=16", "model.heads=2"]
+CPU = torch.device("cpu")
+LEVEL = NoiseLevel.constant(precondition(2.0, 0.5), 1, CPU)
+
+
+def tiny(kind: str, taps: int = 3) -> Config:
+    settings = [f"model.window={WINDOW}", f"model.taps={taps}", f"objective.kind={kind}"]
+    return load_config(ROOT / "configs" / "tiny.toml", TINY + settings)
+
+
+BLOCKS = {kind: awake_block(tiny(kind)).eval() for kind in ("end_to_end", "denoise")}
+
+
+def slots_of(config: Config) -> SlotCache:
+    return SlotCache(config.model, [(config.model.layers, 0)], CPU, torch.float32)
+
+
+def read(block: torch.nn.Module, ids_BT: Tensor, memory: BlockCache | None) -> Tensor:
+    """What a block makes of its context."""
+    with torch.no_grad():
+        if isinstance(block, CausalBlock):
+            return block.features(ids_BT, memory)
+        assert isinstance(block, DenoisingBlock)
+        z = torch.zeros(*ids_BT.shape, 256)
+        return block.denoise(block.read_context(ids_BT, memory), z, LEVEL, target_table(0, 256))
+
+
+def alone(block: torch.nn.Module, text: list[int]) -> Tensor:
+    return read(block, torch.tensor([text]), None)[0]
+
+
+STEPS = st.lists(
+    st.dictionaries(
+        st.integers(0, 5),  # the slot
+        st.tuples(st.floats(0.0, 1.0), st.lists(st.integers(0, 257), min_size=1, max_size=20)),
+        min_size=1,
+        max_size=4,
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@settings(max_examples=25, deadline=None)
+@given(steps=STEPS)
+def test_ragged_rows_with_roll_back_are_what_each_is_alone(
+    kind: str, steps: list[dict[int, tuple[float, list[int]]]]
+):
+    """A row may start anywhere in what its slot holds: the rest is written over."""
+    block, cache = BLOCKS[kind], slots_of(tiny(kind))
+    texts: dict[int, list[int]] = {}
+    for step in steps:
+        starts = [int(share * len(texts.get(slot, []))) for slot, (share, _) in step.items()]
+        rows = [ids for _, ids in step.values()]
+        view = cache.view(list(step), starts, [len(ids) for ids in rows])[0]
+        longest = max(map(len, rows))
+        padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in rows])
+        found = read(block, padded, view)
+        assert torch.isfinite(found).all()
+        for row, slot, start, ids in zip(found, step, starts, rows, strict=True):
+            texts[slot] = texts.get(slot, [])[:start] + ids
+            expected = alone(block, texts[slot])[start:]
+            assert torch.allclose(row[: len(ids)], expected, atol=1e-5)
+
+
+def test_consecutive_slots_are_not_copied():
+    cache = slots_of(tiny("end_to_end"))
+    layer = cache.view([1, 2], [0, 0], [5, 3])[0].layers[0]
+    k = torch.randn(2, 2, 5, 8)
+    assert layer.append(k, k).k_BHTK.untyped_storage().data_ptr() == layer.pool.k_STD.data_ptr()
+    scattered = cache.view([2, 0], [3, 0], [1, 1])[0].layers[0]
+    new = torch.randn(2, 2, 1, 8)
+    held = scattered.append(new, new).k_BHTK
+    assert torch.equal(held[0, :, :3], k[1, :, :3])
+    assert torch.equal(held[0, :, 3:4], new[0])
+
+
+def test_room_grows_to_the_window_and_no_further():
+    cache = slots_of(tiny("end_to_end"))
+    cache.view([0], [0], [65])
+    assert (cache.slots, cache.room) == (1, WINDOW)
+    cache.view([4], [99], [1])
+    assert (cache.slots, cache.room) == (8, WINDOW)
+    with pytest.raises(ValueError, match="past the model's window"):
+        cache.view([0], [99], [2])
+
+
+def test_layers_without_a_local_filter_have_slots_too():
+    config = tiny("end_to_end", taps=0)
+    block = awake_block(config).eval()
+    view = slots_of(config).view([0], [0], [4])[0]
+    found = read(block, torch.tensor([[1, 2, 3, 4]]), view)[0]
+    assert torch.allclose(found, alone(block, [1, 2, 3, 4]), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["end_to_end", "denoise"])
+def test_a_slot_that_held_nan_is_clean_for_the_next_sequence(kind: str):
+    """A mask hides an old number, but not an old NaN."""
+    block, cache = BLOCKS[kind], slots_of(tiny(kind))
+    first, other = [*range(40)], [*range(100, 130)]
+    (view,) = cache.view([0], [0], [40])
+    read(block, torch.tensor([first]), view)
+    for layer in view.layers:
+        layer.pool.k_STD.fill_(torch.nan)
+        layer.pool.v_STD.fill_(torch.nan)
+    (view,) = cache.view([0, 1], [0, 0], [2, 30])
+    read(block, torch.tensor([[*first[:2], *[0] * 28], other]), view)
+    (view,) = cache.view([0, 1], [2, 30], [1, 1])
+    found = read(block, torch.tensor([[first[2]], [5]]), view)
+    torch.testing.assert_close(found[0, 0], alone(block, first[:3])[2], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found[1, 0], alone(block, [*other, 5])[30], atol=1e-5, rtol=1e-4)
