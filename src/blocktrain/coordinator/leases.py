@@ -64,7 +64,7 @@ class Leases:
                 if held
                 else self._answer(tx, worker, blocks, asked, now)
             )
-            return LeaseAnswer(answer=answer, last_words=last_words)
+            return LeaseAnswer(answer=answer, final_update=last_words)
 
     def _answer(
         self,

@@ -190,7 +190,7 @@ class LeaseLoop:
         text left, or the worker goes on with another block and may not come back."""
         unsent, lease = self._unsent(), answer.answer
         moves_on = unsent and isinstance(lease, Lease) and lease.block != unsent.lease.block
-        return answer.last_words or bool(moves_on)
+        return answer.final_update or bool(moves_on)
 
     def _count_failure(self, error: BlocktrainError) -> None:
         """Pause before the next lease. Raise an error that every lease would meet."""

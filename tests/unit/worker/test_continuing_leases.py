@@ -32,7 +32,7 @@ class LastWords(Script):
 
     def _lease(self, body: bytes) -> LeaseAnswer:
         answer = super()._lease(body)
-        return answer.model_copy(update={"last_words": len(self.asked) >= self.last_from})
+        return answer.model_copy(update={"final_update": len(self.asked) >= self.last_from})
 
 
 def learned(script: Script, number: int, like: Tensors) -> np.ndarray:
