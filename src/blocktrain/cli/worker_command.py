@@ -161,7 +161,7 @@ def _shown(*, as_json: bool) -> Iterator[Callable[["WorkerEvent"], None]]:
 
             def show(event: "WorkerEvent") -> None:
                 if event.kind in PASSING:
-                    status.update(Text(_line(event)))
+                    status.update(Text(_progress_line(event)))
                 elif event.kind not in ROUTINE:
                     console.print(Text(_event_line(event)))
                 if event.kind == "unreachable":
@@ -178,7 +178,7 @@ def _lines() -> Callable[["WorkerEvent"], None]:
     def show(event: "WorkerEvent") -> None:
         nonlocal last_time, last_line
         if event.kind in PASSING:
-            line = _line(event)
+            line = _progress_line(event)
             if line == last_line or time.monotonic() - last_time < SECONDS_BETWEEN_LINES:
                 return
             last_time, last_line = time.monotonic(), line
@@ -189,7 +189,7 @@ def _lines() -> Callable[["WorkerEvent"], None]:
     return show
 
 
-def _line(event: "WorkerEvent") -> str:
+def _progress_line(event: "WorkerEvent") -> str:
     """What the worker does now; the last number is text in updates that were accepted."""
     if event.kind != "training":
         return plain(event.text)

@@ -1,4 +1,4 @@
-"""A worker's key pair, the texts it signs, and base64url, in which keys and signatures are written."""
+"""A worker's key pair and what it signs; base64url, the spelling of keys and signatures."""
 
 import base64
 import json

@@ -1,7 +1,7 @@
 """The messages between coordinator and worker: frozen and strict, with unknown fields refused.
 
-Every JSON body of the HTTP protocol (docs/PROTOCOL.md) is one of these. Tensors are not part of any:
-they travel as chunks, named by their hash. Knows nothing of transport or storage.
+Every JSON body of the HTTP protocol (docs/PROTOCOL.md) is one of these. Tensors travel separately,
+as chunks named by their hash. Knows nothing of transport or storage.
 """
 
 from typing import Annotated, Literal
@@ -152,7 +152,7 @@ class Differences(Message):
 class Lease(Message):
     """Train `block` from `base_version` on batches first_batch .. first_batch + steps - 1.
 
-    Step j (from 0) uses the learning rate of step schedule_start + j * schedule_stride. If the lease
+    Step j (from 0) uses the learning rate of step schedule_start + j * schedule_stride. If it
     `continues` another lease of the same worker, `base_version` does not contain that one's update
     yet, and training starts from the base plus what was learned in it.
     """
@@ -308,7 +308,7 @@ class BlockStatus(Message):
     bytes_trained: Count
     progress: float  # share of the run's batches that are merged
     replicas: Count  # workers with a lease of it or an update that waits to be merged
-    # Leases completed in time / leases completed or missed, without those given back; None: none yet
+    # Leases completed in time / completed or missed, without those given back; None: none yet.
     participation: float | None
     pending_updates: Count
     moved: Moved
@@ -368,8 +368,8 @@ class Refusal(Message):
 
 # A small update can be sent in one request: the length of the offer, the offer, the data.
 WHOLE_BYTES = 1024 * 1024  # the largest with a codec
-# The largest without a codec: there, a worker gets its next lease only after its update was offered,
-# and a larger one over a slow line would keep it from training.
+# The largest without a codec: there, a worker gets its next lease only after its update was
+# offered, and a larger one over a slow line would keep it from training.
 WHOLE_WEIGHTS_BYTES = 64 * 1024
 LARGEST_OFFER = 64 * 1024
 PREFIX_BYTES = 4

@@ -1,7 +1,7 @@
 """Certificates of a private authority: issuing them, and trusting only them.
 
-A run and a serving ring each have an authority of their own. Keeps no files: everything is PEM text.
-Reads no clock: times are passed in, in seconds since 1970.
+A run and a serving ring each have an authority of their own. Keeps no files: everything is PEM
+text. Reads no clock: times are passed in, in seconds since 1970.
 """
 
 import hashlib

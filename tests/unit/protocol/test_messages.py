@@ -131,7 +131,8 @@ def test_every_message_and_field_is_documented(message: m.Message):
     text = PROTOCOL_DOCUMENT.read_text(encoding="utf-8")
     assert f"`{type(message).__name__}`" in text
     if not isinstance(message, m.BlockStatus | m.WorkerStatus):  # for people to look at
-        for name in type(message).model_fields:
+        for attribute, field in type(message).model_fields.items():
+            name = field.serialization_alias or attribute
             assert f"`{name}`" in text or f'"{name}"' in text, name
 
 
