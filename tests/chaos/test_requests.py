@@ -297,7 +297,7 @@ def stalled(worker: Worker, name: str, lease: str, size: int, most: int) -> Sequ
     return lines
 
 
-def test_connections_that_trickle_do_not_hold_up_others(server: Server):
+def test_trickling_connections_do_not_delay_others(server: Server):
     server.start()
     slow, quick = server.join(), server.join()
     made = slow.make(slow.lease())
@@ -318,7 +318,7 @@ def test_connections_that_trickle_do_not_hold_up_others(server: Server):
     assert slow.commit(made).state == "pending"
 
 
-def test_an_update_for_an_old_version_is_refused_and_its_text_handed_out_again(server: Server):
+def test_an_update_for_an_old_version_is_refused_and_its_text_leased_again(server: Server):
     server.start()
     slow, quick = server.join(), server.join()
     lease = slow.lease()
@@ -365,7 +365,7 @@ def test_two_coordinators_race_to_merge_every_version(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("what", "threads"), [("connections", 1), ("coordinator", 4)])
-def test_an_upload_broken_at_90_percent_goes_on_from_there(what: str, threads: int):
+def test_an_upload_cut_at_90_percent_continues_from_there(what: str, threads: int):
     """What was under way is lost, which is a chunk at most for every thread that sends."""
     weights = np.random.default_rng(0).random(TEN_CHUNKS // 4 - 100, np.float32)
     with (
@@ -400,7 +400,7 @@ def test_an_upload_broken_at_90_percent_goes_on_from_there(what: str, threads: i
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no process can limit another here")
-def test_a_full_disk_means_try_again(server: Server):
+def test_a_full_disk_is_a_transient_error(server: Server):
     running = server.start()
     worker = server.join()
     made = worker.make(worker.lease())

@@ -56,7 +56,7 @@ class Script:
     def __init__(self, server: FaultServer, config: Config, corpus: Corpus) -> None:
         self.server, self.config, self.corpus = server, config, corpus
         self.answers: list[Next] = []
-        self.asked: list[LeaseRequest] = []
+        self.requests: list[LeaseRequest] = []
         self.offers: list[UpdateOffer] = []
         self.returns: list[LeaseReturn] = []
         self.open = LeaseState(open=True, seconds_left=60.0)
@@ -118,7 +118,7 @@ class Script:
         )
 
     def _lease(self, body: bytes) -> LeaseAnswer:
-        self.asked.append(LeaseRequest.model_validate_json(body))
+        self.requests.append(LeaseRequest.model_validate_json(body))
         answer = self.answers[0]() if self.answers else Finished()
         if answer is not SOON and self.answers:
             self.answers.pop(0)
@@ -208,11 +208,11 @@ def test_a_workers_whole_life(script: Script, watched: Watched, server: FaultSer
 
     assert blob_requests(server, first) == 1
     assert not any(blob_requests(server, script.result(n)) for n in range(3))
-    assert script.asked[0].held_block is None
-    assert script.asked[-1].held_block == 0
-    assert 1 < (script.asked[-1].steps_per_second or 0) < 1e6
-    assert script.asked[0].transfer_seconds == 0.0
-    assert script.asked[-1].transfer_seconds > 0.0
+    assert script.requests[0].held_block is None
+    assert script.requests[-1].held_block == 0
+    assert 1 < (script.requests[-1].steps_per_second or 0) < 1e6
+    assert script.requests[0].transfer_seconds == 0.0
+    assert script.requests[-1].transfer_seconds > 0.0
     assert [claim.base_version for claim in script.claims] == [0, 1, 2]
     assert all(verify_update(KEY.public, o.claim, o.signature) for o in script.offers)
     assert {(claim.run, claim.worker) for claim in script.claims} == {(RUN, WORKER)}
@@ -387,7 +387,7 @@ def test_training_that_diverges_is_given_back(script: Script, watched: Watched):
     assert len(script.claims) == 1
 
 
-def test_a_run_that_only_fails_ends_the_worker(script: Script, watched: Watched):
+def test_five_failed_leases_in_a_row_end_the_worker(script: Script, watched: Watched):
     gone = Blob(name="ab" * 32, size=100)
     script.answers = [lambda: script.lease(gone, 0, 3)] * 9
     with pytest.raises(RefusedError, match="no chunk"):
@@ -403,7 +403,7 @@ def test_weights_that_do_not_fit_end_the_worker(script: Script, watched: Watched
     assert "does not fit" in script.returned[0]
 
 
-def test_a_refused_update_is_told_and_work_goes_on(script: Script, watched: Watched):
+def test_work_goes_on_after_a_refused_update(script: Script, watched: Watched):
     first = script.first_weights()
     script.receipt = Receipt(state="refused", reason="it is 9 versions behind, more than 4")
     script.answers = [
@@ -418,7 +418,7 @@ def test_a_refused_update_is_told_and_work_goes_on(script: Script, watched: Watc
 
 
 @pytest.mark.parametrize("heard", [False, True])
-def test_what_was_downloaded_is_told_once_where_an_update_cannot_be_sent(
+def test_downloads_are_reported_once_if_an_update_cannot_be_sent(
     script: Script, watched: Watched, server: FaultServer, heard: bool
 ):
     """With the lease's return, or where nobody hears that, with the next update."""
@@ -438,7 +438,7 @@ def test_what_was_downloaded_is_told_once_where_an_update_cannot_be_sent(
     assert [offer.downloads for offer in script.offers] == [() if heard else (base,)]
 
 
-def test_who_leaves_before_its_update_is_sent_tells_what_it_downloaded(
+def test_a_worker_that_stops_before_its_update_is_sent_reports_its_downloads(
     script: Script, watched: Watched, server: FaultServer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("blocktrain.worker.lease_loop.SEND_SECONDS", 0.1)
@@ -466,7 +466,7 @@ def test_a_coordinator_that_restarts_is_waited_for(
     assert len(script.claims) == 1
 
 
-def test_it_stands_back_while_others_use_the_machine(script: Script, watched: Watched):
+def test_it_pauses_while_others_use_the_machine(script: Script, watched: Watched):
     first = script.first_weights()
     load = [0.0]
     watched.idleness = Idleness(lambda: load[0], lambda: 0.0, TurnedClock().clock, 1)
@@ -484,13 +484,13 @@ def test_it_stands_back_while_others_use_the_machine(script: Script, watched: Wa
     assert len(script.claims) == 1
 
 
-def test_what_does_not_fit_is_refused_before_any_work(script: Script, watched: Watched):
+def test_blocks_that_do_not_fit_are_refused_before_any_work(script: Script, watched: Watched):
     with pytest.raises(DeviceError, match=r"needs about .* MB to train, --memory allows 0 MB"):
         watched.run(memory_bytes=1000)
     with pytest.raises(ConfigError, match="the run has blocks 0 to 1"):
         watched.run(blocks=(2,))
     assert watched.run(memory_bytes=10**12, blocks=(1,))
-    assert script.asked[-1].blocks == (1,)
+    assert script.requests[-1].blocks == (1,)
 
 
 def test_an_invite_for_another_role_is_refused(
@@ -501,7 +501,7 @@ def test_an_invite_for_another_role_is_refused(
         watched.run()
 
 
-def test_an_owners_copy_that_is_another_text_is_told(
+def test_an_owners_copy_of_another_text_is_reported(
     script: Script, watched: Watched, tmp_path: Path
 ):
     (tmp_path / "own.txt").write_bytes(b"not what the run is about. " * 1000)
@@ -509,7 +509,9 @@ def test_an_owners_copy_that_is_another_text_is_told(
     assert watched.kinds() == ["joined", "other_text", "corpus", "finished"]
 
 
-def test_settings_that_are_none_are_refused(script: Script, watched: Watched, server: FaultServer):
+def test_settings_that_are_not_toml_are_refused(
+    script: Script, watched: Watched, server: FaultServer
+):
     server.on("POST /v1/join", lambda body: joined(description=described(config="[model")))
     with pytest.raises(ProtocolError, match="not valid TOML"):
         watched.run()

@@ -42,7 +42,7 @@ def authorizations(server: FaultServer, line: str) -> list[str | None]:
 # Who answers
 
 
-def test_it_looks_on_with_the_invite_and_works_with_its_token(client: Client, server: FaultServer):
+def test_it_reads_with_the_invite_and_works_with_its_token(client: Client, server: FaultServer):
     server.on("GET /v1/status", lambda body: STATUS)
     assert client.status() == STATUS
     client.join("a name", "cpu")
@@ -50,7 +50,7 @@ def test_it_looks_on_with_the_invite_and_works_with_its_token(client: Client, se
     assert authorizations(server, "GET /v1/status") == [f"Invite {SECRET}", "Bearer token1"]
 
 
-def test_joining_says_who_it_is(client: Client, server: FaultServer):
+def test_joining_sends_key_name_and_device(client: Client, server: FaultServer):
     said: list[Join] = []
 
     def join(body: bytes) -> Message:
@@ -151,23 +151,21 @@ def test_the_next_address_is_tried_when_one_does_not_answer(
     ],
     ids=["503", "500", "429", "cut", "cut at once"],
 )
-def test_failures_that_pass_are_waited_out(
-    server: FaultServer, new_client: NewClient, fault: Fault
-):
+def test_transient_failures_are_retried(server: FaultServer, new_client: NewClient, fault: Fault):
     turned = TurnedClock()
     server.faults = [fault]
     assert new_client(clock=turned.clock).hello().run == RUN
     assert sum(turned.slept) >= 3.0 if fault.headers else sum(turned.slept) < 3.0
 
 
-def test_nobody_there_is_told_with_the_address(new_client: NewClient):
+def test_an_unreachable_address_is_named(new_client: NewClient):
     address = closed_port()
     client = new_client(address, clock=TurnedClock().clock)
     with pytest.raises(UnreachableError, match=f"no answer from {address}: .*refused"):
         client.hello(client.deadline(0.1))
 
 
-def test_a_refusal_is_asked_for_once(client: Client, server: FaultServer):
+def test_a_refused_request_is_not_repeated(client: Client, server: FaultServer):
     def ban(body: bytes) -> Message:
         raise RefusedError("forbidden", "this worker was banned from the run")
 
@@ -185,7 +183,7 @@ def test_a_refusal_is_asked_for_once(client: Client, server: FaultServer):
         (b'{"run":"run00001","protocols":[1],"new":1}', "new: Extra inputs"),
     ],
 )
-def test_an_answer_that_is_none_is_named(
+def test_a_response_that_is_not_understood_is_named(
     client: Client, server: FaultServer, body: bytes, match: str
 ):
     server.faults = [Fault("GET /v1/hello", status=200, body=body)]
@@ -210,7 +208,9 @@ def test_a_silent_connection_is_given_up(server: FaultServer, new_client: NewCli
     assert time.monotonic() - began < 1.8
 
 
-def test_silence_is_told_once_until_somebody_answers(server: FaultServer, new_client: NewClient):
+def test_silence_is_reported_once_until_a_coordinator_answers(
+    server: FaultServer, new_client: NewClient
+):
     client, told = new_client(), []
     client.http.on_unreachable = lambda reason, seconds: told.append((reason, seconds))
     client.hello()
@@ -247,7 +247,7 @@ def test_the_certificate_is_fetched_once_and_pinned(
     assert secure.lines() == ["GET /v1/ca", "GET /v1/hello", "GET /v1/status"]
 
 
-def test_an_impostor_learns_nothing(secure: FaultServer, new_client: NewClient):
+def test_a_server_with_another_authority_gets_no_secret(secure: FaultServer, new_client: NewClient):
     client = new_client(secure.address, fingerprint="ab" * 32)
     with pytest.raises(UntrustedError, match="not the one the invite names"):
         client.status()
@@ -255,7 +255,7 @@ def test_an_impostor_learns_nothing(secure: FaultServer, new_client: NewClient):
     assert "Authorization" not in secure.seen[0].headers
 
 
-def test_one_that_only_shows_the_right_certificate_learns_nothing(
+def test_a_server_that_only_shows_the_right_authority_gets_no_secret(
     new_client: NewClient, authority: Authority, tmp_path: Path
 ):
     other = Authority.create(RUN, time.time())

@@ -77,7 +77,7 @@ def test_no_file_is_read_because_a_run_names_it(
     assert not (cache / "corpora").exists()
 
 
-def test_the_owners_copy_is_used_where_it_is_the_same(
+def test_the_owners_copy_is_used_if_it_is_identical(
     server: FaultServer, client: Client, transfer: Transfer, own: DataConfig, tmp_path: Path
 ):
     told: list[str] = []
@@ -98,16 +98,14 @@ def test_the_owners_copy_is_used_where_it_is_the_same(
     ]
 
 
-def test_a_copy_that_is_not_there_is_the_owners_mistake(
-    server: FaultServer, client: Client, transfer: Transfer
-):
+def test_a_missing_copy_is_an_error(server: FaultServer, client: Client, transfer: Transfer):
     with pytest.raises(DataError, match="no file matches"):
         CorpusCache(transfer, NOWHERE.source).open(
             description(server, TEXT), NOWHERE, client.deadline()
         )
 
 
-def test_no_other_network_is_asked(server: FaultServer, client: Client, corpora: CorpusCache):
+def test_no_other_host_is_contacted(server: FaultServer, client: Client, corpora: CorpusCache):
     run = description(server, TEXT)
     for source in ("wikitext-2", "hf:some/dataset"):
         corpus = corpora.open(run, DataConfig(source=source), client.deadline())
@@ -129,7 +127,7 @@ def test_a_file_the_hub_left_counts_as_its_own(
     assert not server.seen
 
 
-def test_text_that_is_not_the_described_one_is_refused(
+def test_text_with_another_hash_is_refused(
     server: FaultServer, client: Client, corpora: CorpusCache, cache: Path
 ):
     run = description(server, TEXT)
@@ -156,9 +154,7 @@ def test_a_damaged_file_is_named(
         corpora.open(run, NOWHERE, client.deadline())
 
 
-def test_failures_on_the_way_do_not_matter(
-    server: FaultServer, client: Client, corpora: CorpusCache
-):
+def test_the_download_survives_failures(server: FaultServer, client: Client, corpora: CorpusCache):
     run = description(server, TEXT)
     server.faults = [
         Fault("GET /v1/chunks", cut_after=1000),

@@ -73,7 +73,7 @@ def judge(
     return Judge(server, client, config, corpus, tmp_path)
 
 
-def test_versions_that_went_meanwhile_are_followed_by_newer_ones(blocks: Blocks, judge: Judge):
+def test_if_a_version_was_deleted_meanwhile_a_newer_one_is_scored(blocks: Blocks, judge: Judge):
     blocks.told[1][:0] = [(4, GONE)]
     assert not judge.evaluator.run(judge.has_scored)
     assert [event.kind for event in judge.events].count("scoring") == 2
@@ -81,20 +81,20 @@ def test_versions_that_went_meanwhile_are_followed_by_newer_ones(blocks: Blocks,
     assert all(0.0 < score.ce < 10.0 for score in judge.scores)
 
 
-def test_a_version_that_is_missing_for_good_is_told(blocks: Blocks, judge: Judge):
+def test_a_version_that_stays_missing_is_an_error(blocks: Blocks, judge: Judge):
     blocks.told[1] = [(5, GONE)]
     with pytest.raises(RefusedError, match="no chunk"):
         judge.evaluator.run(lambda: bool(judge.scores))
 
 
-def test_an_owners_copy_that_is_another_text_is_told(blocks: Blocks, judge: Judge, tmp_path: Path):
+def test_an_owners_copy_of_another_text_is_reported(blocks: Blocks, judge: Judge, tmp_path: Path):
     (tmp_path / "own.txt").write_bytes(b"not what the run is about. " * 1000)
     assert not judge.make(data=f"text:{tmp_path}/own.txt").run(judge.has_scored)
     assert "other_text" in [event.kind for event in judge.events]
     assert judge.scores
 
 
-def test_a_block_that_has_diverged_is_told_and_newer_versions_are_scored(
+def test_a_diverged_block_is_reported_and_newer_versions_are_scored(
     server: FaultServer, blocks: Blocks, judge: Judge, config: Config
 ):
     good = blocks.told[1][0][1]

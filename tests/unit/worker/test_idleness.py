@@ -54,7 +54,7 @@ def test_this_machine_is_busy_or_not():
     assert idleness_of_this_machine(TurnedClock().clock).busy() in (True, False)
 
 
-def test_a_machine_that_does_not_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_system_without_load_average_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(os, "getloadavg", raising=False)
     with pytest.raises(ConfigError, match="reports no load average"):
         idleness_of_this_machine(TurnedClock().clock)

@@ -52,9 +52,7 @@ def until(condition: object, seconds: float = 5.0) -> None:
         time.sleep(0.01)
 
 
-def test_it_says_now_and_then_how_far_the_work_is(
-    told: list[LeaseProgress], heartbeat: LeaseHeartbeat
-):
+def test_it_reports_progress_regularly(told: list[LeaseProgress], heartbeat: LeaseHeartbeat):
     heartbeat.update(2, 1.5)
     until(lambda: len(told) >= 2)
     heartbeat.update(4, None)
@@ -68,7 +66,7 @@ def test_it_says_now_and_then_how_far_the_work_is(
     assert heartbeat.lost is None
 
 
-def test_it_learns_that_the_lease_is_lost(server: FaultServer, heartbeat: LeaseHeartbeat):
+def test_it_notices_that_the_lease_is_lost(server: FaultServer, heartbeat: LeaseHeartbeat):
     lost = LeaseState(open=False, seconds_left=0.0, reason="this lease is expired")
     server.on("POST /v1/lease/lease000/progress", lambda body: lost)
     until(lambda: heartbeat.lost)
@@ -84,7 +82,7 @@ def test_a_refusal_loses_the_lease(server: FaultServer, heartbeat: LeaseHeartbea
     assert heartbeat.lost == "this worker holds no such lease"
 
 
-def test_a_coordinator_that_is_away_for_a_while_loses_nothing(
+def test_a_coordinator_that_is_away_for_a_while_does_not_end_the_lease(
     server: FaultServer, told: list[LeaseProgress], heartbeat: LeaseHeartbeat
 ):
     server.faults = [Fault("POST /v1/lease", status=503, times=3)]
@@ -92,7 +90,9 @@ def test_a_coordinator_that_is_away_for_a_while_loses_nothing(
     assert heartbeat.lost is None
 
 
-def test_giving_back_says_why(server: FaultServer, heartbeat: LeaseHeartbeat):
+def test_a_returned_lease_has_a_reason_and_downloads(
+    server: FaultServer, heartbeat: LeaseHeartbeat
+):
     said = threading.Event()
 
     def take_back(body: bytes) -> LeaseState:
@@ -106,5 +106,5 @@ def test_giving_back_says_why(server: FaultServer, heartbeat: LeaseHeartbeat):
     assert said.is_set()
 
 
-def test_giving_back_what_is_lost_is_no_error(heartbeat: LeaseHeartbeat):
+def test_returning_a_lost_lease_is_not_an_error(heartbeat: LeaseHeartbeat):
     assert not heartbeat.give_back("nobody there to take it")

@@ -99,7 +99,7 @@ def banned(member: Member, lease: Lease) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
-def test_what_is_owed_is_what_the_coordinator_s_answer_leaves(
+def test_the_residual_follows_the_coordinators_answer(
     member: Member,
     client: Client,
     tmp_path: Path,
@@ -115,7 +115,7 @@ def test_what_is_owed_is_what_the_coordinator_s_answer_leaves(
     assert owed_now(kept).tolist() == owed.tolist(), "asked once is enough"
 
 
-def test_who_is_stopped_while_nobody_answers_asks_the_next_time(
+def test_a_worker_that_is_stopped_without_an_answer_asks_again_the_next_time(
     member: Member, client: Client, tmp_path: Path
 ):
     lease = member.lease(blocks=(0,), steps_per_second=0.1)

@@ -86,7 +86,9 @@ def test_every_connection_is_cut_and_still_it_arrives(server: FaultServer, trans
     assert transfer.bandwidth.bytes_down == len(LARGE)
 
 
-def test_a_server_that_knows_no_ranges_starts_over(server: FaultServer, transfer: Transfer):
+def test_a_download_starts_over_if_the_server_ignores_ranges(
+    server: FaultServer, transfer: Transfer
+):
     blob = server.hold(SMALL)
     server.faults = [
         Fault("GET /v1/chunks", cut_after=500),
@@ -182,7 +184,7 @@ def test_memory_does_not_grow_with_the_blob(server: FaultServer, client: Client,
     assert peak < 4 * CHUNK_BYTES
 
 
-def test_a_download_that_nobody_wants_ends_within_a_chunk(
+def test_a_download_that_is_no_longer_wanted_ends_within_a_chunk(
     server: FaultServer, client: Client, tmp_path: Path
 ):
     client.join("name", "cpu")
@@ -195,7 +197,7 @@ def test_a_download_that_nobody_wants_ends_within_a_chunk(
     assert time.monotonic() - began < 3.0
 
 
-def test_bandwidth_is_shared_and_kept(server: FaultServer, client: Client, tmp_path: Path):
+def test_the_bandwidth_limit_holds(server: FaultServer, client: Client, tmp_path: Path):
     client.join("name", "cpu")
     transfer = new_transfer(client, tmp_path, rate=40e6)
     blob = server.hold(LARGE)
@@ -223,7 +225,7 @@ def store() -> Iterator[FaultServer]:
     store.close()
 
 
-def test_links_are_used_and_get_no_secrets(
+def test_presigned_urls_are_used_without_credentials(
     server: FaultServer, store: FaultServer, transfer: Transfer
 ):
     blob = store.hold(LARGE)
@@ -236,7 +238,7 @@ def test_links_are_used_and_get_no_secrets(
     assert all("Authorization" not in seen.headers for seen in store.seen)
 
 
-def test_a_refused_link_leads_to_the_coordinator(
+def test_after_a_refused_url_the_coordinator_is_used(
     server: FaultServer, store: FaultServer, transfer: Transfer
 ):
     blob = server.hold(SMALL)
@@ -247,7 +249,7 @@ def test_a_refused_link_leads_to_the_coordinator(
     assert len(chunk_requests(server)) == 1
 
 
-def test_an_old_link_that_is_refused_is_renewed(
+def test_an_old_url_that_is_refused_is_renewed(
     server: FaultServer, store: FaultServer, new_client: Callable[..., Client], tmp_path: Path
 ):
     turned = TurnedClock()
@@ -342,7 +344,7 @@ def test_an_upload_survives_failures(server: FaultServer, transfer: Transfer):
     assert set(offer.claim.recipe.chunks) <= set(server.chunks)
 
 
-def test_what_got_lost_on_the_way_is_sent_again(server: FaultServer, transfer: Transfer):
+def test_lost_chunks_are_sent_again(server: FaultServer, transfer: Transfer):
     takes_updates(server)
     offer = offered(transfer, SMALL)
     server.faults = [Fault("PUT ", status=204)]  # taken and forgotten
@@ -366,7 +368,7 @@ def test_a_commit_that_finds_chunks_missing_leads_to_another_round(
     assert len(server.lines("PUT ")) == 2
 
 
-def test_a_store_that_keeps_losing_chunks_is_told(server: FaultServer, transfer: Transfer):
+def test_a_store_that_keeps_losing_chunks_is_an_error(server: FaultServer, transfer: Transfer):
     takes_updates(server)
     server.faults = [Fault("PUT ", status=204, times=99)]
     with pytest.raises(ProtocolError, match="still misses"):
@@ -389,9 +391,7 @@ def test_a_refused_update_is_sent_no_further(server: FaultServer, transfer: Tran
     assert len(server.lines("PUT ")) <= 3
 
 
-def test_nobody_gets_chunks_that_are_not_part_of_the_update(
-    server: FaultServer, transfer: Transfer
-):
+def test_only_chunks_of_the_update_are_sent(server: FaultServer, transfer: Transfer):
     foreign = transfer.cache.chunks.put(b"secret")
     server.on("POST /v1/updates", lambda body: UploadState(missing=(foreign,)))
     with pytest.raises(ProtocolError, match="does not have"):
@@ -399,7 +399,9 @@ def test_nobody_gets_chunks_that_are_not_part_of_the_update(
     assert not server.lines("PUT ")
 
 
-def test_chunks_go_up_by_links(server: FaultServer, store: FaultServer, transfer: Transfer):
+def test_chunks_are_sent_to_presigned_urls(
+    server: FaultServer, store: FaultServer, transfer: Transfer
+):
     takes_updates(server)
     offer = offered(transfer, SMALL)
     server.chunks = store.chunks

@@ -81,7 +81,7 @@ def had(service: Service, versions: Versions, transfer: Transfer) -> Downloaded:
     return moved
 
 
-def test_the_first_is_fetched_whole_and_those_after_it_are_followed(
+def test_the_first_version_is_downloaded_whole_and_later_ones_by_deltas(
     service: Service, member: Member, versions: Versions, transfer: Transfer
 ):
     size = newest(service)[1].size
@@ -96,15 +96,13 @@ def test_the_first_is_fetched_whole_and_those_after_it_are_followed(
         assert 0 < moved.differences < made * size / 100
 
 
-def test_what_is_here_already_costs_nothing(
-    service: Service, versions: Versions, transfer: Transfer
-):
+def test_a_cached_version_costs_nothing(service: Service, versions: Versions, transfer: Transfer):
     had(service, versions, transfer)
     versions.fetch(0, *newest(service), transfer.client.deadline())
     assert versions.take_downloads() == ()
 
 
-def test_a_version_that_was_fetched_in_two_tries_is_one(
+def test_a_version_downloaded_in_two_tries_counts_once(
     service: Service, versions: Versions, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ):
     def cut(*arguments: object) -> None:
@@ -120,7 +118,7 @@ def test_a_version_that_was_fetched_in_two_tries_is_one(
     )
 
 
-def test_what_was_not_reported_is_told_with_what_comes_next(
+def test_downloads_that_could_not_be_reported_are_reported_later(
     service: Service, member: Member, versions: Versions, transfer: Transfer
 ):
     whole = had(service, versions, transfer)
@@ -131,7 +129,7 @@ def test_what_was_not_reported_is_told_with_what_comes_next(
     assert both.differences > 0
 
 
-def test_what_is_too_much_for_one_message_is_reported_with_the_next(versions: Versions):
+def test_downloads_that_exceed_a_message_are_reported_with_the_next(versions: Versions):
     for block in reversed(range(MOST_DOWNLOADS + 3)):
         versions.put_back([Downloaded(block=block, whole=block, differences=0, raw=0)])
     told = [versions.take_downloads() for _ in range(3)]
@@ -139,7 +137,7 @@ def test_what_is_too_much_for_one_message_is_reported_with_the_next(versions: Ve
     assert all(each.whole == each.block for part in told for each in part)
 
 
-def test_a_worker_that_was_restarted_goes_on_following(
+def test_a_restarted_worker_continues_with_deltas(
     service: Service,
     member: Member,
     versions: Versions,
@@ -154,7 +152,7 @@ def test_a_worker_that_was_restarted_goes_on_following(
 
 
 @pytest.mark.parametrize("trouble", ["dropped", "damaged", "unread", "forgotten"])
-def test_the_whole_is_fetched_where_there_is_no_way(
+def test_a_version_is_downloaded_whole_if_deltas_do_not_work(
     service: Service,
     member: Member,
     versions: Versions,
@@ -185,7 +183,7 @@ def test_the_whole_is_fetched_where_there_is_no_way(
 
 
 @pytest.mark.parametrize("kind", ["twice", "short", "long", "other"])
-def test_a_way_that_leads_elsewhere_or_is_longer_than_the_whole_is_not_taken(
+def test_deltas_that_give_other_weights_or_are_larger_are_not_used(
     service: Service,
     member: Member,
     versions: Versions,
