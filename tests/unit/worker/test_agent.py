@@ -1,4 +1,5 @@
 import hashlib
+import logging
 import re
 import threading
 import time
@@ -51,7 +52,7 @@ Next = Callable[[], Lease | Wait | Finished]
 
 
 class Script:
-    """Hands out what a test wrote down, takes in what is sent, and remembers both."""
+    """A coordinator that gives the answers a test wrote down, and records what it receives."""
 
     def __init__(self, server: FaultServer, config: Config, corpus: Corpus) -> None:
         self.server, self.config, self.corpus = server, config, corpus
@@ -72,8 +73,8 @@ class Script:
 
     @property
     def returned(self) -> list[str]:
-        """Why leases were given back."""
-        return [told.reason for told in self.returns]
+        """The reasons for which leases were given back."""
+        return [returned.reason for returned in self.returns]
 
     @property
     def claims(self) -> list[UpdateClaim]:
@@ -104,7 +105,7 @@ class Script:
         )  # fmt: skip
 
     def after(self, updates: int, then: Next) -> Next:
-        """An answer that comes once so many updates were committed."""
+        """An answer that is given once this many updates were committed."""
         return lambda: then() if len(self.claims) >= updates else SOON
 
     def _joined(self) -> Message:
@@ -154,7 +155,7 @@ def script(
 
 
 class Watched:
-    """An agent and what it told."""
+    """An agent and its events."""
 
     def __init__(self, client: Client, folder: Path) -> None:
         self.client = client
@@ -226,6 +227,21 @@ def test_a_workers_whole_life(script: Script, watched: Watched, server: FaultSer
     assert training[-1].step == training[-1].steps == 3
     assert 0 < (training[-1].loss or 0) < 10
     assert training[-1].bytes_per_s > 0
+
+
+def test_every_stage_of_a_lease_is_logged_with_its_id(
+    script: Script, watched: Watched, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, "blocktrain.worker")
+    script.answers = [
+        lambda: script.lease(script.first_weights(), 0, 2),
+        script.after(1, Finished),
+    ]
+    assert watched.run()
+    lines = [line for line in caplog.messages if "lease001" in line]
+    assert [line.partition(":")[0] for line in lines] == [
+        "lease lease001 leased", "lease lease001 trained", "lease lease001 accepted"
+    ]  # fmt: skip
 
 
 def test_only_steps_count_as_training(script: Script, watched: Watched):
