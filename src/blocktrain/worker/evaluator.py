@@ -14,9 +14,9 @@ from blocktrain.errors import RefusedError, UnreachableError
 from blocktrain.model.stack import Stack, assemble, new_block
 from blocktrain.protocol.messages import Score, Status
 from blocktrain.storage import tensor_file
-from blocktrain.train.assemble import load_block
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.evaluate import Evaluation, evaluate
+from blocktrain.train.loading import load_block
 from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
 from blocktrain.worker.corpus_cache import CorpusCache

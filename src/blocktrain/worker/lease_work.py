@@ -66,7 +66,7 @@ class RunSession:
     events: EventReporter
 
     def text_bytes(self, steps: int) -> int:
-        return steps * self.config.train.batch * self.config.model.window
+        return steps * self.config.bytes_per_step
 
 
 class LeaseWork:
@@ -172,7 +172,7 @@ class LeaseWork:
             fence=lease.fence,
             block=lease.block,
             base_version=lease.base_version,
-            codec=session.config.swarm.codec,  # type: ignore[arg-type]  # one of CODECS
+            codec=session.config.swarm.codec,
             recipe=update.recipe,
             loss=update.loss,
         )

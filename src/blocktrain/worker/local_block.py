@@ -4,7 +4,6 @@ The optimizer's moments stay on disk for a worker that comes back to a block. Th
 cannot be read, or has other shapes, counts as missing.
 """
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from blocktrain import faults
-from blocktrain.codec.frames import codec_named, encode_with_residual, top_k_of_final_update
+from blocktrain.codec.frames import encode_with_residual
+from blocktrain.codec.registry import update_codec
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import DeviceError, DivergedError, ProtocolError
@@ -22,9 +22,9 @@ from blocktrain.files import write_bytes
 from blocktrain.protocol.messages import Blob, Lease, Predecessor, Recipe
 from blocktrain.storage import tensor_file
 from blocktrain.storage.run_dir import Tensors
-from blocktrain.train.assemble import load_block
 from blocktrain.train.cascade import Published
 from blocktrain.train.device import Compute
+from blocktrain.train.loading import load_block
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.residual import ResidualFile
 from blocktrain.worker.timing import Deadline
@@ -54,8 +54,6 @@ class MomentsFile:
 
 
 REPORT_EVERY = 10  # steps on a GPU: a report waits for the device
-# Torch has one random generator for all threads: it is seeded and drawn from under this lock.
-GENERATOR_LOCK = threading.Lock()
 
 WeightsOf = Callable[[Predecessor], Tensors]
 
@@ -119,8 +117,7 @@ class LeaseTrainer:
         """Train a lease from `base`, or if that is None, from where the last lease ended. None:
         stopped before the end, and the block's weights are of no use."""
         try:
-            with GENERATOR_LOCK:
-                trainer = self._prepared(lease, base, predecessors)
+            trainer = self._prepared(lease, base, predecessors)
             del base  # the block has a copy
             return self._train(trainer, lease, on_report, should_stop)
         except torch.OutOfMemoryError:
@@ -141,7 +138,6 @@ class LeaseTrainer:
             load_block(trainer.module, base, f"version {lease.base_version} of block {self.block}")
         if published:
             trainer.build_on(published, lease.first_batch + lease.steps)
-        trainer.step = lease.first_batch
         self._trainer = trainer
         return trainer
 
@@ -172,23 +168,26 @@ class LeaseTrainer:
     ) -> Trained | None:
         losses = _Losses()
         every = 1 if self.compute.device.type == "cpu" else REPORT_EVERY
-        trainer.module.train()
         trainer.take_sums()  # discards those of an interrupted lease
+
+        def after_step(stopping: bool) -> None:
+            faults.reached("step")
+            steps_done = trainer.step - lease.first_batch
+            if steps_done % every == 0 or steps_done == lease.steps:
+                loss, _, counted = trainer.take_sums()
+                losses.add(loss, counted)
+                trainer.refuse_divergence()
+                on_report(LeaseReport(steps_done, losses.mean))
+
+        steps = range(lease.steps)
+        positions = [lease.schedule_start + step * lease.schedule_stride for step in steps]
         try:
-            for step in range(lease.steps):
-                if should_stop():
-                    return None
-                with GENERATOR_LOCK:
-                    trainer.train_step(lease.schedule_start + step * lease.schedule_stride)
-                faults.reached("step")
-                if (step + 1) % every == 0 or step + 1 == lease.steps:
-                    loss, _, counted = trainer.take_sums()
-                    losses.add(loss, counted)
-                    trainer.refuse_divergence()
-                    on_report(LeaseReport(step + 1, losses.mean))
+            if should_stop() or not trainer.run(
+                lease.first_batch, lease.steps, after_step, should_stop, positions
+            ):
+                return None
         finally:
-            if trainer.predecessors:
-                trainer.predecessors.close()
+            trainer.close()
         if losses.mean is None:
             raise DivergedError(
                 f"block {self.block}: every step from {lease.first_batch} to {trainer.step - 1} had"
@@ -322,9 +321,7 @@ class LocalBlock:
     def encode(self, learned: LearnedDelta, *, final: bool) -> StoredUpdate:
         """The update with a codec. A `final` one of a block leaves little out."""
         swarm, cache = self._config.swarm, self._transfer.cache
-        top_k = swarm.top_k_per_4096
-        top_k = top_k_of_final_update(top_k) if final else top_k
-        codec = codec_named(swarm.codec, top_k)
+        codec = update_codec(swarm, final=final)
         assert codec is not None, "an update without a codec is written, not encoded"
         delta = [learned.delta[name] for name in sorted(learned.delta)]
         residual = ResidualFile(self._scratch, learned.lease.block)
