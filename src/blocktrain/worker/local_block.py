@@ -32,6 +32,11 @@ from blocktrain.worker.transfer import Transfer
 from blocktrain.worker.versions import Versions
 
 
+REPORT_EVERY = 10  # steps on a GPU: a report waits for the device
+
+WeightsOf = Callable[[Predecessor], Tensors]
+
+
 class MomentsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -51,11 +56,6 @@ class MomentsFile:
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
-
-
-REPORT_EVERY = 10  # steps on a GPU: a report waits for the device
-
-WeightsOf = Callable[[Predecessor], Tensors]
 
 
 @dataclass(frozen=True)
