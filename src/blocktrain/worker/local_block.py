@@ -31,7 +31,6 @@ from blocktrain.worker.timing import Deadline
 from blocktrain.worker.transfer import Transfer
 from blocktrain.worker.versions import Versions
 
-
 REPORT_EVERY = 10  # steps on a GPU: a report waits for the device
 
 WeightsOf = Callable[[Predecessor], Tensors]
