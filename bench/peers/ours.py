@@ -30,7 +30,7 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
     Wait,
 )
-from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import resolve
 from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client

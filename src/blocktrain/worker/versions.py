@@ -22,7 +22,8 @@ from blocktrain.files import write_bytes
 from blocktrain.protocol.messages import MOST_DOWNLOADS, Blob, Downloaded
 from blocktrain.storage import tensor_file
 from blocktrain.storage.deltas import follow_blobs
-from blocktrain.storage.run_dir import RunDir, Tensors
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
 from blocktrain.worker.timing import Deadline
