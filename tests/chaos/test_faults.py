@@ -40,7 +40,7 @@ from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
 from blocktrain.train.loading import load_stack
 from blocktrain.worker.client import Client
-from blocktrain.worker.fetch import fetch_model
+from blocktrain.worker.versions import fetch_model
 
 STEPS = 30
 LEARNED = 4.0  # nats per byte; knowing nothing is ln 256 = 5.5

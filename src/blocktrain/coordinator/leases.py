@@ -83,7 +83,7 @@ class Leases:
                 if held
                 else self._answer(tx, worker, blocks, asked, now)
             )
-            return LeaseAnswer(answer=answer, last_words=last_words)
+            return LeaseAnswer(answer=answer, final_update=last_words)
 
     def _trusted(self, caller: Caller, asked: LeaseRequest) -> LeaseRequest:
         """What a worker asks for, with no more of what it claims than may be believed."""

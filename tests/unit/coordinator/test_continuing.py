@@ -168,7 +168,7 @@ def test_last_words_are_asked_for_again_when_the_answer_was_lost(service: Servic
             service.merger.merge_due()
     asked = {"held_block": 0, "trained": trained.lease, "steps_per_second": 1.0}
     answers = [member.ask(**asked) for _ in range(2)]
-    assert [answer.last_words for answer in answers] == [True, True]
+    assert [answer.final_update for answer in answers] == [True, True]
     assert answers[0].answer.block == answers[1].answer.block == 1
 
 
@@ -189,14 +189,14 @@ def test_the_last_words_of_a_block_are_asked_for(service: Service):
     done = lease.steps
     while done < batches:
         answer = member.ask(held_block=0, trained=lease.lease, steps_per_second=1.0, blocks=(0,))
-        assert not answer.last_words
+        assert not answer.final_update
         learned(member, lease, 0.1)
         service.merger.merge_due()
         assert isinstance(answer.answer, Lease)
         lease = answer.answer
         done += lease.steps
     answer = member.ask(held_block=0, trained=lease.lease, blocks=(0,))
-    assert answer.last_words
+    assert answer.final_update
     assert isinstance(answer.answer, Wait)
 
 
