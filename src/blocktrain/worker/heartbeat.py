@@ -8,7 +8,7 @@ import threading
 
 from blocktrain.errors import BlocktrainError, RefusedError, UnreachableError
 from blocktrain.protocol.messages import Downloads, Lease, LeaseProgress, LeaseReturn
-from blocktrain.swarm.plan import report_interval
+from blocktrain.swarm.lease_terms import heartbeat_interval
 from blocktrain.worker.client import Client
 
 RETURN_SECONDS = 5.0
@@ -22,7 +22,7 @@ class LeaseHeartbeat:
         self.downloads: Downloads = ()  # to be told with its update, or else with its return
         self._client = client
         self._progress = LeaseProgress(fence=lease.fence, steps_done=0)
-        self._interval = report_interval(lease.seconds_left)
+        self._interval = heartbeat_interval(lease.seconds_left)
         self._released = threading.Event()
         threading.Thread(target=self._keep, daemon=True).start()
 
