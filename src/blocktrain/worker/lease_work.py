@@ -22,7 +22,7 @@ from blocktrain.protocol.messages import (
     UpdateClaim,
     UpdateOffer,
 )
-from blocktrain.swarm.plan import report_interval
+from blocktrain.swarm.lease_terms import heartbeat_interval
 from blocktrain.worker.client import Client
 from blocktrain.worker.events import EventKind, EventReporter
 from blocktrain.worker.local_block import (
@@ -215,7 +215,7 @@ class LeaseHeartbeat:
         self.lost: str | None = None
         self._client, self._lease = client, lease
         self._progress = LeaseProgress(fence=lease.fence, steps_done=0)
-        self._interval = report_interval(lease.seconds_left)
+        self._interval = heartbeat_interval(lease.seconds_left)
         self._released = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
