@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from blocktrain.cli.display import FINISHED
+from blocktrain.cli.coordinator_command import FINISHED
 from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.protocol.invite import Invite
 from blocktrain.storage import tensor_file

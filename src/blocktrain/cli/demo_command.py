@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.terminal import stop_on_signal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,19 +27,13 @@ SAMPLE_BYTES = 240
 
 
 @click.command("demo")
-@click.option(
-    "--config",
-    "config_path",
-    type=click.Path(path_type=Path),
-    default=Path("demo"),
-    show_default=True,
-    help="Preset name or TOML file.",
-)
+@options.config_option(default=Path("demo"), show_default=True)
 @options.overrides
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True
 )
 @options.thread_count
+@options.log_options("warning")
 @options.as_json
 def demo_command(config_path: Path, overrides: tuple[str, ...], out: Path, as_json: bool) -> None:
     """Start a coordinator and workers on this machine, train blocks that never exchange a
@@ -46,13 +41,12 @@ def demo_command(config_path: Path, overrides: tuple[str, ...], out: Path, as_js
     generate."""
     from rich.console import Console
 
-    from blocktrain.cli.options import resolve_config
     from blocktrain.config import load_config
     from blocktrain.errors import ConfigError
 
     started = time.perf_counter()
     console = Console(stderr=as_json, highlight=False)
-    config = load_config(resolve_config(config_path), overrides)
+    config = load_config(config_path, overrides)
     if config.block_count == 1:
         raise ConfigError("the demo compares blocks with the whole: it needs more than one block")
     runs = _train_all(config, out, console)
@@ -84,7 +78,6 @@ def _train_in_swarm(config: "Config", out: Path, folder: Path, console: "Console
     import os
 
     from blocktrain.cli.local_swarm import LocalSwarm
-    from blocktrain.cli.options import stop_on_signal
     from blocktrain.storage.run_dir import RunDir
     from blocktrain.worker.fetch import fetch_model
 
@@ -131,13 +124,12 @@ def _followed(swarm: "LocalSwarm", console: "Console", stop: Callable[[], bool])
 
 
 def _train_alone(name: str, config: "Config", folder: Path, console: "Console") -> "RunDir":
-    from blocktrain.cli.display import shown
-    from blocktrain.cli.options import stop_on_signal
+    from blocktrain.cli.progress import training_progress
     from blocktrain.train.run_session import open_session
 
     console.print(f"[bold]{name}[/bold]")
     session = open_session(config, folder)
-    with stop_on_signal() as stop, shown("  model", err=console.stderr) as on_progress:
+    with stop_on_signal() as stop, training_progress("  model", err=console.stderr) as on_progress:
         if not session.train_side_by_side([0], 1, on_progress, stop):
             _say_stopped(console)
     return session.run

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blocktrain.cli import options
-from blocktrain.cli.display import plain
+from blocktrain.cli.terminal import plain
 
 if TYPE_CHECKING:
     from blocktrain.config import DataConfig
@@ -62,7 +62,7 @@ def eval_command(
     The score is the row marked *: the product of all blocks' predictions. The other rows are for
     comparison: what each block predicts when its turn comes, the last one's being the readout
     `final`."""
-    from blocktrain.cli.display import counted
+    from blocktrain.cli.progress import progress_bar
     from blocktrain.data.corpus import load_corpus
     from blocktrain.data.windows import evaluation_windows
     from blocktrain.storage.run_dir import RunDir
@@ -81,7 +81,7 @@ def eval_command(
     weights = None
     if fit_weights and len(stack.blocks) > 1:
         weights = fit_product_weights(stack, corpus.split("valid", window))
-    with counted("scoring windows", len(chosen), hidden=as_json) as on_scored:
+    with progress_bar("scoring windows", len(chosen), hidden=as_json) as on_scored:
         evaluation = evaluate(stack, chosen, draws, seed, weights, on_scored)
     if as_json:
         click.echo(json.dumps(_as_dict(evaluation, corpus.source, split)))

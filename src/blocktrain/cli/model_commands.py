@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 from blocktrain.cli import options
-from blocktrain.cli.display import plain, size
-from blocktrain.cli.options import caller
+from blocktrain.cli.options import client_of
+from blocktrain.cli.terminal import plain, size
 
 if TYPE_CHECKING:
     from blocktrain.storage.run_dir import BlockDir
@@ -45,7 +45,7 @@ def fetch_command(invite: str, out: Path, as_json: bool) -> None:
     accept. Can be done at any moment of a run."""
     from blocktrain.worker.fetch import fetch_model
 
-    fetched = fetch_model(caller(invite), out)
+    fetched = fetch_model(client_of(invite), out)
     if as_json:
         told = {"out": str(out), "versions": fetched.versions, "bytes_moved": fetched.bytes_moved}
         click.echo(json.dumps(told))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from blocktrain.cli import options
-from blocktrain.cli.display import plain
+from blocktrain.cli.terminal import plain, size
 from blocktrain.protocol import addresses
 
 if TYPE_CHECKING:
@@ -165,8 +165,8 @@ def backup_command(data_dir: Path, out: Path) -> None:
     A ledger in PostgreSQL or chunks in a bucket are backed up with those systems' own tools."""
     from blocktrain.coordinator.snapshot import back_up
 
-    size = back_up(data_dir, out)
-    click.echo(f"{out}: {size / 1e6:,.1f} MB   back again: blocktrain restore {out} --data-dir NEW")
+    count = back_up(data_dir, out)
+    click.echo(f"{out}: {size(count)}   next: blocktrain restore {out} --data-dir NEW")
 
 
 @click.command("restore")
@@ -177,4 +177,4 @@ def restore_command(archive: Path, data_dir: Path) -> None:
     from blocktrain.coordinator.snapshot import restore
 
     count = restore(archive, data_dir)
-    click.echo(f"{count} chunks whole   go on: blocktrain coordinator --data-dir {data_dir}")
+    click.echo(f"{count} chunks intact   next: blocktrain coordinator --data-dir {data_dir}")

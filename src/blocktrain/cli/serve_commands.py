@@ -1,7 +1,6 @@
 """blocktrain serve: an OpenAI-compatible server over the blocks of a run."""
 
 import json
-import logging
 from pathlib import Path
 
 import click
@@ -13,7 +12,7 @@ from blocktrain.cli import options
 @options.run
 @click.option(
     "--listen", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT",
-    callback=options.place, help="Where clients ask; every interface is 0.0.0.0:8000.",
+    callback=options.host_port, help="Where clients ask; every interface is 0.0.0.0:8000.",
 )  # fmt: skip
 @click.option(
     "--api-key",
@@ -34,7 +33,7 @@ from blocktrain.cli import options
     "--stages",
     default="",
     metavar="HOST:PORT,...",
-    callback=options.places,
+    callback=options.host_ports,
     help="Where `blocktrain stage` holds the blocks after the first; more than one for a block are"
     " replicas. Default: processes on this machine.",
 )
@@ -50,6 +49,7 @@ from blocktrain.cli import options
 @options.served_readout
 @options.device
 @options.thread_count
+@options.log_options("info")
 @options.precision
 @options.weights
 @click.option(
@@ -113,9 +113,6 @@ def serve_command(
         tls_cert=tls_cert,
         tls_key=tls_key,
     )
-    logging.basicConfig(format="%(message)s")
-    if settings.stages:  # the operator wants to see who comes, not only who goes
-        logging.getLogger("blocktrain.serve.router.pipeline").setLevel(logging.INFO)
     serve_router(settings, click.echo)
 
 
@@ -146,7 +143,7 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
     default="0.0.0.0:7101",
     show_default=True,
     metavar="HOST:PORT",
-    callback=options.place,
+    callback=options.host_port,
     help="Where the router and the stage before reach this one.",
 )
 @click.option(
@@ -163,6 +160,7 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
 @options.served_readout
 @options.device
 @options.thread_count
+@options.log_options("info")
 @options.precision
 @options.weights
 @click.option("--most-requests", type=click.IntRange(min=1), default=64, show_default=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blocktrain.cli import options
-from blocktrain.cli.display import duration, size
+from blocktrain.cli.terminal import duration, size
 
 if TYPE_CHECKING:
     from rich.console import JustifyMethod
@@ -29,6 +29,7 @@ PIPED_WIDTH = 120
     help="Simulate once for each value of a setting; one row for each.",
 )
 @options.thread_count
+@options.log_options("warning")
 @options.as_json
 @click.option(
     "--plots",
@@ -48,15 +49,14 @@ def simulate_command(
     trained for real, so a small model shows what they do to what is learned."""
     from rich.console import Console
 
-    from blocktrain.cli.options import resolve_config
     from blocktrain.simulate import plots
     from blocktrain.simulate.scenario import load_scenario
 
     if plots_folder:
         plots.check_installed()  # before minutes are spent on what could not be shown
-    path, (name, values) = resolve_config(config_path), _swept(sweep)
+    name, values = _swept(sweep)
     scenarios = {
-        value: load_scenario(path, [*overrides, f"{name}={value}"] if name else overrides)
+        value: load_scenario(config_path, [*overrides, f"{name}={value}"] if name else overrides)
         for value in values
     }
     reports = {value: _played(scenario) for value, scenario in scenarios.items()}

@@ -6,7 +6,6 @@ Knows where the cache lies and how splits are laid down; what a source holds is 
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from blocktrain.config import DataConfig
 from blocktrain.data.sources import Source, open_source
 from blocktrain.data.splits import SPLITS
+from blocktrain.environment import CACHE, XDG_CACHE_HOME
 from blocktrain.errors import DataError
 from blocktrain.files import file_sha256
 
@@ -49,9 +49,9 @@ class Corpus:
 
 
 def cache_dir() -> Path:
-    if chosen := os.environ.get("BLOCKTRAIN_CACHE"):
+    if chosen := CACHE.get():
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blocktrain"
+    return Path(XDG_CACHE_HOME.get() or Path.home() / ".cache") / "blocktrain"
 
 
 def load_corpus(settings: DataConfig) -> Corpus:

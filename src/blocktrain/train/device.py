@@ -2,7 +2,6 @@
 
 import gc
 import importlib.util
-import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from blocktrain.environment import C_COMPILER
 from blocktrain.errors import DeviceError
 from blocktrain.train.objective import Batch
 
@@ -81,7 +81,7 @@ def _device(name: str) -> torch.device:
 @cache
 def _has_triton() -> bool:
     """Its own parts are compiled where it is used, with Python's headers."""
-    compilers = (os.environ.get("CC", ""), "gcc", "clang")
+    compilers = (C_COMPILER.get(), "gcc", "clang")
     headers = Path(sysconfig.get_path("include"), "Python.h")
     has_compiler = headers.exists() and any(map(shutil.which, compilers))
     return has_compiler and importlib.util.find_spec("triton") is not None

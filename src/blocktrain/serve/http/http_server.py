@@ -161,7 +161,7 @@ def web_server(
         create_app(engine, settings),
         http=Protocol,
         ws="none",
-        log_level="warning",
+        log_config=None,  # uvicorn logs through the handlers of this process
         access_log=False,
         timeout_graceful_shutdown=GOODBYE_SECONDS,
         limit_concurrency=CONNECTIONS,
