@@ -48,7 +48,7 @@ def test_a_workers_id_and_state_are_never_cut(width: int):
 def test_at_eighty_columns_only_the_device_is_missing():
     text = "\n".join(shown(status(), 80))
     assert "device" not in text
-    for words in ("[b]machi", "12345", "123.0 MB", "2 h ago"):
+    for words in ("[b]machi", "12345", "123 MB", "2 h ago"):
         assert words in text
     assert "RTX 4090" in "\n".join(shown(status(), 160))
 

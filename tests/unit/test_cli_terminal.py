@@ -66,7 +66,15 @@ def test_a_retry_says_why_and_for_how_long(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (123e6, "123.0 MB"), (5e13, "50.0 TB")],
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (99_949, "99.9 kB"),
+        (99_950, "100 kB"),
+        (123e6, "123 MB"),
+        (5e13, "50.0 TB"),
+    ],
 )
 def test_sizes_have_a_unit(count: float, text: str):
     assert size(count) == text

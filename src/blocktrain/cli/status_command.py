@@ -109,10 +109,9 @@ def _render(status: "Status", console: "Console", rows: int | None) -> "Group":
     from rich.text import Text
 
     score = f"CE {status.ce:.4f}" if status.ce is not None else f"CE: {plain(status.ce_note)}"
-    how_long = "after" if status.state == "finished" else "for"
-    head = Text(
-        f"run {status.run}: {status.state} {how_long} {timedelta(seconds=int(status.seconds))}; {score}"
-    )
+    since = "after" if status.state == "finished" else "for"
+    age = timedelta(seconds=int(status.seconds))
+    head = Text(f"run {status.run}: {status.state} {since} {age}; {score}")
     parts: list[Text | Table] = [head]
     free = None if rows is None else rows - len(head.wrap(console, console.width))
     for columns in (_blocks(status), _workers(status), _traffic(status)):

@@ -16,7 +16,11 @@ def plain(text: str) -> str:
 
 
 def size(count: float) -> str:
-    return filesize.decimal(round(count))
+    """Bytes with about three digits and a unit: 1.2 kB, 99.9 MB, 123 GB."""
+    text = filesize.decimal(round(count), precision=1)
+    return (
+        text if len(text.split()[0]) <= len("99.9") else filesize.decimal(round(count), precision=0)
+    )
 
 
 def duration(seconds: float) -> str:
