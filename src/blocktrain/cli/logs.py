@@ -42,12 +42,12 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            **_fields(record),
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
+        line = {**line, **_fields(record), **line}  # a field cannot replace one of these
         if traceback := _traceback(self, record):
             line["traceback"] = "\n".join(traceback)
         return json.dumps(line, default=str)
