@@ -278,7 +278,7 @@ def wait_for(
         (["estimate", "--config", "tiny", "--on", "abacus"], 2, "abacus"),
         (["simulate", "--config", "tiny", "--sweep", "swarm.quorum"], 2, "swarm.quorum"),
         (["simulate", "--config", "tiny", "--sweep", "swarm.qorum=1,2"], 2, "swarm.qorum"),
-        (["train", "--config", "tiny", "--out", "corpus.txt"], 1, "corpus.txt"),
+        (["train", "--config", "tiny", "--out", "corpus.txt"], 2, "is a file"),
         (["train", "--config", "tiny", "--out", "x", "--set", "train.device=meta"], 6, "meta"),
         (["eval", "nowhere", "--fit-weights"], 2, "--split test"),
         (["generate", "nowhere", "--temperature", "nan"], 2, "--temperature"),

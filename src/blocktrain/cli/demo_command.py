@@ -31,7 +31,7 @@ SAMPLE_BYTES = 240
 @options.overrides
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, file_okay=False),
     default=Path("runs/demo"),
     show_default=True,
     help="Folder for the runs; the same folder resumes them.",

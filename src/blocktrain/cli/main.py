@@ -9,12 +9,13 @@ import click
 from blocktrain import __version__, threads
 from blocktrain.cli.terminal import plain
 from blocktrain.config import closest_match
-from blocktrain.errors import BlocktrainError
+from blocktrain.errors import BlocktrainError, RefusedError, UnreachableError
 
 
 class Verb(NamedTuple):
     module: str  # in blocktrain.cli; the verb's function there is VERB_command
     help: str
+    failure: str = ""  # what did not work, if another machine refuses or cannot be reached
 
 
 VERBS = {
@@ -30,9 +31,11 @@ VERBS = {
     "stage": Verb("serve_commands", "Compute some blocks of a run for a server on another host."),
     "keys": Verb("serve_commands", "Make certificates for a router and its stages."),
     "coordinator": Verb("coordinator_command", "Start a run that other machines can join."),
-    "worker": Verb("worker_command", "Join a run by its invite and train for it."),
-    "status": Verb("status_command", "Show the blocks and workers of a run."),
-    "fetch": Verb("model_commands", "Download a run's current model."),
+    "worker": Verb("worker_command", "Join a run by its invite and train for it.", "left the run"),
+    "status": Verb(
+        "status_command", "Show the blocks and workers of a run.", "cannot show the run"
+    ),
+    "fetch": Verb("model_commands", "Download a run's current model.", "cannot download the model"),
     "invite": Verb("operator_commands", "List, make or revoke invites of a run."),
     "ban": Verb("operator_commands", "Exclude a worker from a run."),
     "backup": Verb("operator_commands", "Copy a coordinator's folder into one file."),
@@ -76,7 +79,12 @@ def cli() -> None:
 def main() -> None:
     threads.sleep_at_barriers()  # before any command imports torch
     try:
-        cli(standalone_mode=False)
+        cli(prog_name="blocktrain", standalone_mode=False)
+    except (UnreachableError, RefusedError) as error:
+        verb = VERBS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+        context = f"{verb.failure}: " if verb and verb.failure else ""
+        click.echo(f"error: {context}{plain(str(error))}", err=True)
+        sys.exit(error.exit_code)
     except BlocktrainError as error:
         click.echo(f"error: {plain(str(error))}", err=True)
         sys.exit(error.exit_code)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @options.run
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="New folder."
+)
 @options.as_json
 def export_command(run: Path, out: Path, as_json: bool) -> None:
     """Write all blocks of RUN into one safetensors file, with its config. eval, generate and serve
@@ -38,7 +40,9 @@ def export_command(run: Path, out: Path, as_json: bool) -> None:
 
 @click.command("fetch")
 @options.invite
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="New run folder.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="New run folder."
+)
 @options.as_json
 def fetch_command(invite: str, out: Path, as_json: bool) -> None:
     """Download the current version of every block into a run folder, for eval, generate, export and

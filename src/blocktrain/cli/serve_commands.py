@@ -163,7 +163,10 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
 @options.log_options("info")
 @options.precision
 @options.weights
-@click.option("--most-requests", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option(
+    "--most-requests", type=click.IntRange(min=1), default=64, show_default=True,
+    help="Requests to compute at once.",
+)  # fmt: skip
 @click.option(
     "--cache-gb",
     type=click.FloatRange(min=0.01),

@@ -14,7 +14,12 @@ from blocktrain.train.estimation import FLOPS
 @click.command("train")
 @options.config
 @options.overrides
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The run's folder.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="The run's folder.",
+)
 @click.option(
     "--block", "blocks", type=int, multiple=True, help="Train only this block; repeatable."
 )

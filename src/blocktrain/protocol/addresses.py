@@ -34,7 +34,10 @@ def split_host_port(address: str, default_host: str = "") -> tuple[str, int]:
     parts = _HOST_PORT.fullmatch(address)
     host = (parts["ipv6"] or parts["host"] or default_host) if parts else ""
     if not parts or not host or int(parts["port"]) > 65535:
-        raise ConfigError(f"{address!r} is not HOST:PORT (an IPv6 host stands in brackets)")
+        raise ConfigError(
+            f"{address!r} is not HOST:PORT, with a port from 0 to 65535"
+            " and an IPv6 host in brackets"
+        )
     return host, int(parts["port"])
 
 

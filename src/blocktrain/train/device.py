@@ -73,7 +73,8 @@ def _device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(
-            f"device {name!r} is not available here: {str(error).splitlines()[0]}"
+            f"device {name!r} is not available here, use auto or cpu:"
+            f" {str(error).splitlines()[0].split('. ')[0]}"
         ) from None
     return device
 
