@@ -28,6 +28,7 @@ import numpy as np
 from sqlalchemy import Connection, Engine, Table, insert, text
 
 from blocktrain.ledger.ledger import Ledger
+from blocktrain.ledger.rows import WorkerRow
 from blocktrain.ledger.schema import events, leases, updates
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import (
@@ -155,8 +156,10 @@ def fill(db: str, count: int) -> None:
     ledger = Ledger(db)
     with ledger.write() as tx:
         tx.members.add_worker(
-            id=PAST_WORKER, public_key="", name="past", device="none", role="train",
-            joined=0.0, seen=0.0,
+            WorkerRow(
+                id=PAST_WORKER, public_key="", name="past", device="none", role="train",
+                joined=0.0, seen=0.0,
+            )
         )  # fmt: skip
     draws = np.random.default_rng(0)
     for start in range(0, count, FILLED_AT_ONCE):

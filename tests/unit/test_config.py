@@ -224,6 +224,15 @@ def test_settings_written_down_before_there_was_a_lead_mean_what_they_meant():
         from_toml("\n".join(then))
 
 
+def test_workers_that_do_not_know_a_setting_can_read_those_of_a_run_that_leaves_it_as_it_is():
+    assert "heartbeat_timeout" not in Config().to_toml()
+    patient = Config().with_settings(swarm__heartbeat_timeout=600.0)
+    assert "heartbeat_timeout = 600.0" in patient.to_toml()
+    assert from_toml(patient.to_toml()) == patient
+    with pytest.raises(ConfigError, match=r"heartbeat_timeout = 20.0 must be at least 30"):
+        Config().with_settings(swarm__heartbeat_timeout=20.0)
+
+
 def test_the_blocks_of_a_cascade_begin_one_after_another():
     settings = {"model": {"layers": 8, "blocks": 4}, "objective": {"lead": 0.5}}
     settings["train"] = {"steps": 100}

@@ -165,7 +165,15 @@ class SwarmConfig:
     deadline_factor: float = setting(4.0, "a lease's deadline in multiples of its time", low=1.0)
     shortest_deadline: float = setting(60.0, "seconds no deadline is shorter than", low=0.5)
     longest_deadline: float = setting(
-        86_400.0, "seconds no deadline is longer than, however slow a worker says it is", low=1.0
+        86_400.0,
+        "seconds no lease lasts longer than; nor than 30 times lease_seconds * deadline_factor",
+        low=1.0,
+    )
+    heartbeat_timeout: float = setting(
+        120.0,
+        "seconds after which the leases of a silent worker expire; workers report every 10",
+        low=30.0,
+        since=2,
     )
     quorum: int = setting(2, "updates that make a version, or as many as there are workers", low=1)
     grace_seconds: float = setting(5.0, "time others get once there is a quorum", low=0.0)

@@ -235,6 +235,7 @@ async def put_chunk(asked: RequestContext) -> Response:
         async for part in asked.parts(CHUNK_BYTES):
             arriving.write(part)
         await run_in_threadpool(updates.keep_chunk, arriving, name)
+    await asked.desk.run(asked.service.leases.chunk_came, asked.caller, upload)
     asked.metrics.received(arriving.size)
     return Response(status_code=204)
 

@@ -1,4 +1,9 @@
-"""Handing out work: which block, which text, until when; and taking it back."""
+"""Handing out work: which block, which text, until when; and taking it back.
+
+Deadlines, and when a worker was last heard of, are in the ledger. How fast workers are and how many
+steps they last reported is in memory: a coordinator that does not know begins with first leases,
+and extends no deadline before a second report.
+"""
 
 from typing import NamedTuple
 
@@ -6,6 +11,7 @@ from blocktrain.coordinator import traffic
 from blocktrain.coordinator.limits import LruCache
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
+from blocktrain.coordinator.speeds import Speeds
 from blocktrain.errors import RefusedError
 from blocktrain.ledger.rows import LeaseRow, Version, WorkerRow
 from blocktrain.ledger.schema import HELD
@@ -26,6 +32,8 @@ from blocktrain.swarm import plan
 from blocktrain.swarm.attendance import Attendance
 from blocktrain.swarm.state import BlockState
 
+MOST_REPORTED = 65_536  # leases whose last report is in memory
+
 
 class LeaseGrant(NamedTuple):
     """Enough of a lease to tell whether an update is its worker's to send, and fits."""
@@ -37,10 +45,22 @@ class LeaseGrant(NamedTuple):
     base: Version
 
 
+class _Report(NamedTuple):
+    """The last heartbeat that told of more steps than the one before, or chunk that came in."""
+
+    steps_done: int
+    at: float
+
+
 class Leases:
-    def __init__(self, run: Run, members: Members, handed_out: LruCache[LeaseGrant]) -> None:
+    def __init__(
+        self, run: Run, members: Members, handed_out: LruCache[LeaseGrant], speeds: Speeds
+    ) -> None:
         self.run, self.members, self._handed_out = run, members, handed_out
+        self._speeds = speeds
         self._attendance = Attendance(run.config.swarm)
+        self._reports: LruCache[_Report] = LruCache(MOST_REPORTED)  # by lease
+        self._looked_at = self._listening_since = run.clock()
 
     def claim(self, caller: Caller, asked: LeaseRequest) -> LeaseAnswer:
         """Work for a worker. One that already holds some gets the same again: its answer was lost
@@ -48,8 +68,7 @@ class Leases:
         if caller.role != "train":
             raise RefusedError("forbidden", f"leases are for training, this role is {caller.role}")
         now = self.run.clock()
-        if self.run.config.swarm.codec == "none":  # an update of weights has one base, a version
-            asked = asked.model_copy(update={"trained": None})
+        asked = self._trusted(caller, asked)
         with self.run.ledger.write() as tx:
             tx.blocks.lock()
             if asked.trained:
@@ -65,6 +84,17 @@ class Leases:
                 else self._answer(tx, worker, blocks, asked, now)
             )
             return LeaseAnswer(answer=answer, last_words=last_words)
+
+    def _trusted(self, caller: Caller, asked: LeaseRequest) -> LeaseRequest:
+        """What a worker asks for, with no more of what it claims than may be believed."""
+        swarm = self.run.config.swarm
+        trusted = {
+            "steps_per_second": self._speeds.trusted(caller.worker, asked.steps_per_second),
+            "transfer_seconds": plan.trusted_transfer(swarm, asked.transfer_seconds),
+            # An update of weights has one base, a version.
+            "trained": None if swarm.codec == "none" else asked.trained,
+        }
+        return asked.model_copy(update=trusted)
 
     def _answer(
         self,
@@ -98,7 +128,7 @@ class Leases:
         return self._described(tx, lease, worker, now)
 
     def progress(self, caller: Caller, lease: str, told: LeaseProgress) -> LeaseState:
-        """A sign of life; whether the lease is still the worker's."""
+        """A heartbeat; whether the lease is still the worker's."""
         now, swarm = self.run.clock(), self.run.config.swarm
         with self.run.ledger.write() as tx:
             self.members.seen(tx, caller, now)
@@ -106,9 +136,22 @@ class Leases:
             expected = plan.expected_now(swarm, held, told.steps_done, now)
             if expected is not None and expected != held.expected:
                 tx.leases.set_expected(lease, expected)
+            deadline = self._deadline(held, told.steps_done, now)
+            self._extend(tx, held, deadline)
         if held.state in HELD:
-            return LeaseState(open=True, seconds_left=held.deadline - now)
+            return LeaseState(open=True, seconds_left=deadline - now)
         return LeaseState(open=False, seconds_left=0.0, reason=f"this lease is {held.state}")
+
+    def chunk_came(self, caller: Caller, lease: str) -> None:
+        """A part of its update has come in: as good as a heartbeat."""
+        now, swarm = self.run.clock(), self.run.config.swarm
+        with self.run.ledger.write() as tx:
+            self.members.seen(tx, caller, now)
+            held = tx.leases.get(lease)
+            if held and held.worker == caller.worker:
+                before = self._reports.get(lease) or _Report(0, now)
+                self._reports.remember(lease, before._replace(at=now))
+                self._extend(tx, held, plan.deadline_after_chunk(swarm, held, before.at, now))
 
     def give_back(self, caller: Caller, lease: str, told: LeaseReturn) -> LeaseState:
         traffic.check_downloads(told.downloads, self.run.config.block_count)
@@ -126,18 +169,50 @@ class Leases:
         return LeaseState(open=False, seconds_left=0.0, reason="given back")
 
     def expire(self) -> None:
-        """Take back what is overdue: its text is handed out again."""
+        """Take back what is overdue, or whose worker is silent: its text is handed out again."""
         now = self.run.clock()
+        self._notice_pause(now)
         with self.run.ledger.read() as tx:
-            if not tx.leases.overdue(now):
+            if not self._over(tx, now):
                 return
         with self.run.ledger.write() as tx:
             tx.blocks.lock()
-            for lease in tx.leases.overdue(now):
+            for lease in self._over(tx, now):
                 if tx.leases.move(lease.id, "expired"):
+                    tx.leases.set_deadline(lease.id, min(lease.deadline, now))
                     tx.blocks.give_back_range(lease.block, lease.first_batch, lease.steps)
                     tx.blocks.count_lease(lease.block, met=False)
                     tx.events.add(now, "lost", lease.worker, lease.block, f"{lease.steps} steps")
+
+    def _over(self, tx: Transaction, now: float) -> list[LeaseRow]:
+        """Leases that are held and must not be any longer."""
+        swarm, over = self.run.config.swarm, tx.leases.overdue(now)
+        if plan.silent_at(swarm, self._listening_since) < now:
+            over += tx.leases.silent(now - swarm.heartbeat_timeout)
+        return list({lease.id: lease for lease in over}.values())
+
+    def _notice_pause(self, now: float) -> None:
+        """A coordinator that was suspended, or had no ledger, has heard nobody meanwhile: it gives
+        all of them the time to be heard again."""
+        if now - self._looked_at > 0.5 * self.run.config.swarm.heartbeat_timeout:
+            self._listening_since = now
+        self._looked_at = now
+
+    def _deadline(self, held: LeaseRow, steps_done: int, now: float) -> float:
+        """By what its worker reports. In a bucket chunks come in unseen: there a heartbeat tells
+        that they do."""
+        swarm, before = self.run.config.swarm, self._reports.get(held.id)
+        if before is None or steps_done > before.steps_done:
+            self._reports.remember(held.id, _Report(steps_done, now))
+            if before:
+                return plan.deadline_after_steps(swarm, held, steps_done, before.at, now)
+        if held.state == "sending" and self.run.chunks.takes_from_anyone:
+            return plan.deadline_after_chunk(swarm, held, now, now)
+        return float(held.deadline)
+
+    def _extend(self, tx: Transaction, held: LeaseRow, deadline: float) -> None:
+        if held.state in HELD and deadline > held.deadline:
+            tx.leases.set_deadline(held.id, deadline)
 
     def _hand_out(
         self,
@@ -174,6 +249,7 @@ class Leases:
             created=now,
         )
         tx.leases.add(lease)
+        self._reports.remember(lease.id, _Report(0, now))
         tx.events.add(now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}")
         return lease
 

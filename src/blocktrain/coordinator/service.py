@@ -16,6 +16,7 @@ from blocktrain.coordinator.merger import Merger
 from blocktrain.coordinator.operator import Operator
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.run import Run
+from blocktrain.coordinator.speeds import Speeds
 from blocktrain.coordinator.updates import Updates
 from blocktrain.errors import BlocktrainError
 
@@ -34,8 +35,9 @@ class Service:
         self.operator = Operator(run.ledger, run.clock)
         self.members = Members(run)
         handed_out: LruCache[LeaseGrant] = LruCache(MOST_REMEMBERED)
-        self.leases = Leases(run, self.members, handed_out)
-        self.updates = Updates(run, self.members, handed_out)
+        self.speeds = Speeds(run.config.swarm)
+        self.leases = Leases(run, self.members, handed_out, self.speeds)
+        self.updates = Updates(run, self.members, handed_out, self.speeds)
         self.collector = Collector(run)
         self.merger = Merger(run, self.collector)
         self.versions_made = Notifier()

@@ -13,6 +13,7 @@ from blocktrain.coordinator.leases import LeaseGrant, own_lease
 from blocktrain.coordinator.limits import LruCache
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
+from blocktrain.coordinator.speeds import Speeds
 from blocktrain.errors import ProtocolError, RefusedError
 from blocktrain.ledger.rows import LeaseRow, UpdateRow, Version
 from blocktrain.ledger.schema import HELD
@@ -30,14 +31,13 @@ from blocktrain.protocol.messages import (
 from blocktrain.storage.chunks import Incoming, name_of
 from blocktrain.storage.merging import check_encoded, check_update
 from blocktrain.storage.tensor_file import TensorSpec
-from blocktrain.storage.weights_file import magnitude, weights_form
+from blocktrain.storage.weights_file import weights_form
 from blocktrain.swarm import plan
 
 URL_SECONDS = 3600
 BYTES_OF_A_NUMBER = 4
 MOST_COMING = 1024  # offers in memory; whoever is not among them costs a look into the ledger
-READ_SECONDS = 1.0  # between two looks at how large a block's weights are
-ROUNDING = 1e-4  # of sums of many float32
+ROUNDING = 1e-4  # of the weights: every step rounds them to float32
 MOMENT = 5.0  # seconds: so long a worker that was banned may go on sending what it had offered
 
 
@@ -53,18 +53,14 @@ class OfferedUpdate(NamedTuple):
     looked_up: float
 
 
-class _Read(NamedTuple):
-    version: int
-    magnitude: float
-    at: float
-
-
 class Updates:
-    def __init__(self, run: Run, members: Members, handed_out: LruCache[LeaseGrant]) -> None:
+    def __init__(
+        self, run: Run, members: Members, handed_out: LruCache[LeaseGrant], speeds: Speeds
+    ) -> None:
         self.run, self.members, self._handed_out = run, members, handed_out
+        self._speeds = speeds
         self._forms: dict[int, list[TensorSpec]] = {}
         self._coming: LruCache[OfferedUpdate] = LruCache(MOST_COMING)  # by lease: see `coming`
-        self._read: dict[int, _Read] = {}  # by block
 
     def offer(self, caller: Caller, offer: UpdateOffer) -> bool:
         """Take down what a worker is about to send; whether it is to be sent."""
@@ -124,29 +120,28 @@ class Updates:
             self.run.chunks.clear_quarantine(coming.lease)
 
     def _fault(self, recipe: Recipe, base: Version, steps: int) -> str:
-        config, form, codec = self.run.config, self._form(base), self._largest_codec()
-        before = 0.0 if codec else self._magnitude(base, form)
+        form, codec = self._form(base), self._largest_codec()
         reader = self.run.blobs.reader(recipe, checked=False)
         try:
-            found = check_encoded(reader, form, codec) if codec else check_update(reader, form)
+            if codec:
+                return self._too_far(steps, check_encoded(reader, form, codec))
+            changes = check_update(reader, self.run.blobs.reader(base.weights), form)
         except ProtocolError as error:
             return str(error)
-        moved = found - before
-        most = plan.most_moved(config.train, config.swarm, steps) + ROUNDING * before
-        if moved > most:
-            return f"it moves the weights by {moved:.3g}, {steps} steps by {most:.3g} at most (rms)"
-        return ""
+        faults = (self._too_far(steps, moved, size, name) for name, moved, size in changes)
+        return next(filter(None, faults), "")
 
-    def _magnitude(self, version: Version, form: list[TensorSpec]) -> float:
-        """Of a version's weights. Where many versions are made in a second it is that of one a
-        moment ago, and what may have been learned since."""
-        now, read = self.run.clock(), self._read.get(version.block)
-        if not read or (read.version != version.version and now - read.at > READ_SECONDS):
-            found = magnitude(self.run.blobs.reader(version.weights), form)
-            read = self._read[version.block] = _Read(version.version, found, now)
-        config, between = self.run.config, abs(version.version - read.version)
-        most = plan.most_moved(config.train, config.swarm, config.swarm.most_steps)
-        return read.magnitude + between * most
+    def _too_far(self, steps: int, moved: float, size: float = 0.0, tensor: str = "") -> str:
+        """What is wrong with a distance; `size`: of the weights it starts from."""
+        config = self.run.config
+        most = plan.most_moved(config.train, config.swarm, steps, size) + ROUNDING * size
+        if moved <= most:
+            return ""
+        what = f"tensor {tensor!r}" if tensor else "the block"
+        return (
+            f"it moves {what} by {moved:.3g}, {steps} steps can move it by {most:.3g} at most"
+            " (rms); train on from the base version of the lease"
+        )
 
     # Small ones, in one request
 
@@ -262,6 +257,7 @@ class Updates:
             tx.blocks.count_lease(lease.block, met=not reason)
         if not reason:
             tx.updates.accept(lease.id, base, weight, now)
+            self._speeds.completed(lease.worker, lease.steps, now - lease.created)
             kind = "uploaded" if weight == 1.0 else "late"
             tx.events.add(now, kind, lease.worker, lease.block, f"{lease.steps} steps")
             return Receipt(state="pending", reason="", weight=weight)

@@ -20,6 +20,7 @@ from blocktrain.ledger.schema import (
     the_lease,
     the_worker,
     updates,
+    workers,
 )
 from blocktrain.swarm.state import BlockState, PendingUpdate
 
@@ -192,13 +193,25 @@ class Leases(Statements):
         same = select(leases).where(leases.c.worker == worker, in_state(leases, *states))
         return self.rows(LeaseRow, same.order_by(leases.c.created))
 
-    def held(self) -> list[LeaseRow]:
-        return self.rows(LeaseRow, select(leases).where(in_state(leases, *HELD)))
+    ALL_HELD = select(leases).where(in_state(leases, *HELD))
 
-    OVERDUE = select(leases).where(in_state(leases, *HELD), leases.c.deadline < bindparam("now"))
+    def held(self) -> list[LeaseRow]:
+        return self.rows(LeaseRow, self.ALL_HELD)
+
+    OVERDUE = ALL_HELD.where(leases.c.deadline < bindparam("now"))
 
     def overdue(self, now: float) -> list[LeaseRow]:
         return self.rows(LeaseRow, self.OVERDUE, now=now)
+
+    SILENT = (
+        select(leases)
+        .join(workers, workers.c.id == leases.c.worker)
+        .where(in_state(leases, *HELD), workers.c.seen < bindparam("since"))
+    )
+
+    def silent(self, since: float) -> list[LeaseRow]:
+        """Held leases whose worker was last heard of before this time."""
+        return self.rows(LeaseRow, self.SILENT, since=since)
 
     MOVE = (
         update(leases)
@@ -229,6 +242,11 @@ class Leases(Statements):
     def set_expected(self, lease: str, at: float) -> None:
         """When the lease's update is expected, by its progress so far."""
         self.write(self.SET_EXPECTED, the_lease=lease, at=at)
+
+    SET_DEADLINE = update(leases).where(leases.c.id == the_lease).values(deadline=bindparam("at"))
+
+    def set_deadline(self, lease: str, at: float) -> None:
+        self.write(self.SET_DEADLINE, the_lease=lease, at=at)
 
     def return_expired(self, lease: str) -> bool:
         """Mark an expired lease returned; False if it did not expire or was returned before."""

@@ -7,7 +7,7 @@ coordinators may share a ledger. The ledger has no clock: times are passed in.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
 from blocktrain.errors import ConfigError, UnreachableError
 from blocktrain.ledger.database import open_engine, without_password
-from blocktrain.ledger.migrations import upgrade
+from blocktrain.ledger.migrations import create_or_upgrade
 from blocktrain.ledger.transaction import Transaction
 
 
@@ -25,11 +25,11 @@ class Ledger:
     def __init__(self, url: str) -> None:
         self.url = url
         self.engine = open_engine(url)
-        self._writers = FairLock()
+        self._writing = FairLock()
         self._batch = _Batch()
         shown = without_password(url)
         try:
-            upgrade(self.engine)
+            create_or_upgrade(self.engine)
         except DatabaseError as error:
             self.engine.dispose()
             raise UnreachableError(f"cannot open the ledger {shown}: {error.orig}") from None
@@ -48,7 +48,7 @@ class Ledger:
             with _savepoint(connection):
                 yield Transaction(connection, locked=True)
             return
-        with self._writers.hold(), self.engine.begin() as connection:
+        with self._writing.hold(), self.engine.begin() as connection:
             yield Transaction(connection, locked=self._writes_one_by_one)
 
     @contextmanager
@@ -68,7 +68,7 @@ class Ledger:
     def together(self) -> Iterator[None]:
         """What this thread reads and writes inside is one transaction, with one commit at the end:
         what takes time is the disk. Each `write` inside is still all or nothing by itself."""
-        with self._writers.hold(), self.engine.begin() as connection:
+        with self._writing.hold(), self.engine.begin() as connection:
             # Before any savepoint, since locks taken after one are lost when it is rolled back.
             transaction = Transaction(connection, locked=self._writes_one_by_one)
             transaction.blocks.lock()
@@ -97,25 +97,23 @@ class _Batch(threading.local):
 
 @contextmanager
 def _savepoint(connection: Connection) -> Iterator[None]:
-    savepoint = connection.begin_nested()
+    inside: BaseException | None = None
     try:
-        yield
-    except BaseException:
-        _end(connection, savepoint.rollback)
-        raise
-    _end(connection, savepoint.commit)
-
-
-def _end(connection: Connection, end: Callable[[], None]) -> None:
-    try:
-        end()
-    except SQLAlchemyError:
-        connection.invalidate()  # the database has ended the whole transaction: nothing may follow
+        with connection.begin_nested():
+            try:
+                yield
+            except BaseException as error:
+                inside = error
+                raise
+    except SQLAlchemyError as error:
+        if error is not inside:  # the savepoint is gone, and with it the whole transaction
+            connection.invalidate()  # so that nothing can follow in it
         raise
 
 
 class FairLock:
-    """Threads get it in the order in which they asked, so that a busy one cannot starve others."""
+    """Threads get it in the order in which they asked. With a plain lock, or with the database's
+    alone, a thread that commits without a pause keeps the others waiting for seconds."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -34,8 +34,9 @@ class VirtualRounds:
         self._looks: dict[int, float] = {}  # by block, when it will be looked at again
 
     def watch(self, lease: VirtualLease) -> None:
-        """See to it that a lease does not outlive its deadline."""
-        self._agenda.at(math.nextafter(lease.deadline, math.inf), self._expire, lease)
+        """See to it that a lease does not outlive its deadline, or a silent worker."""
+        ends = self._coordinator.ends_at(lease)
+        self._agenda.at(math.nextafter(ends, math.inf), self._expire, lease)
 
     def look(self, block: VirtualBlock) -> None:
         """Something has changed: merge, or look again when that will be due."""
@@ -65,9 +66,13 @@ class VirtualRounds:
             self.look(block)
 
     def _expire(self, lease: VirtualLease) -> None:
-        if lease.held and self._coordinator.expire(lease, self._agenda.now):
+        if not lease.held:
+            return
+        if self._coordinator.expire(lease, self._agenda.now):
             self._on_expired(lease)
             self.look(lease.block)
+        else:  # its deadline was moved, or its worker came back
+            self.watch(lease)
 
     def _merge_next(self) -> None:
         while self._free_mergers and self._due:

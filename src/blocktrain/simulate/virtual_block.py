@@ -20,8 +20,8 @@ class VirtualLease:
 
     __slots__ = (
         "__weakref__", "base_version", "before", "block", "committed", "created", "deadline",
-        "expected", "first_batch", "lease", "merged_into", "schedule_start", "schedule_stride",
-        "state", "steps", "worker",
+        "expected", "first_batch", "lease", "merged_into", "reported", "schedule_start",
+        "schedule_stride", "state", "steps", "steps_done", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -40,6 +40,7 @@ class VirtualLease:
         self.merged_into: int | None = None
         self.base_version = block.version
         self.first_batch, self.steps, self.deadline = first_batch, steps, deadline
+        self.steps_done, self.reported = 0, 0.0  # as its worker said; last progress
         self.schedule_start, self.schedule_stride = plan.place_in_schedule(
             block, worker, continuing=before is not None
         )

@@ -4,17 +4,20 @@ All decisions are `coordinator.plan`'s, by the real coordinator's `Attendance`. 
 follows it rule by rule, and a test drives both through the same events:
 
 - leases.py: who already holds an open lease gets the same again; text that came back is handed out
-  before text that was never out; a lease that is overdue, or given back, puts its text back.
+  before text that was never out; a lease that is overdue, or whose worker is silent, or that is
+  given back, puts its text back; progress moves its deadline.
 - updates.py: an offer makes a lease "sending"; an update counts once; one whose lease is over
   counts only if nobody has had its text since; a refused one puts its text back.
 - merger.py: what fell too far behind while it waited is refused when its block is merged; a version
   takes in all other updates that waited when its merge began.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 from blocktrain.config import SwarmConfig
+from blocktrain.coordinator.speeds import Speeds
 from blocktrain.simulate.learner import Learner, NothingLearned
 from blocktrain.simulate.scenario import share_of
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease, count_out
@@ -42,7 +45,8 @@ class VirtualCoordinator:
         self.refused: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()  # of merged updates, by versions behind
         self._open: dict[str, VirtualLease] = {}  # by worker
-        self._attendance = Attendance(swarm)
+        self._attendance, self._speeds = Attendance(swarm), Speeds(swarm)
+        self._silent_since: dict[str, float] = {}  # workers that have left
         self._unfinished = blocks
 
     @property
@@ -72,6 +76,9 @@ class VirtualCoordinator:
     ) -> VirtualLease | None:
         """Work for a worker; None: it has to wait, and is taken to ask again and again until it
         gets some or has `left`."""
+        self._silent_since.pop(worker, None)
+        steps_per_second = self._speeds.trusted(worker, steps_per_second)
+        transfer_seconds = plan.trusted_transfer(self.swarm, transfer_seconds)
         if self.swarm.codec == "none":
             trained = None
         if trained and trained.state == "open":
@@ -107,7 +114,7 @@ class VirtualCoordinator:
         deadline = now + plan.lease_seconds(self.swarm, steps, steps_per_second, transfer_seconds)
         self.given += 1
         lease = VirtualLease(self.given, worker, block, first_batch, steps, deadline, before)
-        lease.created = now
+        lease.created = lease.reported = now
         block.open_leases += 1
         block.workers[worker] += 1
         expected = plan.expected_at(block, now, steps, steps_per_second, transfer_seconds)
@@ -126,6 +133,7 @@ class VirtualCoordinator:
     ) -> bool:
         """Whether a worker that holds no lease would get one if it asked. Which, depends on others
         who are there; whether any, does not."""
+        transfer_seconds = plan.trusted_transfer(self.swarm, transfer_seconds)
         block = plan.choose_block(
             self.blocks,
             worker,
@@ -147,14 +155,28 @@ class VirtualCoordinator:
         return block in plan.far_enough_behind(self.blocks, self.lead, held=index)
 
     def left(self, worker: str, held: int | None, now: float) -> None:
-        """It asks no more, until it comes back."""
+        """It asks no more, and is not heard of, until it comes back."""
+        self._silent_since[worker] = now
         self._attendance.seen_last(worker, now)
         if held is not None:
             self.learner.left(worker, held)
 
     def progress(self, lease: VirtualLease, steps_done: int, now: float) -> None:
-        """A sign of life."""
+        """A heartbeat."""
         lease.block.expect(lease, plan.expected_now(self.swarm, lease, steps_done, now))
+        if steps_done > lease.steps_done:
+            before, lease.steps_done, lease.reported = lease.reported, steps_done, now
+            lease.deadline = plan.deadline_after_steps(self.swarm, lease, steps_done, before, now)
+
+    def chunk_came(self, lease: VirtualLease, now: float) -> None:
+        """A part of its update has come in."""
+        before, lease.reported = lease.reported, now
+        lease.deadline = plan.deadline_after_chunk(self.swarm, lease, before, now)
+
+    def ends_at(self, lease: VirtualLease) -> float:
+        """When it expires, if nothing else is heard of it."""
+        silent_since = self._silent_since.get(lease.worker, math.inf)
+        return min(lease.deadline, plan.silent_at(self.swarm, silent_since))
 
     def offer(self, lease: VirtualLease, now: float) -> None:
         """An update is about to be sent."""
@@ -180,6 +202,7 @@ class VirtualCoordinator:
             self._refuse(lease, reason, put_back=in_time)
             return reason
         lease.committed = now
+        self._speeds.completed(lease.worker, lease.steps, now - lease.created)
         block.trained(lease)
         block.wait(lease)
         block.workers[lease.worker] += 1
@@ -196,8 +219,8 @@ class VirtualCoordinator:
         return True
 
     def expire(self, lease: VirtualLease, now: float) -> bool:
-        """Take back what is overdue; whether it was still held."""
-        if not self._close(lease, "expired"):
+        """Take back what is overdue, or whose worker is silent; whether it was still held."""
+        if self.ends_at(lease) >= now or not self._close(lease, "expired"):
             return False
         lease.block.missed += 1
         lease.block.give_back(lease.first_batch, lease.steps)

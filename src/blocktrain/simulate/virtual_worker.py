@@ -18,8 +18,9 @@ class Activity(IntEnum):
 class VirtualWorker:
     __slots__ = (
         "activity", "asked", "began", "down", "ended", "fetch_seconds", "fetched", "held_block",
-        "joins", "latency", "lease", "lost", "made", "measured", "name", "ready", "send_seconds",
-        "sending", "since", "slow", "speed", "steps_left", "straggles", "turn", "up",
+        "interval", "joins", "latency", "lease", "lost", "made", "measured", "name", "ready",
+        "send_seconds", "sending", "since", "slow", "speed", "steps_left", "straggles", "turn",
+        "up",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +45,7 @@ class VirtualWorker:
         self.restart()
         self.activity: Activity | None = None  # None: it has not joined yet
         self.since = self.asked = self.began = self.steps_left = 0.0
+        self.interval = 0.0  # between two heartbeats of its lease
 
     def restart(self) -> None:
         """What is in memory is gone."""

@@ -26,6 +26,8 @@ from blocktrain.simulate.virtual_worker import Activity, VirtualWorker
 from blocktrain.swarm import plan
 from blocktrain.swarm.plan import report_interval
 
+CHUNK_BYTES = 8 * 2**20  # in which an update goes up
+
 
 class VirtualWorkers:
     def __init__(
@@ -89,6 +91,9 @@ class VirtualWorkers:
                 if lease and self._coordinator.give_back(lease, self._agenda.now):
                     self._text_came_back(lease.block, lease.steps)
                     self._rounds.look(lease.block)
+        for lease in held:
+            if lease and lease.held:
+                self._rounds.watch(lease)
         if not worker.lost:
             self._plan_return(worker)
 
@@ -144,6 +149,7 @@ class VirtualWorkers:
             if self._encodes:
                 self._end_moved(lease)
         worker.lease, worker.asked = lease, self._agenda.now
+        worker.interval = report_interval(lease.deadline - worker.asked)
         worker.steps_left = float(lease.steps)
         self._fetch(worker, lease)
 
@@ -194,8 +200,8 @@ class VirtualWorkers:
 
     def _plan_sign_of_life(self, worker: VirtualWorker, lease: VirtualLease) -> None:
         """Only of those is it played who may go otherwise than their last lease did."""
-        interval = report_interval(lease.deadline - worker.asked)
-        self._agenda.at(self._agenda.now + interval, self._give_sign_of_life, worker, lease)
+        signs = self._agenda.now + worker.interval
+        self._agenda.at(signs, self._give_sign_of_life, worker, lease)
 
     def _give_sign_of_life(self, worker: VirtualWorker, lease: VirtualLease) -> None:
         if worker.lease is lease and lease.state == "open":
@@ -235,9 +241,8 @@ class VirtualWorkers:
         """Its worker learns of it with its next sign of life, if it still trains then."""
         worker = self._workers[lease.worker]
         if worker.lease is lease:
-            interval = report_interval(lease.deadline - worker.asked)
-            signs = math.ceil((self._agenda.now - worker.asked) / interval)
-            learns = worker.asked + signs * interval + worker.latency
+            signs = math.ceil((self._agenda.now - worker.asked) / worker.interval)
+            learns = worker.asked + signs * worker.interval + worker.latency
             self._agenda.at(learns, self._lose, worker, lease)
         self._given_up([lease])
 
@@ -260,7 +265,18 @@ class VirtualWorkers:
         worker.sending = lease
         seconds = self._update_bytes / worker.up + worker.latency
         self._agenda.at(self._agenda.now + seconds, self._sent, worker, lease)
+        if self._agenda.now + seconds > lease.deadline:
+            self._plan_chunk(worker, lease)
         self._ask_soon(worker)
+
+    def _plan_chunk(self, worker: VirtualWorker, lease: VirtualLease) -> None:
+        """Only of those updates is it played that would come too late without."""
+        self._agenda.at(self._agenda.now + CHUNK_BYTES / worker.up, self._chunk_sent, worker, lease)
+
+    def _chunk_sent(self, worker: VirtualWorker, lease: VirtualLease) -> None:
+        if worker.sending is lease and lease.held:
+            self._coordinator.chunk_came(lease, self._agenda.now)
+            self._plan_chunk(worker, lease)
 
     def _sent(self, worker: VirtualWorker, lease: VirtualLease) -> None:
         if worker.sending is not lease:

@@ -32,12 +32,13 @@ from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Recipe
 from blocktrain.storage.blobs import BlobReader, Blobs, BlobWriter, ForwardReader
 from blocktrain.storage.tensor_file import TensorSpec, canonical
 from blocktrain.storage.weights_file import (
+    TensorChange,
     check_form,
     chunk_cuts,
     chunk_numbers,
     first_number,
-    magnitude,
     number_count,
+    tensor_changes,
     weights_form,
 )
 
@@ -94,19 +95,21 @@ class Merged:
     owed: Blob | None = None
 
 
-def check_update(reader: BlobReader, form: Sequence[TensorSpec]) -> float:
-    """The root mean square of weights; refused, with a ProtocolError, where they have another form
-    than the block's, or numbers that are not finite."""
+def check_update(
+    reader: BlobReader, base: BlobReader, form: Sequence[TensorSpec]
+) -> list[TensorChange]:
+    """How far weights are from their base; refused, with a ProtocolError, where they have another
+    form than the block's, or numbers that are not finite."""
     check_form(reader, form)
-    found = magnitude(reader, form)
-    if not math.isfinite(found):
+    changes = tensor_changes(reader, base, form)
+    if not all(math.isfinite(change.distance) for change in changes):
         raise ProtocolError("the update holds numbers that are not finite, or far too large")
-    return found
+    return changes
 
 
 def check_encoded(reader: BlobReader, form: Sequence[TensorSpec], most: Codec) -> float:
-    """The same of what was learned; refused where it is encoded by another codec than `most`, or
-    keeps more, or does not decode to as many finite numbers as the block has."""
+    """The root mean square of what was learned; refused where it is encoded by another codec than
+    `most`, or keeps more, or does not decode to as many finite numbers as the block has."""
     numbers = number_count(form)
     decoder = UpdateDecoder(reader.read, reader.size, numbers)
     found = decoder.codec

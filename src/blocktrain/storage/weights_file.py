@@ -6,8 +6,10 @@ the numbers.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,17 +46,45 @@ def check_form(reader: BlobReader, form: Sequence[TensorSpec]) -> None:
     check_like(weights_form(reader), form)  # which tells what is wrong
 
 
-def magnitude(reader: BlobReader, form: Sequence[TensorSpec]) -> float:
-    """The root mean square of a file's numbers. It is not finite where one of them is not, or is
-    too large to be squared: so this one pass finds those too."""
-    header = len(canonical(form))
+class TensorChange(NamedTuple):
+    """How far a tensor is from its base, and how large it is there: root mean squares."""
+
+    name: str
+    distance: float
+    base: float
+
+
+def tensor_changes(
+    reader: BlobReader, base: BlobReader, form: Sequence[TensorSpec]
+) -> list[TensorChange]:
+    """Tensor by tensor, the distance between two files of this form. It is not finite where one of
+    their numbers is not, or is too large to be squared: so this one pass finds those too."""
+    header, first = len(canonical(form)), 0
+    squares, base_squares = np.zeros(len(form)), np.zeros(len(form))
+    sizes = [math.prod(spec.shape) for spec in form]
+    ends, room = list(accumulate(sizes)), np.empty(FRAME_NUMBERS, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = sum(
-            float(np.dot(piece, piece))
-            for index in range(reader.chunk_count)
-            for piece in chunk_numbers(reader, index, header)
-        )
-    return math.sqrt(squares / max(1, number_count(form)))
+        for here, before in _pairs(reader, base, header):
+            difference = np.subtract(here, before, out=room[: here.size])
+            last = first + here.size
+            for index in range(bisect_right(ends, first), len(form)):
+                start = ends[index] - sizes[index]
+                if start >= last:
+                    break
+                part = slice(max(start, first) - first, min(ends[index], last) - first)
+                squares[index] += np.dot(difference[part], difference[part])
+                base_squares[index] += np.dot(before[part], before[part])
+            first = last
+    counts = np.maximum(1, sizes)
+    distances, bases = np.sqrt(squares / counts).tolist(), np.sqrt(base_squares / counts).tolist()
+    return list(map(TensorChange, (spec.name for spec in form), distances, bases))
+
+
+def _pairs(reader: BlobReader, base: BlobReader, header: int) -> Iterator[tuple[Floats, Floats]]:
+    """The numbers of two files of one form, piece by piece."""
+    for index in range(reader.chunk_count):
+        pieces = (chunk_numbers(file, index, header) for file in (reader, base))
+        yield from zip(*pieces, strict=True)
 
 
 def all_numbers(reader: BlobReader, header: int) -> Iterator[Floats]:

@@ -20,6 +20,9 @@ STAY = 0.25  # of a block: how much more there may be to do elsewhere before a w
 PATIENCE = 0.25  # of a lease's time that a worker spends on its own transfers without moving
 FILLING = 0.1  # of a lease's time: what is left until others end is filled if it is more
 QUORUM_LEASES = 2.0  # of a lease's time that the first update waits for a quorum
+SLOWEST_LEASES = 10.0  # of a lease's time: what a worker may claim that training or transfers take
+LONGEST_LEASES = 30.0  # times the deadline of a usual lease: after that none is extended
+TRANSFER_ROOM = 10.0  # how many times faster than from hand-out to commit a worker may be
 MILLIONTH = 1e-6  # of a step a second; whole ones, because sums of them stay exact
 MERGE_WAIT = 0.3  # seconds; the worker's own update is about to become a version
 IDLE_WAIT = 5.0
@@ -201,6 +204,24 @@ def seconds_left(
     return steps / together
 
 
+def trusted_speed(
+    swarm: SwarmConfig, claimed: float | None, measured: float | None
+) -> float | None:
+    """A worker's speed as far as it may be believed. `measured`: steps of a lease that it has
+    completed for each second from hand-out to commit, which transfers are part of. Before that it
+    gets no more than a first lease."""
+    if claimed is None:
+        return None
+    if measured is None:
+        return min(claimed, swarm.first_steps / swarm.lease_seconds)
+    return min(claimed, TRANSFER_ROOM * measured)
+
+
+def trusted_transfer(swarm: SwarmConfig, claimed: float) -> float:
+    """The same of its transfers: what a claim lengthens a deadline by has a bound."""
+    return min(claimed, SLOWEST_LEASES * swarm.lease_seconds)
+
+
 def training_seconds(
     swarm: SwarmConfig,
     block: BlockView[Any],
@@ -262,8 +283,46 @@ def lease_seconds(
     """Time until the deadline: expected time with room to spare, within bounds. A slow line is no
     reason to lose what was trained."""
     training = steps / steps_per_second if steps_per_second else swarm.lease_seconds
-    roomy = min(swarm.deadline_factor * (training + transfer_seconds), swarm.longest_deadline)
-    return max(swarm.shortest_deadline, roomy)
+    training = min(training, SLOWEST_LEASES * swarm.lease_seconds)
+    roomy = swarm.deadline_factor * (training + trusted_transfer(swarm, transfer_seconds))
+    return max(swarm.shortest_deadline, min(roomy, swarm.longest_deadline))
+
+
+def longest_seconds(swarm: SwarmConfig) -> float:
+    """The most a lease lasts, whatever its worker says."""
+    usual = swarm.deadline_factor * swarm.lease_seconds
+    return max(swarm.shortest_deadline, min(swarm.longest_deadline, LONGEST_LEASES * usual))
+
+
+def deadline_after_steps(
+    swarm: SwarmConfig, lease: LeaseView, steps_done: int, before: float, now: float
+) -> float:
+    """The deadline once a worker has reported more steps than `before`, a time: the next steps may
+    take several times as long as these, if at its pace the lease still comes to its end."""
+    done = min(steps_done, lease.steps)
+    left = (now - lease.created) * (lease.steps - done) / done
+    if now + left > lease.created + longest_seconds(swarm):
+        return lease.deadline
+    return _extended(swarm, lease, swarm.deadline_factor * (now - before), now)
+
+
+def deadline_after_chunk(swarm: SwarmConfig, lease: LeaseView, before: float, now: float) -> float:
+    """The deadline once a chunk of a lease's update has come in: the next one may take several
+    times as long as this, which came after `before`."""
+    return _extended(swarm, lease, swarm.deadline_factor * (now - before), now)
+
+
+def _extended(swarm: SwarmConfig, lease: LeaseView, seconds: float, now: float) -> float:
+    """The deadline with at least half of these seconds left; moved seldom, and by enough."""
+    wanted = max(swarm.shortest_deadline, seconds)
+    if lease.deadline - now >= 0.5 * wanted:
+        return lease.deadline
+    return max(lease.deadline, min(now + wanted, lease.created + longest_seconds(swarm)))
+
+
+def silent_at(swarm: SwarmConfig, heard: float) -> float:
+    """When leases of a worker that was last heard of then expire, before any deadline."""
+    return heard + swarm.heartbeat_timeout
 
 
 def due_updates(block: BlockView[Update], swarm: SwarmConfig, now: float) -> Sequence[Update]:
@@ -343,12 +402,18 @@ def top_k_down(swarm: SwarmConfig, block: BlockView[Any], updates: int) -> int:
     return swarm.top_k_per_4096_down or min(swarm.top_k_per_4096 * updates, 4096)
 
 
-def most_moved(train: TrainConfig, swarm: SwarmConfig, steps: int) -> float:
-    """The root mean square by which so many steps can have moved a block's weights: in a step
-    AdamW moves each of them by about the learning rate, Muon by a fifth of it. With a codec an
-    update may also tell what those before it left out."""
+def most_moved(train: TrainConfig, swarm: SwarmConfig, steps: int, size: float = 0.0) -> float:
+    """The root mean square by which this many steps can have moved weights of this `size`. With a
+    codec an update may also tell what those before it left out."""
     counted = steps if swarm.codec == "none" else max(steps, swarm.most_steps)
-    return counted * train.lr
+    return counted * train.lr * (_adam_reach(train) + train.weight_decay * size)
+
+
+def _adam_reach(train: TrainConfig) -> float:
+    """The most AdamW can move a number in one step, in learning rates, whatever the gradients were
+    (Cauchy-Schwarz on its two moments): 1.2 by default. Muon's steps are shorter."""
+    ratio = min(train.beta1**2 / max(train.beta2, 1e-12), 1.0 - 1e-12)
+    return max(1.0, (1.0 - train.beta1) / math.sqrt((1.0 - train.beta2) * (1.0 - ratio)))
 
 
 def is_final(block: BlockView[Any], updates: Sequence[UpdateView]) -> bool:

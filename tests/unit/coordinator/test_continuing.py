@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.coordinator import Member, SetClock, first_weights, join, running, weights_now
+from tests.support.coordinator import (
+    Member,
+    SetClock,
+    first_weights,
+    join,
+    join_proven,
+    running,
+    weights_now,
+)
 from tests.support.frugal import KEPT, block_weights, frugal
 
 from blocktrain.codec.frames import codec_named, encode, top_k_of_final_update
@@ -322,7 +330,7 @@ def test_nobody_begins_anew_from_a_version_that_its_own_late_update_is_to_change
 def test_who_ends_before_the_others_fills_the_time_until_they_end(
     service: Service, clock: SetClock
 ):
-    ann, bob = join(service), join(service)
+    ann, bob = join_proven(service), join(service)
     bob.lease(blocks=(0,), **STEPS)  # 6 steps in 30 seconds
     first = ann.lease(blocks=(0,), steps_per_second=0.4)
     assert first.steps == 12  # also 30 seconds

@@ -12,7 +12,6 @@ from tests.support.coordinator import Made, Member, SetClock, join, running
 
 from blocktrain.codec.frames import codec_named, encode
 from blocktrain.coordinator.service import Service
-from blocktrain.ledger import driver
 from blocktrain.protocol.messages import Lease, LeaseProgress, LeaseReturn, Receipt, Score
 
 NUMBERS = 24  # of a block
@@ -33,16 +32,9 @@ def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
 
 
 @pytest.fixture
-def asked(service: Service, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Every statement from here on, without its parameters: whoever plans it does not know them."""
+def statements(service: Service) -> set[str]:
+    """Every statement from here on, without its parameters: the planner does not know them."""
     statements: set[str] = set()
-    execute = driver.execute
-
-    def noted(connection: Any, cursor: Any, text: str, parameters: Any) -> None:
-        statements.add(text)
-        execute(connection, cursor, text, parameters)
-
-    monkeypatch.setattr(driver, "execute", noted)
 
     @sql.event.listens_for(service.run.ledger.engine, "before_cursor_execute")
     def executed(connection: Any, cursor: Any, text: str, *rest: Any) -> None:
@@ -83,7 +75,7 @@ def scans(database: Path, statements: set[str]) -> set[str]:
 
 
 def test_no_table_that_grows_is_read_as_a_whole(
-    service: Service, asked: set[str], tmp_path: Path, clock: SetClock
+    service: Service, statements: set[str], tmp_path: Path, clock: SetClock
 ):
     ann, bob, judge = join(service), join(service), join(service, "evaluate")
     first = ann.lease()
@@ -106,5 +98,5 @@ def test_no_table_that_grows_is_read_as_a_whole(
     service.collector.collect()
     service.reports.status()
     service.reports.events(service.reports.last_event() - 1, 10)
-    assert len(asked) > 40
-    assert scans(tmp_path / "ledger.db", asked) == set()
+    assert len(statements) > 40
+    assert scans(tmp_path / "ledger.db", statements) == set()

@@ -1,9 +1,17 @@
 """Handing out work and taking it back, on a real run with a clock that is moved by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.support.coordinator import Member, SetClock, join, running, weights_now
+from tests.support.coordinator import (
+    Member,
+    SetClock,
+    join,
+    join_proven,
+    running,
+    weights_now,
+)
 
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
@@ -18,8 +26,10 @@ from blocktrain.protocol.messages import (
 from blocktrain.swarm.plan import IDLE_WAIT, MERGE_WAIT
 
 
-def progress(member: Member, lease: Lease, fence: int | None = None) -> LeaseState:
-    told = LeaseProgress(fence=fence or lease.fence, steps_done=1)
+def progress(
+    member: Member, lease: Lease, fence: int | None = None, steps_done: int = 0
+) -> LeaseState:
+    told = LeaseProgress(fence=fence or lease.fence, steps_done=steps_done)
     return member.service.leases.progress(member.caller, lease.lease, told)
 
 
@@ -61,13 +71,13 @@ def test_asking_twice_gives_the_same_lease(service: Service, clock: SetClock):
 
 
 def test_steps_and_deadline_are_fitted_to_the_speed(service: Service):
-    fast, slow, first = (join(service) for _ in range(3))
+    fast, slow = join_proven(service), join_proven(service)
     quick = fast.lease(blocks=(0,), steps_per_second=0.5)
     assert (quick.steps, quick.seconds_left) == (15, 120)
     tiny = slow.lease(blocks=(0,), steps_per_second=0.01)
     assert (tiny.steps, tiny.seconds_left) == (1, 400)
-    assert first.lease(blocks=(0,)).steps == 10
-    rest = join(service).lease(blocks=(0,), steps_per_second=100.0)
+    assert join(service).lease(blocks=(0,)).steps == 10
+    rest = join_proven(service).lease(blocks=(0,), steps_per_second=100.0)
     assert (rest.steps, rest.seconds_left) == (14, 60)  # no more is left, no deadline is shorter
 
 
@@ -85,9 +95,9 @@ def test_what_is_left_of_a_run_is_shared_by_all_who_may_train_it(
     """Ten steps are left of each block. Ann and bob will be done in two seconds, and are then as
     free as eve: 24 seconds of work for three. Who may train only some blocks is no help."""
     for blocks in theirs:
-        assert join(service).lease(blocks=blocks, steps_per_second=1.0).steps == 30
+        assert join_proven(service).lease(blocks=blocks, steps_per_second=1.0).steps == 30
     clock.forward(28)
-    assert join(service).lease(blocks=own, steps_per_second=1.0).steps == steps
+    assert join_proven(service).lease(blocks=own, steps_per_second=1.0).steps == steps
 
 
 def test_workers_spread_over_the_blocks(service: Service):
@@ -202,7 +212,7 @@ def test_a_worker_whose_upload_is_under_way_gets_other_work(service: Service):
 
 
 def test_a_worker_that_can_do_nothing_now_is_told_to_wait(service: Service):
-    first, second = join(service), join(service)
+    first, second = join_proven(service), join(service)
     assert first.lease(blocks=(0,), steps_per_second=3.0).steps == 40
     answer = second.ask(blocks=(0,)).answer
     assert isinstance(answer, Wait) and answer.seconds == IDLE_WAIT
@@ -222,7 +232,7 @@ def test_when_all_is_merged_the_run_is_finished(service: Service):
 
 def test_nobody_is_sent_home_while_another_still_trains(service: Service):
     """Its work may come back."""
-    first, second = join(service), join(service)
+    first, second = join_proven(service), join_proven(service)
     last = second.lease(blocks=(1,), steps_per_second=100.0)
     first.work(steps_per_second=100.0)
     service.round()
@@ -247,12 +257,13 @@ def test_a_lease_tells_whether_it_is_still_the_workers(service: Service, clock: 
     assert (state.open, state.reason) == (False, "this lease is expired")
 
 
-def test_progress_is_a_sign_of_life_and_moves_no_deadline(service: Service, clock: SetClock):
+def test_heartbeats_without_progress_move_no_deadline(service: Service, clock: SetClock):
     member = join(service)
     lease = member.lease()
-    clock.forward(100)
-    progress(member, lease)
-    assert service.reports.status().workers[0].seconds_since_seen == 0
+    for seconds in (10, 90):
+        clock.forward(seconds)
+        assert progress(member, lease).seconds_left == 120.0 - (clock() - service.run.created)
+        assert service.reports.status().workers[0].seconds_since_seen == 0
     clock.forward(20.5)
     service.leases.expire()
     assert not progress(member, lease).open
@@ -334,7 +345,7 @@ def test_a_wrong_fence_is_refused(service: Service):
 def test_a_worker_that_dies_forever_does_not_keep_the_run_from_its_end(
     service: Service, clock: SetClock
 ):
-    dead, alive = join(service), join(service)
+    dead, alive = join_proven(service), join_proven(service)
     dead.lease(blocks=(1,), steps_per_second=100.0)
     for _ in range(4):
         alive.work(blocks=(0,))
@@ -346,3 +357,171 @@ def test_a_worker_that_dies_forever_does_not_keep_the_run_from_its_end(
     service.round()
     assert isinstance(alive.ask().answer, Finished)
     assert weights_now(service.run, 1).keys() == weights_now(service.run, 0).keys()
+
+
+# What a worker claims, and what it does
+
+EXPLOIT = {"steps_per_second": 99_999.0, "transfer_seconds": 999_999.0}
+
+
+def wait(service: Service, clock: SetClock, seconds: int) -> None:
+    """The coordinator makes its rounds meanwhile."""
+    for _ in range(seconds):
+        clock.forward(1.0)
+        service.leases.expire()
+
+
+def held(service: Service) -> int:
+    with service.run.ledger.read() as tx:
+        return len(tx.leases.held())
+
+
+def test_who_claims_to_be_fast_on_a_slow_line_gets_a_first_lease_with_a_bound(service: Service):
+    lease = join(service).lease(**EXPLOIT)
+    assert lease.steps == 10
+    assert lease.seconds_left == 4 * (30 + 300)
+    crawling = join(service).lease(steps_per_second=1e-9, transfer_seconds=999_999.0)
+    assert crawling.steps == 1
+    assert crawling.seconds_left == 4 * (300 + 300)
+
+
+def test_a_run_finishes_without_whoever_only_asks(service: Service, clock: SetClock):
+    join(service).lease(blocks=(1,), **EXPLOIT)
+    alive = join(service)
+    for _ in range(7):
+        alive.work()
+        service.round()
+    assert isinstance(alive.ask().answer, Wait)
+    for _ in range(13):
+        wait(service, clock, 10)
+        answer = alive.ask().answer  # it is heard of
+    assert isinstance(answer, Lease)
+    assert alive.send(alive.make(answer)).state == "pending"
+    service.round()
+    assert isinstance(alive.ask().answer, Finished)
+
+
+def test_a_fast_worker_gets_full_leases_after_its_first(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, train__steps=4000) as service:
+        member, steps = join(service), []
+        for _ in range(3):
+            lease = member.lease(blocks=(0,), steps_per_second=3.0, transfer_seconds=10.0)
+            clock.forward(10.0 + lease.steps / 3.0)
+            assert member.send(member.make(lease)).state == "pending"
+            service.round()
+            steps.append(lease.steps)
+        assert steps == [10, 90, 90]
+
+
+def test_speed_beyond_what_was_measured_is_not_believed(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, train__steps=4000) as service:
+        member = join(service)
+        lease = member.lease(blocks=(0,), **EXPLOIT)
+        clock.forward(100.0)  # a step in ten seconds; ten times that is believed
+        assert member.send(member.make(lease)).state == "pending"
+        service.round()
+        assert member.lease(blocks=(0,), **EXPLOIT).steps == 30
+
+
+def test_a_coordinator_that_was_restarted_begins_with_first_leases(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, train__steps=4000) as service:
+        member = join_proven(service)
+        assert member.work(blocks=(0,), steps_per_second=3.0).steps == 90
+        service.round()
+        other = replace(member, service=Service(service.run))
+        assert other.work(blocks=(0,), steps_per_second=3.0).steps == 10
+        other.service.round()
+        assert other.lease(blocks=(0,), steps_per_second=3.0).steps == 90
+
+
+def test_the_lease_of_a_silent_worker_expires_before_its_deadline(
+    service: Service, clock: SetClock
+):
+    silent, alive = join(service), join(service)
+    lost, kept = silent.lease(**EXPLOIT), alive.lease(**EXPLOIT)
+    for _ in range(12):
+        wait(service, clock, 10)
+        assert progress(alive, kept).open
+    assert held(service) == 2
+    wait(service, clock, 1)
+    assert held(service) == 1
+    wait(service, clock, 5)
+    assert not progress(silent, lost).open
+    assert progress(alive, kept).open
+    workers = {worker.worker: worker.state for worker in service.reports.status().workers}
+    assert workers[silent.id] != "lost"  # it was heard of since
+
+
+def test_after_a_pause_of_the_coordinator_all_workers_have_time_to_be_heard(
+    service: Service, clock: SetClock
+):
+    """It was suspended, or had no ledger, or was restarted."""
+    member = join(service)
+    lease = member.lease(**EXPLOIT)
+    wait(service, clock, 10)
+    clock.forward(1000.0)
+    wait(service, clock, 100)
+    assert held(service) == 1
+    restarted = Service(service.run)
+    wait(restarted, clock, 100)
+    assert held(service) == 1
+    assert progress(member, lease).open
+    wait(restarted, clock, 121)
+    assert held(service) == 0
+
+
+def test_a_slow_worker_keeps_its_lease_while_it_comes_on(service: Service, clock: SetClock):
+    """It was thought to need 30 seconds, and needs 900."""
+    member = join_proven(service)
+    lease = member.lease(steps_per_second=1.0)
+    assert (lease.steps, lease.seconds_left) == (30, 120)
+    for second in range(0, 900, 10):
+        assert progress(member, lease, steps_done=second // 30).open
+        wait(service, clock, 10)
+    assert member.send(member.make(lease)).state == "pending"
+
+
+def test_a_worker_that_comes_on_no_more_loses_its_lease(service: Service, clock: SetClock):
+    member = join_proven(service)
+    lease = member.lease(steps_per_second=1.0)
+    seconds = 0
+    while progress(member, lease, steps_done=min(29, seconds // 10)).open:
+        wait(service, clock, 10)
+        seconds += 10
+    assert seconds <= 290 + 120 + 10
+
+
+@pytest.mark.parametrize("pace", [10.0, 200.0])
+def test_no_lease_is_extended_for_ever(service: Service, clock: SetClock, pace: float):
+    """Who lies about its steps keeps a lease for 30 usual deadlines at the most; who could not end
+    within that at its own pace is not waited for."""
+    member = join_proven(service)
+    lease = member.lease(steps_per_second=1.0)
+    seconds = 0
+    while progress(member, lease, steps_done=int(30 * (1 - 0.999 ** (seconds / pace)))).open:
+        wait(service, clock, 10)
+        seconds += 10
+    assert seconds <= 3610
+
+
+def test_an_upload_goes_on_while_its_chunks_come_in(service: Service, clock: SetClock):
+    member = join(service)
+    lease = member.lease(blocks=(0,))
+    service.updates.offer(member.caller, member.make(lease).offer)
+    for _ in range(6):
+        wait(service, clock, 110)  # no heartbeat
+        service.leases.chunk_came(member.caller, lease.lease)
+    assert held(service) == 1
+    wait(service, clock, 121)
+    assert held(service) == 0
+    state = progress(member, lease)
+    service.leases.chunk_came(member.caller, lease.lease)
+    assert progress(member, lease) == state
+
+
+def test_only_its_own_worker_keeps_an_upload(service: Service, clock: SetClock):
+    owner, other = join(service), join(service)
+    lease = owner.lease(blocks=(0,))
+    wait(service, clock, 100)
+    service.leases.chunk_came(other.caller, lease.lease)
+    assert progress(owner, lease).seconds_left == 20.0

@@ -15,9 +15,12 @@ from blocktrain.swarm.plan import (
     MERGE_WAIT,
     MILLIONTH,
     QUORUM_LEASES,
+    SLOWEST_LEASES,
     STAY,
     UpdateRefusal,
     choose_block,
+    deadline_after_chunk,
+    deadline_after_steps,
     due_at,
     due_updates,
     expected_at,
@@ -25,11 +28,13 @@ from blocktrain.swarm.plan import (
     is_patient,
     lease_seconds,
     lease_steps,
+    longest_seconds,
     refusal,
     seconds_left,
     soon,
     top_k_down,
     training_seconds,
+    trusted_speed,
     useful_differences,
     wait_seconds,
     weight,
@@ -480,6 +485,7 @@ class Trained:
 
     steps: int = 60
     created: float = NOW - 10.0
+    deadline: float = NOW + 110.0
     expected: float | None = NOW + 20.0
 
 
@@ -519,6 +525,7 @@ def test_no_lease_is_shorter_than_the_work_it_asks_for(
     seconds = lease_seconds(swarm, steps, speed)
     assert seconds >= swarm.shortest_deadline
     expected = steps / speed if speed is not None else swarm.lease_seconds
+    expected = min(expected, SLOWEST_LEASES * swarm.lease_seconds)  # a claim counts no further
     assert seconds >= expected
     assert seconds <= max(swarm.shortest_deadline, swarm.deadline_factor * expected)
 
@@ -650,11 +657,67 @@ def test_what_fell_too_far_behind_is_told_apart_from_what_is_merged():
     assert [item.base_version for item in stale] == [1, 2]
 
 
+def test_a_claim_of_speed_is_believed_as_far_as_it_was_measured():
+    first = SWARM.first_steps / SWARM.lease_seconds
+    assert trusted_speed(SWARM, None, None) is None
+    assert trusted_speed(SWARM, None, 5.0) is None
+    assert trusted_speed(SWARM, 99_999.0, None) == first
+    assert trusted_speed(SWARM, 99_999.0, 0.5) == 5.0
+    assert trusted_speed(SWARM, 0.01, None) == trusted_speed(SWARM, 0.01, 0.5) == 0.01
+
+
+@settings(deadline=None)
+@given(swarms, st.floats(1e-9, 1e9), st.floats(0.0, 1e9), st.integers(1, 1000))
+def test_no_claim_moves_a_deadline_beyond_the_runs_bound(
+    swarm: SwarmConfig, speed: float, transfer: float, steps: int
+):
+    usual = swarm.deadline_factor * swarm.lease_seconds
+    seconds = lease_seconds(swarm, steps, speed, transfer)
+    assert seconds <= max(swarm.shortest_deadline, 20.0 * usual * (1 + 1e-9))
+    assert seconds <= longest_seconds(swarm) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("done", "seconds_left", "deadline"),
+    [
+        (30, 100.0, 100.0),  # there is time
+        (30, 10.0, 80.0),  # it took 20 seconds to come that far
+        (59, 10.0, 80.0),
+        (60, 10.0, 80.0),  # the update is still to be sent
+        (99, 10.0, 80.0),
+    ],
+)
+def test_progress_gives_more_time_where_there_is_little(
+    done: int, seconds_left: float, deadline: float
+):
+    lease = Trained(created=NOW - 200.0, deadline=NOW + seconds_left)
+    assert deadline_after_steps(SWARM, lease, done, NOW - 20.0, NOW) == NOW + deadline
+
+
+def test_a_lease_that_cannot_end_in_time_at_its_pace_gets_no_more_time():
+    lease = Trained(created=NOW - 200.0, deadline=NOW + 10.0)
+    assert longest_seconds(SWARM) == 3600.0
+    assert deadline_after_steps(SWARM, lease, 4, NOW - 20.0, NOW) > lease.deadline
+    assert deadline_after_steps(SWARM, lease, 3, NOW - 20.0, NOW) == lease.deadline
+    old = Trained(created=NOW - 3590.0, deadline=NOW + 5.0)
+    assert deadline_after_steps(SWARM, old, 60, NOW - 20.0, NOW) == NOW + 10.0
+    assert deadline_after_chunk(SWARM, old, NOW - 20.0, NOW) == NOW + 10.0
+
+
+def test_a_chunk_leaves_time_for_the_next():
+    lease = Trained(deadline=NOW + 10.0)
+    assert deadline_after_chunk(SWARM, lease, NOW - 30.0, NOW) == NOW + 120.0
+    assert deadline_after_chunk(SWARM, lease, NOW, NOW) == NOW + SWARM.shortest_deadline
+    later = Trained(deadline=NOW + 70.0)
+    assert deadline_after_chunk(SWARM, later, NOW - 30.0, NOW) == NOW + 70.0
+
+
 def test_a_slow_line_gets_a_later_deadline():
     swarm = SwarmConfig(deadline_factor=4.0, shortest_deadline=1.0, longest_deadline=500.0)
     assert lease_seconds(swarm, 10, 1.0, 30.0) == 160.0
     assert lease_seconds(swarm, 10, 1.0) == 40.0
     assert lease_seconds(swarm, 10, 1.0, 1e5) == 500.0
+    assert lease_seconds(replace(swarm, longest_deadline=1e6), 10, 1.0, 1e5) == 4.0 * (10 + 300)
 
 
 # Differences

@@ -10,6 +10,7 @@ from tests.support.coordinator import (
     Made,
     Member,
     SetClock,
+    Weights,
     commit,
     first_weights,
     join,
@@ -24,7 +25,6 @@ from blocktrain.codec import frames
 from blocktrain.codec.dense import Bf16, Int8
 from blocktrain.codec.sparse import Sparse
 from blocktrain.coordinator.service import Service
-from blocktrain.coordinator.updates import READ_SECONDS
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import (
@@ -305,7 +305,7 @@ def not_finite(weights: dict[str, Any], value: float) -> dict[str, Any]:
         (lambda weights: not_finite(weights, np.nan), "not finite"),
         (lambda weights: not_finite(weights, -np.inf), "not finite"),
         (lambda weights: not_finite(weights, 3e38), "far too large"),
-        (lambda weights: not_finite(weights, 1e5), "10 steps by 1e+03 at most"),
+        (lambda weights: not_finite(weights, 1e5), "tensor 'scale' by 1e+05, 10 steps can"),
         (
             lambda weights: {**weights, "body.weight": weights["body.weight"].reshape(5, 4)},
             "F32[5, 4], not F32[4, 5]",
@@ -563,18 +563,83 @@ def test_an_encoded_update_is_what_its_claim_says(
     assert ("encoded by" in receipt.reason) == (state == "refused")
 
 
-def test_how_large_a_base_is_follows_its_versions(service: Service, member: Member):
-    """Each of these moves its base by 600, less than the 1,000 of a lease; together they move it by
-    far more than that, and none of it is refused."""
-    for _ in range(4):
+# How far training can have moved weights
+
+SMALL_STEPS = {"train__lr": 4e-3, "train__weight_decay": 0.1}
+
+
+def shuffled(weights: Weights) -> Weights:
+    draws = np.random.default_rng(1)
+    return {
+        name: draws.normal(size=tensor.shape).astype(np.float32) * np.float32(np.std(tensor) or 1)
+        for name, tensor in weights.items()
+    }
+
+
+UNTRAINED: dict[str, Callable[[Weights], Weights]] = {
+    "random, as large as the base": shuffled,
+    "negated": lambda weights: {name: -tensor for name, tensor in weights.items()},
+    "zeros": lambda weights: {name: np.zeros_like(tensor) for name, tensor in weights.items()},
+    "one tensor replaced": lambda weights: {**weights, "head.bias": -weights["head.bias"]},
+    "one number replaced": lambda weights: {**weights, "scale": -weights["scale"]},
+}
+
+
+@pytest.mark.parametrize("spoil", UNTRAINED.values(), ids=[*UNTRAINED])
+def test_weights_further_from_their_base_than_training_leads_are_refused(
+    tmp_path: Path, clock: SetClock, spoil: Callable[[Weights], Weights]
+):
+    with running(tmp_path, clock, **SMALL_STEPS) as service:
+        member = join(service)
         lease = member.lease(blocks=(0,))
-        assert member.send(member.make(lease, by=600.0)).state == "pending"
+        receipt = member.send(member.signer.update(lease, spoil(first_weights(0))))
+        assert receipt.state == "refused"
+        assert "it moves tensor" in receipt.reason
+        assert "10 steps can move it by 0.0" in receipt.reason
+        assert block_state(service).to_hand_out == 40
+
+
+def test_weights_as_far_from_their_base_as_training_leads_are_taken(
+    tmp_path: Path, clock: SetClock
+):
+    """Every step as long as it can be, and all in one direction, with the decay on top."""
+    with running(tmp_path, clock, **SMALL_STEPS) as service:
+        member = join(service)
+        for _ in range(4):
+            lease = member.lease(blocks=(0,))
+            base = tensors_of(service.run, lease.base)
+            trained = {
+                name: np.asarray(tensor - 10 * 4e-3 * (np.sign(tensor) + 0.1 * tensor))
+                for name, tensor in base.items()
+            }
+            receipt = member.send(member.signer.update(lease, trained))
+            assert receipt.state == "pending", receipt
+            service.round()
+
+
+def test_an_update_that_changes_nothing_is_taken(tmp_path: Path, clock: SetClock):
+    """At a learning rate of nothing, only what is rounded may differ."""
+    with running(tmp_path, clock, train__lr=0.0) as service:
+        for by, state in ((0.0, "pending"), (1e-5, "pending"), (1e-2, "refused")):
+            member = join(service)
+            lease = member.lease(blocks=(0,))
+            assert member.send(member.make(lease, by=by)).state == state
+
+
+def test_the_base_of_a_lease_is_there_to_compare_with_however_old_it_is(
+    tmp_path: Path, clock: SetClock
+):
+    settings = {"train__steps": 400, "swarm__keep_versions": 1, "swarm__most_stale": 20}
+    with running(tmp_path, clock, **settings) as service:
+        late, other = join(service), join(service)
+        lease, made = late.lease(blocks=(0,)), None
+        for _ in range(6):
+            other.work(blocks=(0,))
+            service.round()
+            made = made or late.make(lease)
+            service.collector.collect()
+        offer(late, made)
+        clock.forward(1e6)  # the lease is over, and what was offered still counts
         service.round()
-
-
-def test_a_base_is_looked_at_again_after_a_while(service: Service, member: Member, clock: SetClock):
-    member.work(blocks=(0,))
-    service.round()
-    clock.forward(READ_SECONDS + 1.0)
-    lease = member.lease(blocks=(0,))
-    assert member.send(member.make(lease, by=1500.0)).state == "refused"
+        service.collector.collect()
+        assert late.send(made).state == "pending"

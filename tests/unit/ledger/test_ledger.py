@@ -15,17 +15,13 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sql
-from alembic import command
-from alembic.autogenerate import compare_metadata
-from alembic.config import Config
-from alembic.migration import MigrationContext
-from blocktrain.ledger.statements import HELD_LEASES
 from tests.support.postgres import fresh_database
 
 from blocktrain.errors import ConfigError, UnreachableError
-from blocktrain.ledger import migrations
+from blocktrain.ledger.leases import Leases
 from blocktrain.ledger.ledger import Ledger
-from blocktrain.ledger.schema import HELD, events, leases, metadata
+from blocktrain.ledger.rows import InviteRow, LeaseRow, RunRow, UpdateRow, WorkerRow
+from blocktrain.ledger.schema import HELD, metadata
 from blocktrain.ledger.transaction import Transaction
 from blocktrain.protocol.messages import Blob, Moved
 from blocktrain.swarm.state import PendingUpdate
@@ -34,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[3]
 NOW = 1_700_000_000.0
 WEIGHTS = Blob(name="a" * 64, size=10)
 OTHERS = Blob(name="b" * 64, size=20)
+INVITE = InviteRow(id="i", secret_hash="h", role="train", uses_left=3, expires=NOW)
 
 _names = (f"lease{os.getpid()}x{number:05}" for number in itertools.count(1))
 
@@ -44,30 +41,37 @@ def ledger(url: str) -> Iterator[Ledger]:
     ledger = Ledger(url)
     with ledger.write() as tx:
         tx.create_run(
-            id="run00001", config="", corpus="{}", token_secret=b"secret",
-            authority_certificate="", authority_key="", created=NOW,
+            RunRow(
+                id="run00001", config="", corpus="{}", token_secret=b"secret",
+                authority_certificate="", authority_key="", created=NOW,
+            )
         )  # fmt: skip
         for block in range(2):
             tx.create_block(block, 600, WEIGHTS, NOW)
         for number in range(8):
             tx.members.add_worker(
-                id=f"w{number}", public_key=f"key {number}", name=f"worker {number}", device="cpu",
-                role="train", joined=NOW + number, seen=NOW,
+                WorkerRow(
+                    id=f"w{number}", public_key=f"key {number}", name=f"worker {number}",
+                    device="cpu", role="train", joined=NOW + number, seen=NOW,
+                )
             )  # fmt: skip
     yield ledger
     ledger.close()
 
 
-def claim(tx: Transaction, most: int, block: int = 0, worker: str = "w0", base: int = 0) -> Any:
-    """A lease of up to so many batches, as a coordinator hands it out."""
+def claim(
+    tx: Transaction, most: int, block: int = 0, worker: str = "w0", base: int = 0
+) -> LeaseRow:
+    """A lease of up to `most` batches, as a coordinator hands it out."""
     tx.blocks.lock()
     first, steps, fence = tx.blocks.take_range(block, most)
-    lease = next(_names)
-    tx.leases.add(
-        id=lease, worker=worker, block=block, base_version=base, first_batch=first, steps=steps,
-        schedule_start=0, schedule_stride=1, fence=fence, deadline=NOW + 60, created=NOW,
+    lease = LeaseRow(
+        id=next(_names), worker=worker, block=block, base_version=base, first_batch=first,
+        steps=steps, schedule_start=0, schedule_stride=1, fence=fence, deadline=NOW + 60,
+        created=NOW,
     )  # fmt: skip
-    return tx.leases.get(lease)
+    tx.leases.add(lease)
+    return lease
 
 
 def taken(tx: Transaction, most: int) -> tuple[int, int]:
@@ -75,15 +79,15 @@ def taken(tx: Transaction, most: int) -> tuple[int, int]:
     return tx.blocks.take_range(0, most)[:2]
 
 
-def submit(tx: Transaction, lease: Any, now: float = NOW) -> PendingUpdate:
+def submit(tx: Transaction, lease: LeaseRow, now: float = NOW) -> PendingUpdate:
     """A lease's update, verified and waiting."""
-    offered = tx.updates.add(
+    update = UpdateRow(
         lease=lease.id, worker=lease.worker, block=lease.block, base_version=lease.base_version,
         steps=lease.steps, offer="{}", signature="", loss=1.0,
-        continues=None,
     )  # fmt: skip
+    tx.updates.add(update)
     assert tx.leases.move(lease.id, "submitted")
-    tx.updates.accept(offered, lease.base_version, 1.0, now)
+    tx.updates.accept(lease.id, lease.base_version, 1.0, now)
     return PendingUpdate(lease.id, lease.worker, lease.base_version, lease.steps, now)
 
 
@@ -271,8 +275,8 @@ def test_leases_are_overdue_after_their_deadline(ledger: Ledger):
 def test_a_difference_and_a_debt_come_with_their_version_or_not_at_all(ledger: Ledger):
     with ledger.write() as tx:
         update = submit(tx, claim(tx, 10))
-        assert tx.publish(0, 0, OTHERS, None, [update], NOW, difference=WEIGHTS, owed=OTHERS)
-        assert not tx.publish(0, 0, OTHERS, None, [update], NOW, difference=OTHERS, owed=WEIGHTS)
+        assert tx.publish(0, 0, OTHERS, None, [update], NOW, delta=WEIGHTS, residual=OTHERS)
+        assert not tx.publish(0, 0, OTHERS, None, [update], NOW, delta=OTHERS, residual=WEIGHTS)
     with ledger.read() as tx:
         assert tx.versions.deltas(0) == {1: WEIGHTS} and tx.versions.deltas(1) == {}
         assert (tx.versions.get(0).residual, tx.versions.get(0, 0).residual) == (OTHERS, None)
@@ -341,7 +345,7 @@ def test_an_update_is_accepted_once(ledger: Ledger):
     with ledger.write() as tx:
         lease = claim(tx, 10)
         submit(tx, lease)
-        tx.updates.accept(tx.updates.get(lease.id), lease.base_version, 0.5, NOW + 1)
+        tx.updates.accept(lease.id, lease.base_version, 0.5, NOW + 1)
         update = tx.updates.get(lease.id)
     assert (update.weight, update.committed) == (1.0, NOW)
 
@@ -497,7 +501,7 @@ def test_block_states_add_up_whatever_happens(ledger: Ledger):
 
 def test_an_invite_has_so_many_uses_however_many_ask_at_once(ledger: Ledger):
     with ledger.write() as tx:
-        tx.members.add_invite(id="i", secret_hash="h", role="train", uses_left=3, expires=NOW)
+        tx.members.add_invite(INVITE)
 
     def use() -> bool:
         with ledger.write() as tx:
@@ -562,7 +566,7 @@ def test_a_run_finishes_once(ledger: Ledger):
 def test_ban_and_revoke_say_whether_there_was_anyone(ledger: Ledger):
     with ledger.write() as tx:
         assert tx.members.ban_worker("w0") and not tx.members.ban_worker("w9")
-        tx.members.add_invite(id="i", secret_hash="h", role="train", uses_left=3, expires=NOW)
+        tx.members.add_invite(INVITE)
         assert tx.members.revoke_invite("i") and not tx.members.revoke_invite("j")
         assert tx.members.worker("w0").banned and tx.members.invite("h").revoked
         assert [worker.id for worker in tx.members.workers()] == [
@@ -599,60 +603,6 @@ def test_a_change_happens_whole_or_not_at_all(ledger: Ledger):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert contents(ledger) == before
-
-
-def test_the_migrations_make_exactly_the_schema(url: str):
-    ledger = Ledger(url)
-    with ledger.engine.connect() as connection:
-        options = {"compare_type": True, "compare_server_default": True}
-        context = MigrationContext.configure(connection, opts=options)
-        assert compare_metadata(context, metadata) == []
-        tables = sql.inspect(connection).get_table_names()
-    assert set(tables) == {*metadata.tables, "alembic_version"}
-    ledger.close()
-
-
-def test_an_update_that_waits_keeps_what_it_continues_when_the_schema_changes(
-    ledger: Ledger, url: str
-):
-    with ledger.write() as tx:
-        first, second = claim(tx, 10), claim(tx, 10)
-        submit(tx, second)
-    config = Config()
-    config.set_main_option("script_location", str(migrations.FOLDER))
-    with ledger.engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.downgrade(config, "0004")
-        chosen = sql.update(leases).where(leases.c.id == second.id)
-        connection.execute(chosen.values(continues=first.id))
-    again = Ledger(url)
-    with again.read() as tx:
-        (waiting,) = tx.blocks.states()[0].pending
-    again.close()
-    assert (waiting.lease, waiting.continues) == (second.id, first.id)
-
-
-def test_events_of_before_can_still_be_read_when_the_schema_changes(ledger: Ledger, url: str):
-    """A lease that ran out was told of by another word."""
-    config = Config()
-    config.set_main_option("script_location", str(migrations.FOLDER))
-    with ledger.engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.downgrade(config, "0008")
-        connection.execute(sql.insert(events).values(time=NOW, kind="expired", block=0, detail=""))
-    again = Ledger(url)
-    with again.read() as tx:
-        assert tx.events.after(0, 10)[-1].kind == "lost"
-    with again.write() as tx:
-        tx.create_block(7, 10, tx.versions.get(0).weights, NOW)
-    again.close()
-
-
-def test_a_ledger_of_a_newer_program_is_told_from_one_that_is_broken(ledger: Ledger, url: str):
-    with ledger.engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
-    with pytest.raises(ConfigError, match="newer blocktrain"):
-        Ledger(url)
 
 
 def test_opening_at_the_same_time_is_fine(url: str):
@@ -708,7 +658,7 @@ def test_postgresql_looks_things_up_while_tables_are_small():
     ledger = Ledger(fresh_database())
     with ledger.engine.connect() as connection:
         connection.exec_driver_sql("ANALYZE")  # it knows that they are empty
-        plan = connection.execute(sql.text(f"EXPLAIN {HELD_LEASES.compile(ledger.engine)}"))
+        plan = connection.execute(sql.text(f"EXPLAIN {Leases.ALL_HELD.compile(ledger.engine)}"))
         steps = " ".join(plan.scalars())
     ledger.close()
     assert "leases_by_" in steps and "Seq Scan" not in steps
@@ -740,7 +690,7 @@ def test_a_password_stays_out_of_messages():
 
 MANY_TRANSACTIONS = """
 import sys
-from tests.unit.storage.test_ledger import NOW, claim, submit
+from tests.unit.ledger.test_ledger import NOW, claim, submit
 from blocktrain.protocol.messages import Blob, Moved
 from blocktrain.ledger.ledger import Ledger
 

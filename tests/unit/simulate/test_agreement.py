@@ -38,8 +38,9 @@ RUN = {
     "swarm__grace_seconds": 4.0,
     "swarm__most_stale": 1,
     "swarm__lease_seconds": 10.0,
-    "swarm__shortest_deadline": 15.0,
-    "swarm__deadline_factor": 1.5,
+    "swarm__shortest_deadline": 8.0,
+    "swarm__deadline_factor": 1.0,
+    "swarm__heartbeat_timeout": 30.0,
 }
 # A merge takes no time, because the real one takes none of the clock's; every block has a
 # coordinator of its own, so that none waits for another's merge.
@@ -91,6 +92,7 @@ class Mirrored(VirtualCoordinator):
         self.real: dict[int, tuple[Member, Lease]] = {}
         self.made: dict[int, Made] = {}
         self.waiting: dict[str, float | None] = {}  # how fast each is
+        self.present: set[str] = set()
 
     def claim(
         self,
@@ -105,6 +107,7 @@ class Mirrored(VirtualCoordinator):
         lease = super().claim(worker, held, steps_per_second, transfer_seconds, now, trained)
         if worker not in self.members:
             self.members[worker] = join(self.service)
+        self.present.add(worker)
         member = self.members[worker]
         answer = member.ask(
             held_block=held,
@@ -136,13 +139,24 @@ class Mirrored(VirtualCoordinator):
         self.move_clock(now)
         super().left(worker, held, now)
         self.waiting.pop(worker, None)
+        self.keep_reporting()
+        self.present.discard(worker)
 
     def progress(self, lease: VirtualLease, steps_done: int, now: float) -> None:
         self.move_clock(now)
         super().progress(lease, steps_done, now)
         member, given = self.real[lease.lease]
         told = LeaseProgress(fence=given.fence, steps_done=steps_done)
-        assert self.service.leases.progress(member.caller, given.lease, told).open
+        state = self.service.leases.progress(member.caller, given.lease, told)
+        assert state.open
+        assert state.seconds_left == lease.deadline - now
+        self.compare()
+
+    def chunk_came(self, lease: VirtualLease, now: float) -> None:
+        self.move_clock(now)
+        super().chunk_came(lease, now)
+        member, given = self.real[lease.lease]
+        self.service.leases.chunk_came(member.caller, given.lease)
         self.compare()
 
     def offer(self, lease: VirtualLease, now: float) -> None:
@@ -214,12 +228,21 @@ class Mirrored(VirtualCoordinator):
         self.clock.now = now
 
     def keep_asking(self, until: float) -> None:
-        """Who waits asks a real coordinator every few seconds, and is known to be there."""
+        """Who waits asks a real coordinator every few seconds, and is known to be there. All others
+        who are there send heartbeats, and the coordinator makes its rounds."""
         asks, attendance = self.clock.now, self.service.leases._attendance
         while asks < until:
+            self.keep_reporting()
+            self.service.leases.expire()
             asks = min(asks + self.swarm.lease_seconds, until)
+            self.clock.now = asks
             for worker, steps_per_second in self.waiting.items():
                 attendance.note(self.members[worker].id, None, steps_per_second, asks)
+
+    def keep_reporting(self) -> None:
+        with self.service.run.ledger.write() as tx:
+            for worker in self.present:
+                tx.members.touch_worker(self.members[worker].id, self.clock.now)
 
     def compare(self) -> None:
         names = {member.id: name for name, member in self.members.items()}
@@ -255,6 +278,20 @@ def test_the_real_coordinator_gives_every_answer_that_was_simulated(
         assert sum(row.fence for row in rows) == report.leases_given
         assert sum(row.leases_met for row in rows) == report.leases_met
         assert sum(row.leases_missed for row in rows) == report.leases_missed
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_both_take_the_leases_of_silent_workers_back_before_their_deadlines(
+    tmp_path: Path, codec: str
+):
+    late = {"swarm__shortest_deadline": 100.0, "swarm__deadline_factor": 4.0}
+    settings = {**RUN, **late, "swarm__codec": codec}
+    clock = SetClock(now=0.0)
+    with running(tmp_path, clock, **settings) as service:
+        scene = scenario(**{**settings, **WORKERS, **LIVES["vanishing"]})
+        report = simulate(scene, Mirrored(scene, service, clock))
+        assert report.finished
+        assert report.leases_missed
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])

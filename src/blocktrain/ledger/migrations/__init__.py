@@ -1,21 +1,28 @@
-"""The ledger's schema, brought up to date when it is opened."""
+"""The ledger's tables: created in a new database, brought up to date in an older one."""
 
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Engine
+from alembic.migration import MigrationContext
+from sqlalchemy import Engine, func, select
+
+from blocktrain.ledger.schema import metadata
 
 FOLDER = Path(__file__).resolve().parent
+LOCK = 726564  # the number names the lock in PostgreSQL and has no other meaning
 
 
-def upgrade(engine: Engine) -> None:
-    """To the newest version; several coordinators may open a ledger at the same time."""
+def create_or_upgrade(engine: Engine) -> None:
+    """Several coordinators may open a ledger at the same time: one does it, the others wait."""
     with engine.begin() as connection:
         if engine.dialect.name == "postgresql":
-            # Held until the transaction ends; the number names this lock and means nothing.
-            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(726564)")
+            connection.execute(select(func.pg_advisory_xact_lock(LOCK)))
         config = Config()
         config.set_main_option("script_location", str(FOLDER).replace("%", "%%"))
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        if MigrationContext.configure(connection).get_current_revision() is None:
+            metadata.create_all(connection, checkfirst=False)
+            command.stamp(config, "head")
+        else:
+            command.upgrade(config, "head")

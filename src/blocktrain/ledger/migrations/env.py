@@ -1,12 +1,8 @@
-"""Alembic's entry point: it runs on the connection `upgrade` hands over."""
+"""Alembic runs this file, on the connection that `create_or_upgrade` passes on."""
 
 from alembic import context
 
-from blocktrain.ledger.schema import metadata
-
 context.configure(
-    connection=context.config.attributes["connection"],
-    target_metadata=metadata,
-    transaction_per_migration=False,
+    connection=context.config.attributes["connection"], transaction_per_migration=False
 )
 context.run_migrations()

@@ -29,4 +29,4 @@ def test_whoever_waits_no_longer_is_forgotten():
         news.next()
         return news
 
-    asyncio.run(leave()).tell()  # to a loop that has ended
+    asyncio.run(leave()).notify()  # to a loop that has ended
