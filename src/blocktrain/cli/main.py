@@ -31,7 +31,11 @@ VERBS = {
     "stage": Verb("serve_commands", "Compute some blocks of a run for a server on another host."),
     "keys": Verb("serve_commands", "Make certificates for a router and its stages."),
     "coordinator": Verb("coordinator_command", "Start a run that other machines can join."),
-    "worker": Verb("worker_command", "Join a run by its invite and train for it.", "left the run"),
+    "worker": Verb(
+        "worker_command",
+        "Join a run by its invite and train for it.",
+        "cannot take part in the run",
+    ),
     "status": Verb(
         "status_command", "Show the blocks and workers of a run.", "cannot show the run"
     ),

@@ -24,7 +24,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise UnreachableError(
-            f"cannot listen on {join_host_port(host, port)}: {error.strerror}"
+            f"cannot listen on {join_host_port(host, port)}: {error.strerror};"
+            " choose another address or port"
         ) from None
     return listener
 
