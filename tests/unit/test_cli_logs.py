@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
@@ -12,17 +11,6 @@ from rich.console import Console
 from blocktrain.cli import logs
 
 log = logging.getLogger("blocktrain.test")
-
-
-@pytest.fixture(autouse=True)
-def _unconfigured() -> Iterator[None]:
-    """Leaves logging as it was."""
-    root, ours = logging.getLogger(), logging.getLogger("blocktrain")
-    before = root.handlers[:], root.level, ours.level
-    yield
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    ours.setLevel(before[2])
 
 
 def lines(captured: pytest.CaptureFixture[str]) -> list[str]:

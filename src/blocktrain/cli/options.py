@@ -92,6 +92,7 @@ def log_options(default_level: str) -> Decorator:
             default=default_level,
             show_default=True,
             envvar=environment.LOG_LEVEL.name,
+            show_envvar=True,
             help="Least severe log lines to write to standard error.",
         )
         @click.option(
@@ -100,6 +101,7 @@ def log_options(default_level: str) -> Decorator:
             default="text",
             show_default=True,
             envvar=environment.LOG_FORMAT.name,
+            show_envvar=True,
             help="Log lines as text, or each as a JSON object.",
         )
         @functools.wraps(command)
