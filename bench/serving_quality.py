@@ -24,8 +24,8 @@ from blocktrain.serve.stage.batch import Row, SlotLimits, Work, started
 from blocktrain.serve.stage.compute import StageCompute
 from blocktrain.serve.stage.served_blocks import Blocks, StoredBlocks
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import Compute
+from blocktrain.train.loading import load_stack
 from blocktrain.vocabulary import BOS, MASK
 
 GRAM = 4

@@ -27,11 +27,11 @@ from blocktrain.config import Config, load_config
 from blocktrain.data.corpus import load_corpus
 from blocktrain.model.stack import CausalStack, Stack
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import resolve
-from blocktrain.train.lockstep import train_in_lockstep
+from blocktrain.train.loading import load_stack
 from blocktrain.train.run_session import open_session
 from contenders import refuse_eager_fallback
+from lockstep import train_in_lockstep
 
 if TYPE_CHECKING:
     from blocktrain.protocol.messages import Status

@@ -105,7 +105,7 @@ class Worker:
             fence=lease.fence,
             block=lease.block,
             base_version=lease.base_version,
-            codec=self.codec,  # type: ignore[arg-type]  # one of CODECS
+            codec=self.codec,
             recipe=update.recipe,
             loss=update.loss,
         )

@@ -20,8 +20,8 @@ from blocktrain.errors import ConfigError
 from blocktrain.numerics.sampling import Sampling
 from blocktrain.serve.router.local import generate
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import resolve
+from blocktrain.train.loading import load_stack
 from blocktrain.train.run_session import open_session
 
 SECONDS = 60.0  # processes that load torch on a busy machine take their time

@@ -17,8 +17,8 @@ from blocktrain.config import load_config
 from blocktrain.numerics.sampling import Sampling
 from blocktrain.serve.router.local import generate
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import resolve
+from blocktrain.train.loading import load_stack
 from blocktrain.train.run_session import open_session
 
 PROMPT = "The module"

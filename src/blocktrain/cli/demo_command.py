@@ -129,13 +129,14 @@ def _wait_until_finished(swarm: "LocalSwarm", console: "Console", stop: Callable
 
 
 def _train_alone(name: str, config: "Config", folder: Path, console: "Console") -> "RunDir":
+    from blocktrain.cli.options import PROGRAM
     from blocktrain.cli.progress import training_progress
     from blocktrain.train.run_session import open_session
 
     console.print(f"[bold]{name}[/bold]")
     session = open_session(config, folder)
     with stop_on_signal() as stop, training_progress("  model", err=console.stderr) as on_progress:
-        if not session.train_side_by_side([0], 1, on_progress, stop):
+        if not session.train_side_by_side([0], 1, on_progress, stop, PROGRAM):
             _exit_stopped(console)
     return session.run
 
@@ -148,9 +149,9 @@ def _exit_stopped(console: "Console") -> None:
 def _score(run: "RunDir") -> dict[str, Any]:
     from blocktrain.data.corpus import load_corpus
     from blocktrain.data.windows import evaluation_windows
-    from blocktrain.train.assemble import load_stack
     from blocktrain.train.device import resolve
     from blocktrain.train.evaluate import evaluate
+    from blocktrain.train.loading import load_stack
 
     stack = load_stack(run, resolve(run.config.train.device, run.config.train.precision))
     window = run.config.model.window
@@ -169,8 +170,8 @@ def _score(run: "RunDir") -> dict[str, Any]:
 def _sample(run: "RunDir") -> str:
     from blocktrain.numerics.sampling import Sampling
     from blocktrain.serve.router.local import generate
-    from blocktrain.train.assemble import load_stack
     from blocktrain.train.device import resolve
+    from blocktrain.train.loading import load_stack
 
     stack = load_stack(run, resolve(run.config.train.device, "fp32"))
     text = bytes(generate(stack, PROMPT.encode(), SAMPLE_BYTES, Sampling(temperature=0.6)))

@@ -1,6 +1,7 @@
 """Options and arguments that several commands share, and how their text becomes a value."""
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
 
+PROGRAM = (sys.executable, "-m", "blocktrain.cli.main")  # starts this command in another process
 PACKAGE = Path(__file__).resolve().parent.parent
 # Inside an installed package, or beside src/ in a checkout.
 PRESET_FOLDERS = (PACKAGE / "presets", PACKAGE.parent.parent / "configs")
@@ -203,6 +205,14 @@ served_readout = click.option(
     show_default=True,
     help="product: of all blocks' predictions; final: the last block's alone. The router and all"
     " its stages need the same.",
+)
+warm_up = click.option(
+    "--warm-up-mb",
+    type=click.FloatRange(0.0, 32.0),
+    default=4.0,
+    show_default=True,
+    help="Most padding sent at once over a new connection between hosts, so that the first large"
+    " messages travel at full speed; 0: none.",
 )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from blocktrain.train.trainer import Progress
+    from blocktrain.train.checkpoints import Progress
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -62,7 +62,7 @@ def train_command(
         click.echo(note, err=True)
     with stop_on_signal() as stop, training_progress("block", as_json=as_json) as on_progress:
         if parallel > 1:
-            done = session.train_side_by_side(chosen, parallel, on_progress, stop)
+            done = session.train_side_by_side(chosen, parallel, on_progress, stop, options.PROGRAM)
         else:
             done = session.train_in_turn(chosen, on_progress, stop)
     if not done:

@@ -206,7 +206,7 @@ class Leases:
             self._reports.remember(held.id, _Report(steps_done, now))
             if before:
                 return plan.deadline_after_steps(swarm, held, steps_done, before.at, now)
-        if held.state == "sending" and self.run.chunks.takes_from_anyone:
+        if held.state == "sending" and self.run.chunks.has_presigned_urls:
             return plan.deadline_after_chunk(swarm, held, now, now)
         return float(held.deadline)
 

@@ -14,8 +14,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from blocktrain.vocabulary import BYTES
-
 CHOICE_STREAM = 2
 KEPT_NOISE = 1 << 12  # places; a draft and its check want the same noise
 
@@ -47,7 +45,7 @@ def picks(
     for scaled_V, row in zip(scaled_RV, sampled, strict=True):
         if samplings[row].filters:
             scaled_V[~kept(scaled_V, samplings[row])] = -np.inf
-    scaled_RV += [noise(samplings[row].seed, positions[row]) for row in sampled]
+    scaled_RV += [noise(samplings[row].seed, positions[row], scaled_RV.shape[1]) for row in sampled]
     greedy_R[sampled] = scaled_RV.argmax(axis=1)
     return greedy_R
 
@@ -73,10 +71,10 @@ def kept(scaled_V: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 
 @lru_cache(KEPT_NOISE)
-def noise(seed: int, position: int) -> np.ndarray:
+def noise(seed: int, position: int, tokens: int) -> np.ndarray:
     """The Gumbel noise of one place in a text."""
     draws = np.random.Generator(np.random.Philox(mixed_seed(seed, position, CHOICE_STREAM)))
-    return draws.gumbel(size=BYTES)
+    return draws.gumbel(size=tokens)
 
 
 def likeliest(log_probs_V: np.ndarray, count: int) -> dict[int, float]:

@@ -6,8 +6,17 @@ storage or torch. Tensors never travel inside a message: they are chunks, named 
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+)
 
+from blocktrain.codec.registry import CODECS
 from blocktrain.errors import ProtocolError
 
 PROTOCOL = 1
@@ -30,7 +39,17 @@ Total = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1, le=2**53)]
 BlockIndex = Annotated[int, Field(ge=0, le=4095)]
 Role = Literal["train", "evaluate"]
-Codec = Literal["none", "bf16", "int8", "sparse"]
+
+
+def _known_codec(name: str) -> str:
+    if name not in CODECS:
+        raise ValueError(f"no codec is named {name!r}")
+    return name
+
+
+Codec = Annotated[
+    str, AfterValidator(_known_codec), WithJsonSchema({"enum": list(CODECS), "type": "string"})
+]
 Split = Literal["train", "valid", "test"]
 WorkerState = Literal["training", "waiting", "away", "lost", "banned"]
 

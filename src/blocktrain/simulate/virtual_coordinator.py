@@ -253,8 +253,7 @@ class VirtualCoordinator:
             self.staleness[block.version - lease.base_version] += 1
             block.merged_batches += lease.steps
         block.author = merged[0] if self._is_the_update(block, merged) else None
-        kept = plan.top_k_down(self.swarm, block, len(merged))
-        block.follow(waiting, share_of(self.swarm.codec, kept))
+        block.follow(waiting, share_of(plan.delta_codec(self.swarm, block, len(merged))))
         block.finishing.clear()
         block.merging = False
         self._unfinished -= block.merged_batches == block.total_batches

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from blocktrain.errors import ProtocolError
+from blocktrain.numerics.quantization import from_bf16
 
 Array = npt.NDArray[Any]
 Buffer = bytes | bytearray | memoryview
@@ -205,7 +206,7 @@ def _dtype_name(name: str, tensor: Array) -> str:
 def _array(spec: TensorSpec, data: memoryview) -> Array:
     flat: Array = np.frombuffer(data[spec.start : spec.end], DTYPES[spec.dtype])
     if spec.dtype == "BF16":
-        flat = (flat.astype(np.uint32) << 16).view(np.float32)
+        flat = from_bf16(flat)
     if spec.dtype == "BOOL" and (flat.view(np.uint8) > 1).any():
         raise ProtocolError(f"tensor {spec.name!r} holds truth values that are neither 0 nor 1")
     return np.require(flat.reshape(spec.shape), requirements="A")

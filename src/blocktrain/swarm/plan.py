@@ -12,13 +12,15 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from blocktrain.codec.frames import top_k_of_final_update
+from blocktrain.codec import registry
+from blocktrain.codec.registry import Codec
 from blocktrain.config import SwarmConfig, TrainConfig
 from blocktrain.swarm.state import BlockView, LeaseView, UpdateView
 
 STAY = 0.25  # of a block: how much more there may be to do elsewhere before a worker moves
 PATIENCE = 0.25  # of a lease's time that a worker spends on its own transfers without moving
 FILLING = 0.1  # of a lease's time: what is left until others end is filled if it is more
+MOST_MERGED = 256  # updates in one merge, which keeps their files open
 QUORUM_LEASES = 2.0  # of a lease's time that the first update waits for a quorum
 SLOWEST_LEASES = 10.0  # of a lease's time: what a worker may claim that training or transfers take
 LONGEST_LEASES = 30.0  # times the deadline of a usual lease: after that none is extended
@@ -326,8 +328,8 @@ def silent_at(swarm: SwarmConfig, heard: float) -> float:
 
 
 def due_updates(block: BlockView[Update], swarm: SwarmConfig, now: float) -> Sequence[Update]:
-    """The updates to merge now; none where it is better to wait."""
-    return block.pending if now >= due_at(block, swarm) else ()
+    """The updates to merge now; none if it is better to wait."""
+    return block.pending[:MOST_MERGED] if now >= due_at(block, swarm) else ()
 
 
 def due_at(block: BlockView[UpdateView], swarm: SwarmConfig) -> float:
@@ -394,12 +396,10 @@ def refusal(
     return None if text_is_its_own else UpdateRefusal.HANDED_OUT_AGAIN
 
 
-def top_k_down(swarm: SwarmConfig, block: BlockView[Any], updates: int) -> int:
-    """Of every 4096 numbers, how many a sparse version's difference keeps: room for all that its
-    updates name, or what the run says. Once all text is handed out, updates are last words."""
-    if block.to_hand_out == 0:
-        return top_k_of_final_update(swarm.top_k_per_4096 * updates)
-    return swarm.top_k_per_4096_down or min(swarm.top_k_per_4096 * updates, 4096)
+def delta_codec(swarm: SwarmConfig, block: BlockView[Any], updates: int) -> Codec | None:
+    """For the delta to a version made of this many updates. Once all text is handed out, updates
+    are the final ones of their workers."""
+    return registry.delta_codec(swarm, updates, final=block.to_hand_out == 0)
 
 
 def most_moved(train: TrainConfig, swarm: SwarmConfig, steps: int, size: float = 0.0) -> float:

@@ -349,7 +349,7 @@ class Agent:
             fence=lease.fence,
             block=lease.block,
             base_version=lease.base_version,
-            codec=self._config.swarm.codec,  # type: ignore[arg-type]  # one of CODECS
+            codec=self._config.swarm.codec,
             recipe=update.recipe,
             loss=update.loss,
         )
@@ -485,7 +485,7 @@ class Agent:
             self._on_event(event)
 
     def _text_bytes(self, steps: int) -> int:
-        return steps * self._config.train.batch * self._config.model.window
+        return steps * self._config.bytes_per_step
 
 
 def _config(toml: str, device: str) -> Config:

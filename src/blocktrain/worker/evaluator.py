@@ -14,13 +14,12 @@ from blocktrain.errors import RefusedError, UnreachableError
 from blocktrain.model.stack import Stack, assemble, new_block
 from blocktrain.protocol.messages import Score, Status
 from blocktrain.storage import tensor_file
-from blocktrain.train.assemble import load_block
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.evaluate import Evaluation, evaluate
+from blocktrain.train.loading import load_block
 from blocktrain.worker.bandwidth import Throttle, TrafficCounter
 from blocktrain.worker.client import Client
 from blocktrain.worker.http import Patience
-from blocktrain.worker.local_block import ReceiveBuffer
 from blocktrain.worker.machine import Kind, WorkerEvent, WorkerSettings, check_role, lock_folder
 from blocktrain.worker.text import CorpusCache
 from blocktrain.worker.transfer import Transfer, open_cache
@@ -132,10 +131,10 @@ class Evaluator:
         return _versions_of(self.client.status(patience))
 
     def _stack(self, config: Config, compute: Compute, status: Status, patience: Patience) -> Stack:
-        blocks, room = [], ReceiveBuffer()
+        blocks = []
         for block in status.blocks:
             module = new_block(config, block.index)
-            data = room.of(block.weights.size)
+            data = memoryview(bytearray(block.weights.size))
             self._versions.read(block.index, block.version, block.weights, patience, data)
             named = f"version {block.version} of block {block.index}"
             load_block(module, tensor_file.decode(data), named)

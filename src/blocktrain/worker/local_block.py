@@ -4,8 +4,6 @@ A cache, nothing more: what cannot be read, or belongs to a block of another sha
 not there.
 """
 
-import mmap
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +13,18 @@ import torch
 from torch import Tensor
 
 from blocktrain import faults
-from blocktrain.codec.frames import codec_named, encode_with_residual, top_k_of_final_update
+from blocktrain.codec.frames import encode_with_residual
+from blocktrain.codec.registry import update_codec
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import DeviceError, DivergedError, ProtocolError
 from blocktrain.files import write_bytes
 from blocktrain.protocol.messages import Blob, Lease, Predecessor, Recipe
 from blocktrain.storage import tensor_file
-from blocktrain.storage.memory import advise, own_memory
 from blocktrain.storage.run_dir import Tensors
-from blocktrain.train.assemble import load_block
 from blocktrain.train.cascade import Published
 from blocktrain.train.device import Compute
+from blocktrain.train.loading import load_block
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.http import Patience
 from blocktrain.worker.residual import ResidualFile
@@ -56,8 +54,6 @@ class MomentsFile:
 
 
 REPORT_EVERY = 10  # steps; a report waits for the device, so not after each where there is one
-# Torch has one generator for all threads: between seeding it and drawing, nobody else may.
-ONE_DRAWS = threading.Lock()
 
 WeightsOf = Callable[[Predecessor], Tensors]
 
@@ -119,8 +115,7 @@ class LeaseTrainer:
         """Train a lease from `base`, or where it is None, from the block as the last lease left
         it. None: stopped before the end, and the block is no longer at any version."""
         try:
-            with ONE_DRAWS:
-                trainer = self._prepared(lease, base, predecessors)
+            trainer = self._prepared(lease, base, predecessors)
             del base  # it may be as large as the block, which has it now
             return self._train(trainer, lease, on_report, should_stop)
         except torch.OutOfMemoryError:
@@ -141,7 +136,6 @@ class LeaseTrainer:
             load_block(trainer.module, base, f"version {lease.base_version} of block {self.block}")
         if published:
             trainer.build_on(published, lease.first_batch + lease.steps)
-        trainer.step = lease.first_batch
         self._trainer = trainer
         return trainer
 
@@ -172,23 +166,26 @@ class LeaseTrainer:
     ) -> Trained | None:
         losses = _Losses()
         every = 1 if self.compute.device.type == "cpu" else REPORT_EVERY
-        trainer.module.train()
-        trainer.take_sums()  # what a lease that was stopped left behind
+        trainer.take_sums()  # drop those of a lease that was stopped
+
+        def after_step(stopping: bool) -> None:
+            faults.reached("step")
+            steps_done = trainer.step - lease.first_batch
+            if steps_done % every == 0 or steps_done == lease.steps:
+                loss, _, counted = trainer.take_sums()
+                losses.add(loss, counted)
+                trainer.refuse_divergence()
+                on_report(LeaseReport(steps_done, losses.mean))
+
+        steps = range(lease.steps)
+        positions = [lease.schedule_start + step * lease.schedule_stride for step in steps]
         try:
-            for step in range(lease.steps):
-                if should_stop():
-                    return None
-                with ONE_DRAWS:
-                    trainer.train_step(lease.schedule_start + step * lease.schedule_stride)
-                faults.reached("step")
-                if (step + 1) % every == 0 or step + 1 == lease.steps:
-                    loss, _, counted = trainer.take_sums()
-                    losses.add(loss, counted)
-                    trainer.refuse_divergence()
-                    on_report(LeaseReport(step + 1, losses.mean))
+            if should_stop() or not trainer.run(
+                lease.first_batch, lease.steps, after_step, should_stop, positions
+            ):
+                return None
         finally:
-            if trainer.predecessors:
-                trainer.predecessors.close()
+            trainer.close()
         if losses.mean is None:
             raise DivergedError(
                 f"block {self.block}: every step from {lease.first_batch} to {trainer.step - 1} had"
@@ -208,22 +205,6 @@ class _Losses:
     @property
     def mean(self) -> float | None:
         return self._sum / self._counted if self._counted else None
-
-
-class ReceiveBuffer:
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-
-    def of(self, size: int) -> memoryview:
-        """So many bytes; whatever was received before is no longer to be relied on."""
-        if self._memory is None or len(self._memory) != max(size, 1):
-            self._memory = own_memory(max(size, 1))
-        return memoryview(self._memory)[:size]
-
-    def rest(self) -> None:
-        """What is in it does not count any more."""
-        if self._memory:
-            advise(self._memory, "MADV_FREE")
 
 
 @dataclass(frozen=True)
@@ -261,7 +242,6 @@ class LocalBlock:
         self.versions = Versions(transfer, scratch, config.swarm.codec, on_astray)
         self._trainer: LeaseTrainer | None = None
         self.stands_at: Blob | None = None
-        self._room = ReceiveBuffer()  # for the versions that leases start from
         self._start: Tensors = {}  # what the lease was trained from, where updates are encoded
         self._learned: LearnedDelta | None = None  # at whose end the block stands
         self.fetch_seconds = 0.0  # what the last download of a base took
@@ -305,8 +285,6 @@ class LocalBlock:
             lease, self._base(lease, patience), weights_of, on_report, should_stop
         )
         self._whole = trained is not None
-        if not self.encodes:  # else what it started from is still needed
-            self._room.rest()
         return trained
 
     def write(self, trained: Trained) -> EncodedUpdate:
@@ -328,9 +306,7 @@ class LocalBlock:
         """News in few bytes, in the cache. With its last words on a block a worker leaves out
         little."""
         swarm, cache = self._config.swarm, self._transfer.cache
-        top_k = swarm.top_k_per_4096
-        numbers = top_k_of_final_update(top_k) if last_words else top_k
-        codec = codec_named(swarm.codec, numbers)
+        codec = update_codec(swarm, final=last_words)
         assert codec is not None, "an update that is not encoded is written"
         news = [learned.news[name] for name in sorted(learned.news)]
         kept = ResidualFile(self._scratch, learned.lease.block)
@@ -357,7 +333,6 @@ class LocalBlock:
 
     def _let_go(self) -> None:
         self._trainer, self.stands_at, self._learned, self._start = None, None, None, {}
-        self._room = ReceiveBuffer()
 
     def _base(self, lease: Lease, patience: Patience) -> Tensors | None:
         """The weights to start from; None where the block is there already. From here on it is at
@@ -369,7 +344,7 @@ class LocalBlock:
         elif lease.base != self.stands_at:
             clock = self._transfer.client.clock
             began = clock.monotonic()
-            data = self._room.of(lease.base.size)
+            data = np.empty(lease.base.size, np.uint8).data
             self.versions.read(lease.block, lease.base_version, lease.base, patience, data)
             base = tensor_file.decode(data)
             if before and lease.continues:  # the base has all this worker did before that lease

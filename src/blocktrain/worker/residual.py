@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from blocktrain.codec.dense import Floats
 from blocktrain.errors import ProtocolError
 from blocktrain.files import UNFINISHED, atomic_write
+from blocktrain.numerics.quantization import Floats
 from blocktrain.storage.tensor_file import header_bytes, parse_header
 
 NAME, ENDING = "residual", ".safetensors"

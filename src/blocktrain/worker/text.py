@@ -17,7 +17,7 @@ import numpy as np
 from blocktrain.config import DataConfig
 from blocktrain.data import hub
 from blocktrain.data.corpus import Bytes, Corpus, cache_dir, load_corpus
-from blocktrain.data.splits import SPLITS
+from blocktrain.data.sources import SPLITS
 from blocktrain.errors import DataError, ProtocolError
 from blocktrain.files import file_sha256
 from blocktrain.protocol.messages import Blob, RunDescription

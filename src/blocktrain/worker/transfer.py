@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import IO, Protocol, TypeVar
 
 import httpx
 import numpy as np
@@ -28,7 +28,7 @@ from blocktrain.errors import (
 )
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Receipt, Recipe, UpdateOffer
 from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks, Opened, name_of
+from blocktrain.storage.chunks import LocalChunks, name_of
 from blocktrain.worker.bandwidth import PresignedUrls, Throttle, TrafficCounter, run_in_parallel
 from blocktrain.worker.client import Client
 from blocktrain.worker.http import PassingError, Patience, exchange, pieces
@@ -38,14 +38,13 @@ LINK_SECONDS = 15.0  # that a place other than the coordinator may fail to answe
 AVOID_SECONDS = 600.0  # that such a place is left alone then
 MOST_ROUNDS = 8  # of sending what is missing and asking again
 
-SPARES = 32  # files of the cache: an update and a version of some 100 MB
 
 Result = TypeVar("Result")
 
 
 def open_cache(folder: Path) -> Blobs:
     """What a worker has of blobs: not worth waiting for a disk, and changed with every version."""
-    return Blobs(LocalChunks(folder, sync=False, spares=SPARES))
+    return Blobs(LocalChunks(folder, sync=False))
 
 
 class Sink(Protocol):
@@ -295,7 +294,7 @@ class Transfer:
 
         return self.client.send_whole(offer, len(chunk), data, patience)
 
-    def _flow(self, file: Opened, patience: Patience) -> Iterator[bytes]:
+    def _flow(self, file: IO[bytes], patience: Patience) -> Iterator[bytes]:
         while piece := file.read(self.throttle.piece):
             _refuse_unwanted(patience)
             self.throttle.take(len(piece))
@@ -374,7 +373,10 @@ class _IntoMemory:
         room = self.room(self._places[name][0], CHUNK_BYTES)
         file, size = self._chunks.open(name)
         with file:
-            good = size == len(room) == file.readinto(room) and name_of(room) == name
+            good = size == len(room)
+            if good:
+                room[:] = file.read()
+                good = name_of(room) == name
         if good:
             self._copy(name)
         else:

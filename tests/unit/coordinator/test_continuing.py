@@ -19,7 +19,9 @@ from tests.support.coordinator import (
 )
 from tests.support.frugal import KEPT, block_weights, frugal
 
-from blocktrain.codec.frames import codec_named, encode, top_k_of_final_update
+from blocktrain.codec.dense import Bf16
+from blocktrain.codec.frames import encode
+from blocktrain.codec.sparse import FINAL_UPDATE, Sparse
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import Finished, Lease, LeaseProgress, Wait
 from blocktrain.swarm.plan import (
@@ -48,9 +50,7 @@ def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
 
 def learned(member: Member, lease: Lease, by: float) -> str:
     """Send an update in which every number has grown; what became of it."""
-    coder = codec_named("bf16")
-    assert coder is not None
-    data = b"".join(encode(np.full(NUMBERS, by, np.float32), coder))
+    data = b"".join(encode(np.full(NUMBERS, by, np.float32), Bf16()))
     return member.send(member.signer.update_of_bytes(lease, data, codec="bf16")).state
 
 
@@ -205,8 +205,7 @@ def test_last_words_are_taken_while_others_go_on_with_the_block(tmp_path: Path, 
     with frugal(tmp_path, clock) as service:
         member = join(service)
         lease = member.lease(blocks=(0,), **STEPS)
-        coder = codec_named("sparse", top_k_of_final_update(KEPT))
-        assert coder is not None
+        coder = Sparse(FINAL_UPDATE * KEPT)
         data = b"".join(encode(block_weights(1)["w"], coder))
         made = member.signer.update_of_bytes(lease, data, codec="sparse")
         assert member.send(made).state == "pending"
@@ -221,8 +220,7 @@ def test_a_last_version_owes_nothing(tmp_path: Path, clock: SetClock):
         "swarm__quorum": 1,
         "train__steps": 8,
     }
-    coder = codec_named("sparse", 16)
-    assert coder is not None
+    coder = Sparse(16)
     with running(tmp_path, clock, **settings) as service:
         member, total = join(service), np.zeros(NUMBERS)
         for number in range(8):

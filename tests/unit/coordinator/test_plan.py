@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blocktrain.codec.sparse import Sparse
 from blocktrain.config import SwarmConfig
 from blocktrain.swarm.plan import (
     FILLING,
@@ -21,6 +22,7 @@ from blocktrain.swarm.plan import (
     choose_block,
     deadline_after_chunk,
     deadline_after_steps,
+    delta_codec,
     due_at,
     due_updates,
     expected_at,
@@ -32,7 +34,6 @@ from blocktrain.swarm.plan import (
     refusal,
     seconds_left,
     soon,
-    top_k_down,
     training_seconds,
     trusted_speed,
     useful_differences,
@@ -730,10 +731,10 @@ def test_a_slow_line_gets_a_later_deadline():
 def test_a_version_has_room_for_all_its_updates_unless_the_run_says_otherwise(
     kept: int, down: int, updates: int, expected: int
 ):
-    swarm = SwarmConfig(top_k_per_4096=kept, top_k_per_4096_down=down)
-    assert top_k_down(swarm, block(), updates) == expected
-    all_out = block(next_batch=100)  # what comes now are last words
-    assert top_k_down(swarm, all_out, updates) == min(16 * kept * updates, 4096)
+    swarm = SwarmConfig(codec="sparse", top_k_per_4096=kept, top_k_per_4096_down=down)
+    assert delta_codec(swarm, block(), updates) == Sparse(expected)
+    all_out = block(next_batch=100)  # the updates that are left are final ones
+    assert delta_codec(swarm, all_out, updates) == Sparse(min(16 * kept * updates, 4096))
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 300))

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from blocktrain.errors import ProtocolError
-from blocktrain.serve.ring.wire import KINDS, LEAST_SCALE, STEPS, arrays_of, pack, unpack
+from blocktrain.numerics.quantization import LEAST_SCALE, STEPS
+from blocktrain.serve.ring.wire import KINDS, arrays_of, pack, unpack
 
 SHAPES = arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=6)
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -9,7 +9,8 @@ from tests.support.coordinator import INVITE_SECONDS, Made, Member, SetClock, Si
 from tests.support.frugal import NUMBERS, frugal, send_learned
 from tests.support.worker_side import KEY, Eager, impatient
 
-from blocktrain.codec.frames import codec_named, encode
+from blocktrain.codec.frames import encode
+from blocktrain.codec.sparse import Sparse
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import UnreachableError
 from blocktrain.protocol.invite import Invite
@@ -47,9 +48,7 @@ def member(service: Service, client: Client) -> Member:
 
 
 def made(member: Member, lease: Lease) -> Made:
-    codec = codec_named("sparse", 32)
-    assert codec is not None
-    data = b"".join(encode(np.ones(NUMBERS, np.float32), codec))
+    data = b"".join(encode(np.ones(NUMBERS, np.float32), Sparse(32)))
     return member.signer.update_of_bytes(lease, data, codec="sparse")
 
 

@@ -17,7 +17,7 @@ from blocktrain.errors import RefusedError
 from blocktrain.protocol.messages import Blob, Downloaded, Finished, Lease, LeaseAnswer, Receipt
 from blocktrain.storage import tensor_file
 from blocktrain.storage.run_dir import Tensors
-from blocktrain.train.assemble import load_block
+from blocktrain.train.loading import load_block
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client
 from blocktrain.worker.local_block import LeaseTrainer, Trained
@@ -38,7 +38,8 @@ class LastWords(Script):
 def learned(script: Script, number: int, like: Tensors) -> np.ndarray:
     data = b"".join(script.server.chunks[name] for name in script.claims[number].recipe.chunks)
     count = sum(array.size for array in like.values())
-    return UpdateDecoder(lambda at, size: data[at : at + size], len(data), count).numbers(0, count)
+    decoder = UpdateDecoder(lambda at, size: data[at : at + size], len(data), count)
+    return np.concatenate(list(decoder.frames()))
 
 
 def row(weights: Tensors) -> np.ndarray:

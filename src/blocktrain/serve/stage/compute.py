@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import Config
 from blocktrain.errors import CacheFullError, ProtocolError
-from blocktrain.model.block import target_table
+from blocktrain.model.block import layer_class, run_targets
 from blocktrain.model.cache import BlockCache, SlotCache
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock
@@ -60,7 +60,7 @@ class Unit(Protocol):
 
 def new_unit(config: Config, index: int, block: nn.Module, device: torch.device) -> Unit:
     if config.kind.denoises:
-        table = target_table(config.train.seed, config.objective.target_dim).to(device)
+        table = run_targets(config, device)
         typed = cast("DenoisingBlock", block)
         return DenoisingUnit(Descent.of(config, index, typed, table))
     return CausalUnit(cast("CausalBlock", block))
@@ -148,12 +148,13 @@ class StageCompute:
             for index, module in zip(blocks, modules, strict=True)
         ]
         shapes = [shape(config, block) for block in blocks]
-        slot_bytes = SlotCache.slot_bytes(config.model, shapes, compute.dtype)
+        window, layer = config.model.window, layer_class(config.model).cache_shape(config.model)
+        slot_bytes = SlotCache.slot_bytes(window, layer, shapes, compute.dtype)
         most = min(limits.requests, limits.cache_bytes // slot_bytes)
         if not most:
             raise CacheFullError(f"one request alone needs {slot_bytes} bytes of cache")
         self._tenants = SlotTable(most, limits.idle_seconds)
-        self._cache = SlotCache(config.model, shapes, compute.device, compute.dtype)
+        self._cache = SlotCache(window, layer, shapes, compute.device, compute.dtype)
 
     @classmethod
     def load(

@@ -11,8 +11,8 @@ from torch import nn
 
 from blocktrain.config import Config, stored_values
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_stored_block
 from blocktrain.train.device import Compute
+from blocktrain.train.loading import load_stored_block
 
 
 def of_settings(config: Config) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.lockstep import Board, train_in_lockstep
 from tests.support.models import untrained_stack
 from tests.support.training import CPU, assert_equal, quiet, weights_of
 from torch import Tensor
@@ -17,12 +18,12 @@ from blocktrain.data.windows import evaluation_windows
 from blocktrain.errors import ConfigError
 from blocktrain.model.stack import assemble
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_stack
 from blocktrain.train.cascade import PublishedRun
+from blocktrain.train.checkpoints import Progress
 from blocktrain.train.evaluate import evaluate
-from blocktrain.train.lockstep import Board, train_in_lockstep
+from blocktrain.train.loading import load_stack
 from blocktrain.train.optimizer import learning_rate
-from blocktrain.train.trainer import BlockTrainer, Progress
+from blocktrain.train.trainer import BlockTrainer
 
 
 @pytest.fixture
@@ -142,9 +143,9 @@ class Watch:
             self.began[trainer.block] = trainer.step
             return train(trainer, *arguments, **named)
 
-        def watched_step(trainer: BlockTrainer) -> None:
+        def watched_step(trainer: BlockTrainer, position: int | None = None) -> None:
             at = trainer.block, trainer.step
-            train_step(trainer)
+            train_step(trainer, position)
             if trainer.predecessors:
                 self.seen[at] = list(trainer.predecessors.versions)
                 self.published[at] = [self.began[block] for block in range(trainer.block)]

@@ -96,9 +96,7 @@ def linear_weights(config: Config, count: int) -> dict[str, torch.Size]:
     return {
         f"trunks.{block}.{name}": module.weight.shape
         for block in range(count)
-        for name, module in Trunk(
-            config.model, config.depths[block], reads_bytes=block == 0
-        ).named_modules()
+        for name, module in Trunk(config, block).named_modules()
         if isinstance(module, Linear)
     }
 
@@ -148,7 +146,7 @@ def test_tails_and_heads_are_not_held(deep: Config, frozen: str):
 
 def test_bf16_holds_the_trunks_weights_and_no_others(deep: Config):
     prefix = Prefix(deep, 2, CPU)
-    trunks = [Trunk(deep.model, deep.depths[k], reads_bytes=k == 0) for k in range(2)]
+    trunks = [Trunk(deep, k) for k in range(2)]
     assert sum(p.numel() for p in prefix.parameters()) == sum(
         p.numel() for trunk in trunks for p in trunk.parameters()
     )

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from blocktrain.codec import frames as codecs
 from blocktrain.codec.dense import Bf16, Int8
-from blocktrain.codec.frames import Codec
+from blocktrain.codec.registry import Codec
 from blocktrain.codec.sparse import Sparse
 from blocktrain.errors import ProtocolError
-from blocktrain.numerics.merge import Outer
+from blocktrain.numerics.merge import MergeRule
 from blocktrain.protocol.messages import Blob
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
@@ -25,7 +25,7 @@ from blocktrain.storage.tensor_file import decode, encode
 Floats = npt.NDArray[np.float32]
 Shapes = Mapping[str, tuple[int, ...]]
 
-PLAIN = Outer(1.0, 0.0)
+PLAIN = MergeRule(1.0, 0.0)
 SMALL = {"bias": (7,), "empty": (0, 3), "scale": (), "weight": (30, 50)}
 LARGE = {"a": (3,), "b": (2100, 1001), "c": (3, 800, 900), "d": (1,)}  # two borders of chunks
 
@@ -57,8 +57,8 @@ def learned(blobs: Blobs, name: str, size: int, codec: Codec, weight: float = 1.
 def next_version(
     blobs: Blobs, base: Blob, updates: list[MergeInput], codec: Codec, last: Merged | None
 ) -> Merged:
-    velocity, owed = (last.velocity, last.owed) if last else (None, None)
-    outer = Outer(0.7, 0.5) if len(updates) > 1 else PLAIN
+    velocity, owed = (last.velocity, last.residual) if last else (None, None)
+    outer = MergeRule(0.7, 0.5) if len(updates) > 1 else PLAIN
     return merge_blobs(blobs, base, updates, velocity, outer, Compression(codec, owed))
 
 
@@ -71,8 +71,8 @@ def test_differences_lead_to_the_very_version(blobs: Blobs, codec: Codec, shapes
     for number in range(2):
         updates = [learned(blobs, f"{number}{who}", size, codec) for who in "ab"]
         last = next_version(blobs, base, updates, codec, last)
-        assert last.difference is not None
-        differences.append(last.difference)
+        assert last.delta is not None
+        differences.append(last.delta)
         base = last.weights
     assert follow_blobs(blobs, first, differences) == base
     assert follow_blobs(blobs, first, []) == first
@@ -92,9 +92,9 @@ def test_every_later_version_is_reached_from_every_earlier_one(
     for number, count in enumerate(counts):
         updates = [learned(blobs, f"{number}{who}", 1508, codec, 1.0 + who) for who in range(count)]
         last = next_version(blobs, versions[-1], updates, codec, last)
-        assert last.difference is not None
+        assert last.delta is not None
         versions.append(last.weights)
-        differences.append(last.difference)
+        differences.append(last.delta)
     start = data.draw(st.integers(0, len(differences)))
     end = data.draw(st.integers(start, len(differences)))
     assert follow_blobs(blobs, versions[start], differences[start:end]) == versions[end]
@@ -107,8 +107,8 @@ def test_a_lone_update_goes_down_as_it_came_up(blobs: Blobs, codec: Codec):
     merged = next_version(blobs, base, [update], codec, None)
     assert merged.weights == merge_blobs(blobs, base, [update], None, PLAIN).weights
     if isinstance(codec, Sparse):
-        assert merged.difference == update.end
-    assert np.abs(numbers_of(blobs, merged.owed)).max() < 1e-6  # what rounding left
+        assert merged.delta == update.end
+    assert np.abs(numbers_of(blobs, merged.residual)).max() < 1e-6  # what rounding left
 
 
 def test_what_a_version_leaves_out_comes_with_the_next(blobs: Blobs):
@@ -126,7 +126,7 @@ def test_what_a_version_leaves_out_comes_with_the_next(blobs: Blobs):
     )
     for _ in range(5):
         last = merge_blobs(
-            blobs, last.weights, [nothing], None, PLAIN, Compression(codec, last.owed)
+            blobs, last.weights, [nothing], None, PLAIN, Compression(codec, last.residual)
         )
     assert np.abs(numbers_of(blobs, last.weights) - goal).max() < far / 100
 
@@ -149,7 +149,7 @@ def test_equal_updates_are_one_update(blobs: Blobs):
     ]
     alone = merge_blobs(blobs, base, [one], None, PLAIN, Compression(codec, None))
     together = merge_blobs(blobs, base, twins, None, PLAIN, Compression(codec, None))
-    assert together.weights == alone.weights and together.difference == alone.difference
+    assert together.weights == alone.weights and together.delta == alone.delta
 
 
 def test_a_difference_of_another_count_is_refused(blobs: Blobs):
@@ -169,9 +169,9 @@ def test_memory_does_not_grow_with_files_or_differences(blobs: Blobs):
     try:
         merged = merge_blobs(blobs, base, [update], None, PLAIN, compression)
         assert tracemalloc.get_traced_memory()[1] < 75e6
-        assert merged.difference is not None
+        assert merged.delta is not None
         tracemalloc.reset_peak()
-        follow_blobs(blobs, base, [merged.difference] * AT_ONCE)
+        follow_blobs(blobs, base, [merged.delta] * AT_ONCE)
         assert tracemalloc.get_traced_memory()[1] < 75e6
     finally:
         tracemalloc.stop()

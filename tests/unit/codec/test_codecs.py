@@ -9,19 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blocktrain.codec.dense import LARGEST_SCALE, LEAST_SCALE, Bf16, Int8
+from blocktrain.codec.dense import LARGEST_SCALE, Bf16, Int8
 from blocktrain.codec.frames import (
     FRAME_NUMBERS,
-    NAMES,
-    Codec,
     UpdateDecoder,
-    codec_named,
     encode,
     encode_with_residual,
     largest_encoded_size,
 )
+from blocktrain.codec.registry import (
+    CODECS,
+    REGISTRY,
+    Codec,
+    codec_named,
+    codec_of,
+    delta_codec,
+    update_codec,
+)
 from blocktrain.codec.sparse import Sparse
+from blocktrain.config import SwarmConfig
 from blocktrain.errors import ConfigError, ProtocolError
+from blocktrain.numerics.quantization import LEAST_SCALE
 
 Floats = npt.NDArray[np.float32]
 
@@ -148,7 +156,7 @@ def test_sparse_keeps_the_largest_of_every_chunk_and_nothing_else(numbers: Float
         kept = np.flatnonzero(there)
         left_out = np.delete(np.abs(chunk), kept)
         representable = np.count_nonzero(np.abs(chunk) > 2.0**-120)
-        assert min(codec.kept, representable) <= kept.size <= codec.kept
+        assert min(codec.top_k, representable) <= kept.size <= codec.top_k
         np.testing.assert_array_equal(np.sign(there[kept]), np.sign(chunk[kept]))
         if kept.size and left_out.size:
             assert np.abs(chunk[kept]).min() >= left_out.max()
@@ -243,7 +251,7 @@ def test_an_encoding_is_this_many_times_smaller(codec: Codec, kind: str, ratio: 
 
 
 def test_zeros_cost_next_to_nothing():
-    assert len(encoded(np.zeros(FRAME_NUMBERS, np.float32), Sparse())) < 100
+    assert len(encoded(np.zeros(FRAME_NUMBERS, np.float32), Sparse(64))) < 100
 
 
 @pytest.mark.parametrize("codec", ALL)
@@ -263,7 +271,7 @@ def test_only_float32_is_encoded():
 def test_a_long_array_is_encoded_in_the_memory_of_a_frame():
     part = make("normal", 100_000, 0)
     tracemalloc.start()
-    for codec in (Bf16(), Int8(), Sparse()):
+    for codec in (Bf16(), Int8(), Sparse(64)):
         for _ in encode((part for _ in range(20)), codec):
             pass
     peak = tracemalloc.get_traced_memory()[1]
@@ -272,10 +280,31 @@ def test_a_long_array_is_encoded_in_the_memory_of_a_frame():
 
 
 def test_every_name_has_its_codec():
-    found = {name: codec_named(name, kept=7) for name in NAMES}
+    found = {name: update_codec(SwarmConfig(codec=name, top_k_per_4096=7)) for name in CODECS}
     assert found == {"none": None, "bf16": Bf16(), "int8": Int8(), "sparse": Sparse(7)}
+    assert {name: codec.name for name, codec in REGISTRY.items()} == {n: n for n in REGISTRY}
+    assert len({codec.code for codec in REGISTRY.values()}) == len(REGISTRY)
     with pytest.raises(ConfigError, match="bf16, int8"):
         codec_named("zip")
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_a_codec_is_found_again_by_what_a_file_says(name: str):
+    settings = SwarmConfig(codec=name)
+    for codec in (update_codec(settings, final=True), delta_codec(settings, 3)):
+        assert codec is not None and codec_of(codec.code, codec.parameter) == codec
+
+
+def test_how_many_numbers_sparse_sends():
+    settings = SwarmConfig(codec="sparse", top_k_per_4096=100)
+    assert update_codec(settings) == Sparse(100)
+    assert update_codec(settings, final=True) == Sparse(1600)
+    assert delta_codec(settings, 3) == Sparse(300)
+    assert delta_codec(settings, 2, final=True) == Sparse(3200)
+    assert delta_codec(settings, 50) == delta_codec(settings, 3, final=True) == Sparse(4096)
+    limited = SwarmConfig(codec="sparse", top_k_per_4096=100, top_k_per_4096_down=250)
+    assert delta_codec(limited, 3) == Sparse(250)
+    assert delta_codec(limited, 2, final=True) == Sparse(3200)
 
 
 @pytest.mark.parametrize("kept", [0, -1, 4097])

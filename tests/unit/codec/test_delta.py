@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from blocktrain.codec.delta import apply_delta, encode_delta
 from blocktrain.codec.dense import Bf16, Int8
-from blocktrain.codec.frames import Codec
+from blocktrain.codec.registry import Codec
 from blocktrain.codec.sparse import Sparse
 from blocktrain.errors import DivergedError
 
@@ -31,8 +31,8 @@ def test_whoever_follows_arrives_at_the_same_bits(codec: Codec, size: int, seed:
     current = numbers(seed, size, 1.0)
     target = current + numbers(seed + 1, size, scale).astype(np.float64)
     frame = encode_delta(current, target, codec)
-    decoded = codec.decode(frame.difference, size)
-    assert apply_delta(current, decoded).tobytes() == frame.following.tobytes()
+    decoded = codec.decode(frame.encoded, size)
+    assert apply_delta(current, decoded).tobytes() == frame.weights.tobytes()
 
 
 @FEW
@@ -41,8 +41,8 @@ def test_what_is_owed_is_all_that_is_missing(codec: Codec, size: int, seed: int)
     current = numbers(seed, size, 1.0)
     target = current + numbers(seed + 1, size, 1e-3).astype(np.float64)
     frame = encode_delta(current, target, codec)
-    reached = frame.following.astype(np.float64) + frame.owed
-    assert (np.abs(reached - target) <= 1e-7 * np.abs(frame.owed) + 1e-40).all()
+    reached = frame.weights.astype(np.float64) + frame.residual
+    assert (np.abs(reached - target) <= 1e-7 * np.abs(frame.residual) + 1e-40).all()
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -52,7 +52,7 @@ def test_debts_are_paid_though_each_step_is_small(codec: Codec):
     step = numbers(0, 5000, 1e-6).astype(np.float64)
     for _ in range(2000 if isinstance(codec, Sparse) else 200):
         frame = encode_delta(current, current + step + owed, codec)
-        current, owed = frame.following, frame.owed
+        current, owed = frame.weights, frame.residual
         step *= 0.9
     goal = 1.0 + numbers(0, 5000, 1e-6).astype(np.float64) * 10.0
     np.testing.assert_allclose(current.astype(np.float64) + owed, goal, atol=3e-9)
@@ -65,7 +65,7 @@ def test_what_the_codec_can_say_is_said_whole(codec: Codec, size: int, seed: int
     """A lone update that came in by the same codec goes out again without a loss."""
     current = numbers(seed, size, 0.1)
     update = codec.decode(codec.encode(numbers(seed + 1, size, 1e-3)), size)
-    reached = encode_delta(current, current + update.astype(np.float64), codec).following
+    reached = encode_delta(current, current + update.astype(np.float64), codec).weights
     if isinstance(codec, Int8):  # a group's scale may be rounded once more
         np.testing.assert_allclose(reached, current + update, atol=np.abs(update).max() / 127)
     else:
@@ -78,9 +78,9 @@ def test_what_rounding_left_takes_nobody_s_place():
     step = np.zeros(4096)
     step[::64] = np.where(np.arange(64) % 3, 0.5, -0.125)
     frame = encode_delta(current, current + step + dust, Sparse(256))
-    assert np.array_equal(Sparse(256).decode(frame.difference, 4096), step)
-    assert len(frame.difference) <= len(Sparse(64).encode(step.astype(np.float32)))
-    np.testing.assert_allclose(frame.owed[1::64], 1e-12, rtol=1e-3)
+    assert np.array_equal(Sparse(256).decode(frame.encoded, 4096), step)
+    assert len(frame.encoded) <= len(Sparse(64).encode(step.astype(np.float32)))
+    np.testing.assert_allclose(frame.residual[1::64], 1e-12, rtol=1e-3)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e39])

@@ -1,4 +1,6 @@
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,24 +10,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from blocktrain.config import SwarmConfig
 from blocktrain.errors import ConfigError, DivergedError
-from blocktrain.numerics.merge import Contribution, Outer, WeightedMean, merge_tensor
+from blocktrain.numerics.merge import Contribution, MergeRule, finite_floats, merge_rule
 
 Floats = npt.NDArray[np.float32]
 
 FEW = settings(max_examples=40)
-PLAIN = Outer(1.0, 0.0)
-DILOCO = Outer(0.7, 0.9)
+PLAIN = MergeRule(1.0, 0.0)
+DILOCO = MergeRule(0.7, 0.9)
 SHAPE = (3, 4)
 
 values = st.floats(-(2.0**100), 2.0**100, width=32)
 tensors = arrays.arrays(np.float32, SHAPE, elements=values)
 weights = st.floats(1e-3, 1e12)
-outers = st.builds(Outer, st.floats(0.01, 2.0) | st.just(1.0), st.floats(0, 0.99) | st.just(0.0))
+rules = st.builds(MergeRule, st.floats(0.01, 2.0) | st.just(1.0), st.floats(0, 0.99) | st.just(0.0))
 
 
 def tensor(seed: int, shape: tuple[int, ...] = SHAPE) -> Floats:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def merge_tensor(
+    current: Floats, updates: list[Contribution], velocity: Floats | None, rule: MergeRule
+) -> tuple[Floats, Floats | None]:
+    target, next_velocity = rule.combine(current, updates, velocity)
+    return finite_floats(target), next_velocity
 
 
 def same_bits(a: Floats | None, b: Floats | None) -> bool:
@@ -57,15 +67,15 @@ def test_the_sign_of_a_zero_stays():
 
 
 @FEW
-@given(st.permutations(range(5)), outers)
-def test_the_order_of_updates_does_not_matter(order: list[int], outer: Outer):
+@given(st.permutations(range(5)), rules)
+def test_the_order_of_updates_does_not_matter(order: list[int], rule: MergeRule):
     current, velocity = tensor(100), tensor(101)
     updates = [
         Contribution(f"u{i}", tensor(i), 10.0 ** (i - 2), tensor(i + 50) if i % 2 else None)
         for i in range(5)
     ]
-    expected = merge_tensor(current, updates, velocity, outer)
-    found = merge_tensor(current, [updates[i] for i in order], velocity, outer)
+    expected = merge_tensor(current, updates, velocity, rule)
+    found = merge_tensor(current, [updates[i] for i in order], velocity, rule)
     assert same_bits(found[0], expected[0])
     assert (found[1] is None and expected[1] is None) or same_bits(found[1], expected[1])
 
@@ -92,7 +102,7 @@ def test_a_weight_of_two_is_two_updates_of_one():
 
 
 def test_the_outer_step_is_torchs_nesterov():
-    outer = Outer(0.7, 0.9)
+    rule = MergeRule(0.7, 0.9)
     current, velocity = tensor(0), None
     parameter = torch.nn.Parameter(torch.tensor(current, dtype=torch.float64))
     reference = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
@@ -102,23 +112,23 @@ def test_the_outer_step_is_torchs_nesterov():
         parameter.grad = parameter.detach() - mean
         reference.step()
         updates = [Contribution("a", ends[0], 1.0), Contribution("b", ends[1], 3.0)]
-        current, velocity = merge_tensor(current, updates, velocity, outer)
+        current, velocity = merge_tensor(current, updates, velocity, rule)
         np.testing.assert_allclose(current, parameter.detach().numpy(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_rate_under_one_goes_part_of_the_way():
     current, end = tensor(0), tensor(1)
-    new, _ = merge_tensor(current, [Contribution("a", end, 1.0)], None, Outer(0.25, 0.0))
+    new, _ = merge_tensor(current, [Contribution("a", end, 1.0)], None, MergeRule(0.25, 0.0))
     np.testing.assert_allclose(new, current + 0.25 * (end - current), rtol=1e-6, atol=1e-6)
 
 
 @FEW
-@given(tensors, tensors, tensors, outers)
+@given(tensors, tensors, tensors, rules)
 def test_a_late_update_that_started_here_is_a_fresh_one(
-    current: Floats, end: Floats, velocity: Floats, outer: Outer
+    current: Floats, end: Floats, velocity: Floats, rule: MergeRule
 ):
-    late = merge_tensor(current, [Contribution("a", end, 2.0, current.copy())], velocity, outer)
-    fresh = merge_tensor(current, [Contribution("a", end, 2.0)], velocity, outer)
+    late = merge_tensor(current, [Contribution("a", end, 2.0, current.copy())], velocity, rule)
+    fresh = merge_tensor(current, [Contribution("a", end, 2.0)], velocity, rule)
     assert same_bits(late[0], fresh[0])
 
 
@@ -130,16 +140,16 @@ def test_a_late_update_adds_what_it_learned():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(
-    ("outer", "where"),
-    [(outer, where) for outer in (PLAIN, DILOCO) for where in ("current", "end", "start")]
+    ("rule", "where"),
+    [(rule, where) for rule in (PLAIN, DILOCO) for where in ("current", "end", "start")]
     + [(DILOCO, "velocity")],
 )
-def test_what_is_not_finite_is_refused(outer: Outer, bad: float, where: str):
+def test_what_is_not_finite_is_refused(rule: MergeRule, bad: float, where: str):
     parts = {name: tensor(i) for i, name in enumerate(["current", "end", "start", "velocity"])}
     parts[where][1, 2] = bad
     update = Contribution("a", parts["end"], 1.0, parts["start"])
     with pytest.raises(DivergedError):
-        merge_tensor(parts["current"], [update], parts["velocity"], outer)
+        merge_tensor(parts["current"], [update], parts["velocity"], rule)
 
 
 def test_opposite_infinities_and_overflow_are_refused():
@@ -163,27 +173,40 @@ def test_a_single_number_is_a_tensor_too():
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
 def test_a_weight_is_above_zero(weight: float):
     with pytest.raises(ValueError, match="above 0"):
-        WeightedMean().add(tensor(0), weight)
-
-
-def test_a_mean_is_used_again_in_the_same_memory():
-    mean = WeightedMean(np.empty(7))
-    for _ in range(2):
-        for value, weight in ((1.0, 1.0), (4.0, 3.0), (2.0, 1.0)):
-            mean.add(np.full(7, value, np.float32), weight)
-        found = mean.mean()
-        assert found.tolist() == [3.0] * 7
-        with pytest.raises(ValueError, match="nothing"):
-            mean.mean()
-        found[:] = np.nan  # nothing of what was there is left in the next
-    mean.add(np.ones((2, 2), np.float32), 2.0)
-    mean.add(np.zeros((2, 2), np.float32), 2.0)
-    assert mean.mean().tolist() == [[0.5, 0.5], [0.5, 0.5]]
+        merge_tensor(tensor(0), [Contribution("a", tensor(0), weight)], None, PLAIN)
 
 
 def test_a_mean_needs_members():
-    with pytest.raises(ValueError, match="nothing"):
+    with pytest.raises(ValueError, match="needs values"):
         merge_tensor(tensor(0), [], None, PLAIN)
+
+
+def test_a_delta_is_added_to_the_newest_weights():
+    current, change = tensor(0), tensor(1)
+    for share in (1.0, 0.5):
+        update = Contribution("a", change, 2.0, share=share, is_delta=True)
+        merged, _ = merge_tensor(current, [update], None, PLAIN)
+        assert same_bits(merged, (current + share * change.astype(np.float64)).astype(np.float32))
+
+
+class Median(MergeRule):
+    def mean(
+        self, values: Sequence[npt.NDArray[Any]], weights: Sequence[float]
+    ) -> npt.NDArray[np.float64]:
+        return np.median(np.asarray(values, np.float64), axis=0)
+
+
+def test_another_mean_is_one_method():
+    """It sees all updates at once, and the outer step is the same."""
+    current, ends = tensor(0), [tensor(1), tensor(2), tensor(1) + 1000]
+    updates = [Contribution(str(i), end, 1.0) for i, end in enumerate(ends)]
+    merged, _ = merge_tensor(current, updates, None, Median(0.5))
+    expected = current + 0.5 * (np.median(ends, axis=0).astype(np.float64) - current)
+    np.testing.assert_allclose(merged, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_rule_of_a_run():
+    assert merge_rule(SwarmConfig(outer_rate=0.7, outer_momentum=0.9)) == DILOCO
 
 
 @pytest.mark.parametrize(
@@ -191,11 +214,11 @@ def test_a_mean_needs_members():
 )
 def test_an_impossible_outer_step_is_refused(rate: float, momentum: float):
     with pytest.raises(ConfigError):
-        Outer(rate, momentum)
+        MergeRule(rate, momentum)
 
 
 def test_a_discounted_late_update_counts_for_less_even_alone():
     start, current, end = (np.full(3, value, np.float32) for value in (0.0, 10.0, 4.0))
     late = Contribution("a", end, weight=7.0, start=start, share=0.25)
-    merged, _ = merge_tensor(current, [late], None, Outer())
+    merged, _ = merge_tensor(current, [late], None, MergeRule())
     assert merged.tolist() == [11.0] * 3

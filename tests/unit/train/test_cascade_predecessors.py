@@ -15,8 +15,9 @@ from blocktrain.data.corpus import Corpus
 from blocktrain.data.windows import TrainingWindows, shifted
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.cascade import Predecessors, Prefix
+from blocktrain.train.checkpoints import Progress
 from blocktrain.train.device import resolve
-from blocktrain.train.trainer import BlockTrainer, Progress
+from blocktrain.train.trainer import BlockTrainer
 
 CACHES = ["off", "ram", "disk"]
 
@@ -128,7 +129,7 @@ def test_features_are_of_the_bytes_of_the_step(every_5: Config, corpus: Corpus):
     for step in range(3):
         for predecessors, read in ((alone, windows), (trainer.predecessors, trainer.windows)):
             ids = torch.tensor(shifted(read[step]))
-            assert torch.equal(predecessors.features(step), prefix.features(ids))
+            assert torch.equal(predecessors.features(step, ids), prefix.features(ids))
 
 
 def test_the_blocks_before_matter(every_5: Config, corpus: Corpus, tmp_path: Path):
@@ -199,3 +200,18 @@ def test_a_score_on_valid_is_the_same_where_the_blocks_before_left_memory(
     assert list(scored[0]) == [6, 12]
     assert scored[0][12] < scored[0][6] < np.log(256)
     assert scored[0] == scored[1] == scored[2]
+
+
+def test_the_windows_of_a_step_are_drawn_once(
+    every_5: Config, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+):
+    drawn: list[int] = []
+    draw = TrainingWindows.__getitem__
+
+    def counted(windows: TrainingWindows, index: int) -> np.ndarray:
+        drawn.append(index)
+        return draw(windows, index)
+
+    monkeypatch.setattr(TrainingWindows, "__getitem__", counted)
+    BlockTrainer(every_5, 1, corpus, CPU, None, Shelf()).train(quiet, until=3)
+    assert drawn == [0, 1, 2]

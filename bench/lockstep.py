@@ -16,8 +16,9 @@ from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import ConfigError
 from blocktrain.storage.run_dir import RunDir
+from blocktrain.train.checkpoints import Progress
 from blocktrain.train.device import Compute
-from blocktrain.train.trainer import BlockTrainer, Progress
+from blocktrain.train.trainer import BlockTrainer
 
 
 class Board:
