@@ -25,6 +25,8 @@ BLOCKTRAIN = [sys.executable, "-m", "blocktrain.cli.main"]
 SMALL = ["model.layers=2", "model.blocks=2", "model.width=32", "model.window=32",
          "train.batch=4", "train.warmup=2", "train.precision=fp32", "train.device=cpu"]  # fmt: skip
 
+AT_ONCE = ["swarm.quorum=1", "swarm.grace_seconds=0"]  # each update becomes a version
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -405,7 +407,7 @@ def test_tensorboard_events_are_written(home: Path):
 
 
 def test_the_demo_shows_blocks_beside_their_twins(home: Path):
-    settings = [*SMALL, f"data.source=text:{home}/corpus.txt", "train.steps=10"]
+    settings = [*SMALL, *AT_ONCE, f"data.source=text:{home}/corpus.txt", "train.steps=10"]
     flags = [part for setting in settings for part in ("--set", setting)]
     done = run(home, "demo", "--out", "demo", *flags)
     assert done.returncode == 0, done.stderr
@@ -422,7 +424,7 @@ def test_the_demo_shows_a_cascade_beside_its_twins(home: Path):
     """Of unequal blocks, the first trains the most layers: two and a tail of one."""
     settings = ["model.layers=4", "model.blocks=3", "model.depths=[2,1,1]", "model.width=32",
                 "model.window=32", "train.batch=4", "train.steps=3", "train.precision=fp32",
-                "train.device=cpu", f"data.source=text:{home}/corpus.txt"]  # fmt: skip
+                "train.device=cpu", *AT_ONCE, f"data.source=text:{home}/corpus.txt"]  # fmt: skip
     flags = [part for setting in settings for part in ("--set", setting)]
     done = run(home, "demo", "--config", "tiny-cascade", "--out", "demo-cascade", *flags)
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WATCH = ROOT / "tests/support/torch_watch"
 BLOCKTRAIN = [sys.executable, "-m", "blocktrain.cli.main"]
 SMALL = ["model.layers=2", "model.blocks=2", "model.width=32", "model.window=32", "train.steps=2",
-         "train.batch=4", "train.warmup=1", "train.precision=fp32", "train.device=cpu"]  # fmt: skip
+         "train.batch=4", "train.warmup=1", "train.precision=fp32", "train.device=cpu",
+         "swarm.quorum=1", "swarm.grace_seconds=0"]  # fmt: skip
 INVITE = Invite(("http://127.0.0.1:1",), "secret", None, "a1b2c3d4").encode()
 COMPUTING = {
     "train": ["train", "--config", "tiny", "--out", "trained", "{settings}"],
@@ -136,9 +137,9 @@ def test_blocks_side_by_side_share_the_threads(watch: Watch):
 
 def test_workers_of_the_demo_share_the_threads(watch: Watch):
     workers = max(2, min(2, os.cpu_count() or 1))
-    done = watch.run([*COMPUTING["demo"], "--threads", "6"])
+    done = watch.run([*COMPUTING["demo"], "--threads", "4"])
     assert done.returncode == 0, done.stderr
-    assert watch.threads("worker") == [6 // workers] * workers
+    assert watch.threads("worker") == [4 // workers] * workers
 
 
 def test_stages_of_serve_share_the_threads(watch: Watch):
