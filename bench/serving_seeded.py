@@ -132,7 +132,7 @@ def hold(args: argparse.Namespace, source: SeededBlocks) -> None:
     settings = StageSettings(
         run=args.run, blocks=blocks, listen=args.listen, announce="",
         keys=args.keys, name=args.name, device=args.device, precision=args.precision,
-        weights=args.weights, readout="product", most_requests=64, cache_bytes=4 << 30,
+        weights=args.weights, readout="product", max_requests=64, cache_bytes=4 << 30,
         until_stdin_closes=False,
     )  # fmt: skip
     serve_stage(settings, print, source)
@@ -144,7 +144,7 @@ def route(args: argparse.Namespace, source: SeededBlocks) -> None:
     settings = RouterSettings(
         run=args.run, listen=args.listen, api_keys=(), stages=tuple(args.stages.split(",")),
         keys=args.keys, plain_tcp=False, wire="fp32", readout="product", device=args.device,
-        precision=args.precision, weights=args.weights, most_requests=32, most_bytes=4096,
+        precision=args.precision, weights=args.weights, max_requests=32, max_bytes=4096,
         patience_seconds=10.0,
     )  # fmt: skip
     serve_router(settings, print, source)

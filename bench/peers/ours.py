@@ -30,7 +30,7 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
     Wait,
 )
-from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import resolve
 from blocktrain.worker.bandwidth import Throttle, TrafficCounter
 from blocktrain.worker.client import Client

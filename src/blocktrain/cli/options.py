@@ -191,7 +191,7 @@ invite = click.argument("invite")
 keys = click.option(
     "--keys",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder that `blocktrain keys` made. Default: keys in RUN.",
+    help="Folder made by `blocktrain keys`. Default: RUN/keys.",
 )
 plain_tcp = click.option(
     "--plain-tcp",
@@ -203,8 +203,8 @@ served_readout = click.option(
     type=click.Choice(["product", "final"]),
     default="product",
     show_default=True,
-    help="product: of all blocks' predictions; final: the last block's alone. The router and all"
-    " its stages need the same.",
+    help="product: all blocks predict together; final: the last block alone. Router and stages need"
+    " the same.",
 )
 warm_up = click.option(
     "--warm-up-mb",

@@ -236,8 +236,8 @@ class SlotCache:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 
-def _doubled(held: int, needed: int, first: int) -> int:
-    return held if held >= needed else max(first, 1 << (needed - 1).bit_length())
+def _doubled(size: int, needed: int, first: int) -> int:
+    return size if size >= needed else max(first, 1 << (needed - 1).bit_length())
 
 
 def _grown(pool: Tensor, slots: int, room: int) -> Tensor:

@@ -29,7 +29,7 @@ from blocktrain.simulate.report import Report
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import new_coordinator, simulate
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
-from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.swarm import plan
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.evaluate import evaluate

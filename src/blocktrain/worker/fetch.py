@@ -9,7 +9,8 @@ from blocktrain.errors import RefusedError
 from blocktrain.storage import tensor_file
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
-from blocktrain.storage.run_dir import RunDir, Tensors
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.worker.bandwidth import Throttle, TrafficCounter
 from blocktrain.worker.client import Client
 from blocktrain.worker.transfer import Transfer

@@ -21,7 +21,7 @@ from blocktrain.errors import DeviceError, DivergedError, ProtocolError
 from blocktrain.files import write_bytes
 from blocktrain.protocol.messages import Blob, Lease, Predecessor, Recipe
 from blocktrain.storage import tensor_file
-from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.cascade import Published
 from blocktrain.train.device import Compute
 from blocktrain.train.loading import load_block

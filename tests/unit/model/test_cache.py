@@ -66,7 +66,7 @@ STEPS = st.lists(
 @pytest.mark.parametrize("kind", BLOCKS)
 @settings(max_examples=25, deadline=None)
 @given(steps=STEPS)
-def test_ragged_rows_with_roll_back_are_what_each_is_alone(
+def test_ragged_rows_with_roll_back_give_each_its_own_result(
     kind: str, steps: list[dict[int, tuple[float, list[int]]]]
 ):
     """A row may start anywhere in what its slot holds: the rest is written over."""

@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused(kind: str, sent: tuple[np.ndarray, ...]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unpacking_takes_what_the_numbers_take_and_little_more(kind: str):
+def test_unpacking_allocates_little_more_than_its_result(kind: str):
     numbers = np.random.default_rng(0).standard_normal((512, 512), np.float32)
     sent = pack(numbers, kind)
     tracemalloc.start()

@@ -36,7 +36,7 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.storage import tensor_file
 from blocktrain.storage.chunks import name_of
-from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import resolve
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.agent import Agent

@@ -16,7 +16,7 @@ from blocktrain.data.corpus import Corpus
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.messages import Blob, Downloaded, Finished, Lease, LeaseAnswer, Receipt
 from blocktrain.storage import tensor_file
-from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.loading import load_block
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client

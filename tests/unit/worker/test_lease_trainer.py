@@ -9,7 +9,7 @@ from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import DivergedError, ProtocolError
 from blocktrain.protocol.messages import Blob, Lease, Predecessor
-from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import resolve
 from blocktrain.train.optimizer import learning_rate
 from blocktrain.train.trainer import BlockTrainer

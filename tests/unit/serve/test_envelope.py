@@ -1,4 +1,4 @@
-"""Work as messages: there and back the same, and nothing malformed gets in."""
+"""Steps as messages: they arrive as they left, and nothing malformed is accepted."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from blocktrain.errors import ProtocolError
 from blocktrain.protocol.framing import FrameDecoder, FrameMessage, Kind, encode
+from blocktrain.serve.activations import Activations, Refinement, Row
 from blocktrain.serve.ring.envelope import (
     StepEnvelope,
     failure_message,
@@ -16,10 +17,11 @@ from blocktrain.serve.ring.envelope import (
     read_release,
     read_step,
     release_message,
+    result_message,
     step_message,
+    takes_bare_steps,
 )
 from blocktrain.serve.router.decode import Sampling
-from blocktrain.serve.stage.batch import Refinement, Row, Work
 from blocktrain.vocabulary import BYTES, IDS
 
 WIDTH = 8
@@ -50,7 +52,7 @@ def rows(draw: st.DrawFn) -> Row:
 def step_of(given_rows: list[Row]) -> StepEnvelope:
     draws = np.random.default_rng(len(given_rows))
     carried, read = sum(len(row.ids) for row in given_rows), sum(row.read for row in given_rows)
-    work = Work(
+    work = Activations(
         tuple(given_rows),
         draws.normal(size=(carried, WIDTH)).astype(np.float32),
         draws.normal(size=(read, BYTES)).astype(np.float32),
@@ -61,19 +63,44 @@ def step_of(given_rows: list[Row]) -> StepEnvelope:
 @given(st.lists(rows(), min_size=1, max_size=4), st.sampled_from([Kind.STEP, Kind.RESULT]))
 def test_a_step_arrives_as_it_left(given_rows: list[Row], kind: Kind) -> None:
     sent = step_of(given_rows)
-    received = read_step(travelled(step_message(sent, kind)))
+    message = step_message(sent) if kind is Kind.STEP else result_message(sent)
+    received = read_step(travelled(message))
     assert (received.router, received.hops, received.seconds) == (
         sent.router,
         sent.hops,
         sent.seconds,
     )
-    for got, row in zip(received.work.rows, given_rows, strict=True):
+    for got, row in zip(received.activations.rows, given_rows, strict=True):
         assert (got.request, got.start, got.read) == (row.request, row.start, row.read)
         assert got.refinement == row.refinement
         np.testing.assert_array_equal(got.ids, row.ids)
-    np.testing.assert_array_equal(received.work.readout_RV, sent.work.readout_RV)
+    np.testing.assert_array_equal(received.activations.readout_RV, sent.activations.readout_RV)
     if kind is Kind.STEP:
-        np.testing.assert_array_equal(received.work.state, sent.work.state)
+        np.testing.assert_array_equal(received.activations.state, sent.activations.state)
+
+
+def test_a_bare_step_leaves_the_readout_out() -> None:
+    sent = step_of([Row(1, 0, np.array([1, 2], np.uint16), 2)])
+    whole, bare = step_message(sent), travelled(step_message(sent, bare=True))
+    assert sum(array.nbytes for array in bare.arrays) == (
+        sum(array.nbytes for array in whole.arrays) - sent.activations.readout_RV.nbytes
+    )
+    received = read_step(bare).activations
+    np.testing.assert_array_equal(received.state, sent.activations.state)
+    np.testing.assert_array_equal(received.readout_RV, np.zeros((2, BYTES), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("hello", "bare"),
+    [
+        ({"readout": "final", "reads_bare_steps": True}, True),
+        ({"readout": "final"}, False),  # release 0.1
+        ({"readout": "product", "reads_bare_steps": True}, False),
+        ({"readout": "final", "reads_bare_steps": "yes"}, False),
+    ],
+)
+def test_only_stages_that_announce_it_get_bare_steps(hello: dict[str, object], bare: bool) -> None:
+    assert takes_bare_steps(hello) is bare
 
 
 def a_step(**changes: object) -> FrameMessage:
@@ -103,13 +130,13 @@ def test_a_step_that_does_not_add_up_is_refused(changes: dict[str, object]) -> N
         read_step(a_step(**changes))
 
 
-def test_ids_that_are_none_are_refused() -> None:
+def test_ids_outside_the_vocabulary_are_refused() -> None:
     with pytest.raises(ProtocolError):
         read_step(step_message(step_of([Row(1, 0, np.array([IDS], np.uint16), 1)])))
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(), st.lists))
-def test_whatever_meta_says_is_taken_or_refused(anything: object) -> None:
+def test_any_meta_is_accepted_or_refused(anything: object) -> None:
     message = a_step()
     for key in message.meta:
         changed = FrameMessage(

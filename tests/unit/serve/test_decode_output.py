@@ -40,7 +40,7 @@ def test_pieces_add_up_to_the_text_before_the_first_stop(
         assert not held_back or any(stop.startswith(held_back) for stop in stops)
 
 
-def test_only_what_may_become_a_stop_string_is_held_back():
+def test_only_the_possible_beginning_of_a_stop_string_is_held_back():
     output = Output([b"\n\nEND"], 100)
     assert output.add(b"one\n", [0.0] * 4, []).data == b"one"
     assert output.add(b"two\n\nEN", [0.0] * 7, []).data == b"\ntwo"

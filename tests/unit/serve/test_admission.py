@@ -15,23 +15,23 @@ async def turns(count: int = 3) -> None:
 
 
 async def visit(
-    gate: AdmissionQueue, places: int, order: list[str], name: str, leave: asyncio.Event
+    queue: AdmissionQueue, places: int, order: list[str], name: str, leave: asyncio.Event
 ) -> None:
-    async with gate.enter(places):
+    async with queue.enter(places):
         order.append(name)
         await leave.wait()
 
 
-def test_who_came_first_goes_first_even_if_a_later_one_would_fit():
+def test_requests_enter_in_order_even_if_a_later_one_would_fit():
     async def story() -> list[str]:
-        gate, order, leave = AdmissionQueue(2, 5, 10), [], asyncio.Event()
+        queue, order, leave = AdmissionQueue(2, 5, 10), [], asyncio.Event()
         async with asyncio.TaskGroup() as group:
             for name, places in (("one", 1), ("both", 2), ("small", 1)):
-                group.create_task(visit(gate, places, order, name, leave))
+                group.create_task(visit(queue, places, order, name, leave))
                 await turns()
-            assert (order, gate.inside, gate.waiting) == (["one"], 1, 2)
+            assert (order, queue.inside, queue.waiting) == (["one"], 1, 2)
             leave.set()
-        assert (gate.inside, gate.waiting) == (0, 0)
+        assert (queue.inside, queue.waiting) == (0, 0)
         return order
 
     assert asyncio.run(story()) == ["one", "both", "small"]
@@ -39,37 +39,37 @@ def test_who_came_first_goes_first_even_if_a_later_one_would_fit():
 
 def test_a_full_queue_and_a_long_wait_are_refused():
     async def story() -> None:
-        gate = AdmissionQueue(1, 1, 0.01)
-        async with gate.enter(1):
-            waiting = asyncio.create_task(gate.enter(1).__aenter__())
+        queue = AdmissionQueue(1, 1, 0.01)
+        async with queue.enter(1):
+            waiting = asyncio.create_task(queue.enter(1).__aenter__())
             await turns()
-            with pytest.raises(OverloadedError, match="1 answers under way and 1 waiting"):
-                await gate.enter(1).__aenter__()
-            with pytest.raises(OverloadedError, match=r"no place within 0\.01 s"):
+            with pytest.raises(OverloadedError, match="1 answers in progress, 1 waiting"):
+                await queue.enter(1).__aenter__()
+            with pytest.raises(OverloadedError, match=r"no answer ended within 0\.01 s"):
                 await waiting
-        assert (gate.inside, gate.waiting) == (0, 0)
+        assert (queue.inside, queue.waiting) == (0, 0)
 
     asyncio.run(story())
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["stay", "cancel"]))))
-def test_whoever_leaves_however_all_places_come_back(visits: list[tuple[int, str]]):
+def test_all_places_come_back_however_requests_end(visits: list[tuple[int, str]]):
     async def story() -> None:
-        gate = AdmissionQueue(3, 100, 10)
+        queue = AdmissionQueue(3, 100, 10)
         tasks: list[tuple[asyncio.Task[None], str]] = []
         leave = asyncio.Event()
         async with AsyncExitStack() as stack:
             stack.callback(leave.set)
             for index, (places, end) in enumerate(visits):
-                task = asyncio.create_task(visit(gate, places, [], str(index), leave))
+                task = asyncio.create_task(visit(queue, places, [], str(index), leave))
                 tasks.append((task, end))
                 await turns(index % 3)
-            assert gate.inside <= 3
+            assert queue.inside <= 3
             for task, end in tasks:
                 if end == "cancel":
                     task.cancel()
         await asyncio.gather(*(task for task, _ in tasks), return_exceptions=True)
-        assert (gate.inside, gate.waiting) == (0, 0)
+        assert (queue.inside, queue.waiting) == (0, 0)
 
     asyncio.run(story())

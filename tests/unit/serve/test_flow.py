@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.errors import UnreachableError
-from blocktrain.serve.ring.connection import FIRST_BYTES, warm_up
+from blocktrain.serve.ring.flow import FIRST_PADDING_BYTES, warm_up
 
 MOST = 1 << 24
 
@@ -32,13 +32,13 @@ def test_padding_doubles_until_the_line_is_full_and_not_much_longer(
 ) -> None:
     holds = round_trip * megabytes * 1e6
     sizes = padded(Line(round_trip, megabytes * 1e6))
-    assert sizes == [FIRST_BYTES << n for n in range(len(sizes))]
+    assert sizes == [FIRST_PADDING_BYTES << n for n in range(len(sizes))]
     assert sizes[-1] >= min(holds, MOST)
-    assert sizes[-1] <= max(4 * holds, 4 * FIRST_BYTES)
+    assert sizes[-1] <= max(4 * holds, 4 * FIRST_PADDING_BYTES)
 
 
 def test_no_more_is_sent_at_once_than_allowed() -> None:
-    assert padded(Line(10.0, 1e12), most=4 * FIRST_BYTES)[-1] == 4 * FIRST_BYTES
+    assert padded(Line(10.0, 1e12), most=4 * FIRST_PADDING_BYTES)[-1] == 4 * FIRST_PADDING_BYTES
     assert padded(Line(10.0, 1e12), most=0) == []
 
 
