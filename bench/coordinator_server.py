@@ -24,10 +24,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from blocktrain.config import from_dict
-from blocktrain.coordinator.api import create_app
-from blocktrain.coordinator.folder import PLACES
-from blocktrain.coordinator.process import server_config
-from blocktrain.coordinator.run import found_run, open_run
+from blocktrain.coordinator.folder import CACHED_CHUNKS
+from blocktrain.coordinator.run import create_run, open_run
+from blocktrain.coordinator.server import create_app, server_config
 from blocktrain.coordinator.service import Service
 from blocktrain.data.corpus import Corpus
 from blocktrain.ledger.ledger import Ledger
@@ -67,7 +66,7 @@ def found(folder: Path, db: str, numbers: int, blocks: int = BLOCKS, **swarm: An
         file.writelines(encode({"w": numbers_here}))
     ledger = Ledger(db)
     chunks = LocalChunks(folder / "chunks")
-    found_run(config, corpus, [weights] * blocks, ledger, chunks, time.time())
+    create_run(config, corpus, [weights] * blocks, ledger, chunks, time.time())
     ledger.close()
 
 
@@ -98,7 +97,9 @@ def most_memory(process: int) -> int:
 
 
 def _serve(folder: Path, db: str) -> None:
-    chunks = LocalChunks(folder / "chunks", shelf=ChunkCache(PLACES))  # as a coordinator has them
+    chunks = LocalChunks(
+        folder / "chunks", shelf=ChunkCache(CACHED_CHUNKS)
+    )  # as a coordinator has them
     run = open_run(Ledger(db), chunks, time.time)
     service = Service(run)
     listener = bound_socket("127.0.0.1", 0)

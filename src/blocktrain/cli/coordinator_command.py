@@ -65,7 +65,7 @@ def coordinator_command(
     from blocktrain.cli.options import resolve_config
     from blocktrain.config import load_config
     from blocktrain.coordinator.folder import Advertised, CoordinatorFolder
-    from blocktrain.coordinator.process import own_addresses, own_tls, serve, tls_of
+    from blocktrain.coordinator.server import own_addresses, own_tls, serve, tls_of
     from blocktrain.coordinator.service import Service
     from blocktrain.protocol.addresses import bound_socket
     from blocktrain.protocol.invite import Invite
@@ -75,7 +75,7 @@ def coordinator_command(
     if config_path:
         config = load_config(resolve_config(config_path), overrides)
         listener = bound_socket(host, port)  # first: one that is taken leaves no new folder behind
-        run = home.open_or_found(config)
+        run = home.open_or_create(config)
     else:
         run = home.open()
         listener = bound_socket(host, port)
@@ -106,9 +106,9 @@ def _first_invite(home: "CoordinatorFolder", service: "Service") -> str:
 
     def is_good(secret: str) -> bool:
         kept = operator.invite_of(secret)
-        if kept is None or not kept.good:
+        if kept is None or not kept.is_usable:
             click.echo("the invite of before was revoked or has ended: here is another", err=True)
-        return kept is not None and kept.good
+        return kept is not None and kept.is_usable
 
     return home.invite_secret(
         lambda: operator.invite("train", FIRST_INVITE_USES, FIRST_INVITE_SECONDS), is_good

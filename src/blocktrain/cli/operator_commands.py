@@ -13,7 +13,7 @@ from blocktrain.protocol import addresses
 
 if TYPE_CHECKING:
     from blocktrain.coordinator.folder import CoordinatorFolder
-    from blocktrain.coordinator.operator import InviteState, Operator
+    from blocktrain.coordinator.members import InviteState, Operator
     from blocktrain.protocol.invite import Invite
 
 DAY = 24 * 3600
@@ -107,11 +107,11 @@ def revoke(invite: str, ban: bool, data_dir: Path, database: str | None) -> None
 
 def _draft(home: "CoordinatorFolder", operator: "Operator", written: tuple[str, ...]) -> "Invite":
     """An invite that lacks its secret."""
-    from blocktrain.coordinator.run import run_in
+    from blocktrain.coordinator.run import run_row
     from blocktrain.protocol.invite import Invite
     from blocktrain.protocol.tls import Authority
 
-    run = run_in(operator.ledger)
+    run = run_row(operator.ledger)
     authority = Authority.load(run.authority_certificate, run.authority_key)
     known = home.advertised()
     if not written and not known:
@@ -163,7 +163,7 @@ def backup_command(data_dir: Path, out: Path) -> None:
     """Copy the run in a coordinator's folder into one file; the coordinator may go on running.
 
     A ledger in PostgreSQL or chunks in a bucket are backed up with those systems' own tools."""
-    from blocktrain.coordinator.snapshot import back_up
+    from blocktrain.coordinator.backup import back_up
 
     size = back_up(data_dir, out)
     click.echo(f"{out}: {size / 1e6:,.1f} MB   back again: blocktrain restore {out} --data-dir NEW")
@@ -174,7 +174,7 @@ def backup_command(data_dir: Path, out: Path) -> None:
 @click.option("--data-dir", type=click.Path(path_type=Path, file_okay=False), required=True)
 def restore_command(archive: Path, data_dir: Path) -> None:
     """Unpack a backup into a new folder, every chunk checked against its hash."""
-    from blocktrain.coordinator.snapshot import restore
+    from blocktrain.coordinator.backup import restore
 
     count = restore(archive, data_dir)
     click.echo(f"{count} chunks whole   go on: blocktrain coordinator --data-dir {data_dir}")

@@ -1,17 +1,21 @@
-"""Handing out work: which block, which text, until when; and taking it back.
+"""Handing out leases, extending them by heartbeats, and taking them back.
 
-Deadlines, and when a worker was last heard of, are in the ledger. How fast workers are and how many
-steps they last reported is in memory: a coordinator that does not know begins with first leases,
-and extends no deadline before a second report.
+Deadlines, and when a worker was last heard of, are in the ledger. Measured speeds and the last
+reported steps are in memory: a coordinator that was restarted gives first leases again, and extends
+a deadline from the second report on.
 """
 
+import asyncio
+import logging
+from dataclasses import replace
 from typing import NamedTuple
 
-from blocktrain.coordinator import traffic
-from blocktrain.coordinator.limits import LruCache
+from blocktrain.config import SwarmConfig
+from blocktrain.coordinator import reports
+from blocktrain.coordinator.executor import LedgerExecutor, Notifier
+from blocktrain.coordinator.limits import BoundedCache
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
-from blocktrain.coordinator.speeds import Speeds
 from blocktrain.errors import RefusedError
 from blocktrain.ledger.rows import LeaseRow, Version, WorkerRow
 from blocktrain.ledger.schema import HELD
@@ -32,11 +36,17 @@ from blocktrain.swarm import plan
 from blocktrain.swarm.attendance import Attendance
 from blocktrain.swarm.state import BlockState
 
-MOST_REPORTED = 65_536  # leases whose last report is in memory
+log = logging.getLogger(__name__)
+
+MAX_CACHED_GRANTS = 4096  # any other is looked up in the ledger
+MAX_CACHED_REPORTS = 16_384
+LONG_POLL_SECONDS = 1.0  # the longest that an answer "ask again soon" is delayed
+CHUNK_RECORD_SECONDS = 5.0  # chunks of a lease are recorded in the ledger at most this often
+SHORTEST_LEASE = 1e-3  # seconds, of a clock that has not moved
 
 
 class LeaseGrant(NamedTuple):
-    """Enough of a lease to tell whether an update is its worker's to send, and fits."""
+    """What of a lease decides whether an update may be sent, and whether it fits."""
 
     worker: str
     public_key: str
@@ -46,193 +56,144 @@ class LeaseGrant(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """The last heartbeat that told of more steps than the one before, or chunk that came in."""
+    """The last heartbeat with more steps than the one before, or the last chunk of an update."""
 
     steps_done: int
     at: float
+    lease: LeaseRow  # as it was then
+    recorded: float  # when the ledger last noted that the worker is there
+
+
+class Speeds:
+    """How fast workers are by the coordinator's clock, which bounds what they claim."""
+
+    def __init__(self, swarm: SwarmConfig) -> None:
+        self._swarm = swarm
+        self._measured: dict[str, float] = {}  # by worker, the fastest lease in steps per second
+
+    def completed(self, worker: str, steps: int, seconds: float) -> None:
+        """An update of this many steps was accepted, this long after its lease was handed out."""
+        speed = steps / max(SHORTEST_LEASE, seconds)
+        self._measured[worker] = max(speed, self._measured.get(worker, 0.0))
+
+    def trusted(self, worker: str, claimed: float | None) -> float | None:
+        return plan.trusted_speed(self._swarm, claimed, self._measured.get(worker))
 
 
 class Leases:
     def __init__(
-        self, run: Run, members: Members, handed_out: LruCache[LeaseGrant], speeds: Speeds
+        self, run: Run, members: Members, executor: LedgerExecutor, new_versions: Notifier
     ) -> None:
-        self.run, self.members, self._handed_out = run, members, handed_out
-        self._speeds = speeds
+        self.run, self.members = run, members
+        self._executor, self._new_versions = executor, new_versions
+        self.speeds = Speeds(run.config.swarm)
         self._attendance = Attendance(run.config.swarm)
-        self._reports: LruCache[_Report] = LruCache(MOST_REPORTED)  # by lease
-        self._looked_at = self._listening_since = run.clock()
+        self._grants: BoundedCache[LeaseGrant] = BoundedCache(MAX_CACHED_GRANTS)  # by lease
+        self._reports: BoundedCache[_Report] = BoundedCache(MAX_CACHED_REPORTS)  # by lease
+        self._last_expiry = self._listening_since = run.clock()
 
-    def claim(self, caller: Caller, asked: LeaseRequest) -> LeaseAnswer:
-        """Work for a worker. One that already holds some gets the same again: its answer was lost
-        on the way, or it was restarted."""
+    # Handing out
+
+    async def request(self, caller: Caller, request: LeaseRequest) -> LeaseAnswer:
+        """A lease, or a long poll for one: the answer "ask again soon" waits for a new version, so
+        that workers start from it as soon as it is made."""
+        now = asyncio.get_running_loop().time
+        until = now() + (0.0 if request.at_once else LONG_POLL_SECONDS)
+        while True:
+            new_version = self._new_versions.next()  # before the ledger is asked
+            try:
+                answer = await self._executor.run(self.claim, caller, request)
+                wait, left = answer.answer, until - now()
+                if not isinstance(wait, Wait) or wait.seconds > LONG_POLL_SECONDS or left <= 0:
+                    return answer
+                await asyncio.wait([new_version], timeout=min(wait.seconds, left))
+            finally:
+                new_version.cancel()
+
+    def claim(self, caller: Caller, request: LeaseRequest) -> LeaseAnswer:
+        """A lease for a worker. If it has an open one it gets that again: either the answer was
+        lost, or the worker was restarted."""
         if caller.role != "train":
             raise RefusedError("forbidden", f"leases are for training, this role is {caller.role}")
         now = self.run.clock()
-        asked = self._trusted(caller, asked)
+        request = self._bounded(caller, request)
         with self.run.ledger.write() as tx:
             tx.blocks.lock()
-            if asked.trained:
-                tx.leases.mark_trained(asked.trained, caller.worker)
-            elif _begins_anew(asked):
+            if request.trained:
+                tx.leases.mark_trained(request.trained, caller.worker)
+            elif _was_restarted(request):
                 tx.leases.reopen_unsent(caller.worker)
             worker = self.members.seen(tx, caller, now)
-            held, blocks = tx.leases.open_of(caller.worker), tx.blocks.states()
-            last_words = _nothing_left(blocks, caller, asked)
+            lease, blocks = tx.leases.open_of(caller.worker), tx.blocks.states()
+            is_final = _trained_last_lease(blocks, caller, request)
             answer = (
-                self._described(tx, held, worker, now)
-                if held
-                else self._answer(tx, worker, blocks, asked, now)
+                self._message(tx, lease, worker, now)
+                if lease
+                else self._choose(tx, worker, blocks, request, now)
             )
-            return LeaseAnswer(answer=answer, last_words=last_words)
+            return LeaseAnswer(answer=answer, last_words=is_final)
 
-    def _trusted(self, caller: Caller, asked: LeaseRequest) -> LeaseRequest:
-        """What a worker asks for, with no more of what it claims than may be believed."""
+    def _bounded(self, caller: Caller, request: LeaseRequest) -> LeaseRequest:
+        """The request with its claims cut to what may be believed."""
         swarm = self.run.config.swarm
-        trusted = {
-            "steps_per_second": self._speeds.trusted(caller.worker, asked.steps_per_second),
-            "transfer_seconds": plan.trusted_transfer(swarm, asked.transfer_seconds),
-            # An update of weights has one base, a version.
-            "trained": None if swarm.codec == "none" else asked.trained,
+        bounded = {
+            "steps_per_second": self.speeds.trusted(caller.worker, request.steps_per_second),
+            "transfer_seconds": plan.trusted_transfer(swarm, request.transfer_seconds),
+            # Updates that are whole weights start from a version, never from another update.
+            "trained": None if swarm.codec == "none" else request.trained,
         }
-        return asked.model_copy(update=trusted)
+        return request.model_copy(update=bounded)
 
-    def _answer(
+    def _choose(
         self,
         tx: Transaction,
         worker: WorkerRow,
         blocks: list[BlockState],
-        asked: LeaseRequest,
+        request: LeaseRequest,
         now: float,
     ) -> Lease | Wait | Finished:
         if all(block.finished for block in blocks):
             return Finished()
-        swarm, transfer = self.run.config.swarm, asked.transfer_seconds
-        chosen = plan.choose_block(
+        swarm, transfer = self.run.config.swarm, request.transfer_seconds
+        block = plan.choose_block(
             blocks,
             worker.id,
-            asked.held_block,
-            asked.blocks,
+            request.held_block,
+            request.blocks,
             patient=plan.is_patient(swarm, transfer),
-            trained=asked.trained,
+            trained=request.trained,
             soon=plan.soon(swarm, now, transfer),
             lead=self.run.config.lead,
             others=self._attendance.others(worker.id, now),
         )
-        # Who may not train all blocks is not there for what is left of them.
-        speed = asked.steps_per_second if asked.blocks is None else None
-        self._attendance.note(worker.id, chosen.index if chosen else None, speed, now)
-        if chosen is None:
-            return _wait(blocks, worker.id, asked)
+        # Workers restricted to some blocks do not count when the remaining work is shared out.
+        speed = request.steps_per_second if request.blocks is None else None
+        self._attendance.note(worker.id, block.index if block else None, speed, now)
+        if block is None:
+            return _wait(blocks, worker.id, request)
         left = plan.seconds_left(swarm, blocks, now, speed, self._attendance.speeds(worker.id))
-        lease = self._hand_out(tx, worker.id, chosen, asked, now, left)
-        return self._described(tx, lease, worker, now)
-
-    def progress(self, caller: Caller, lease: str, told: LeaseProgress) -> LeaseState:
-        """A heartbeat; whether the lease is still the worker's."""
-        now, swarm = self.run.clock(), self.run.config.swarm
-        with self.run.ledger.write() as tx:
-            self.members.seen(tx, caller, now)
-            held = own_lease(tx, caller, lease, told.fence)
-            expected = plan.expected_now(swarm, held, told.steps_done, now)
-            if expected is not None and expected != held.expected:
-                tx.leases.set_expected(lease, expected)
-            deadline = self._deadline(held, told.steps_done, now)
-            self._extend(tx, held, deadline)
-        if held.state in HELD:
-            return LeaseState(open=True, seconds_left=deadline - now)
-        return LeaseState(open=False, seconds_left=0.0, reason=f"this lease is {held.state}")
-
-    def chunk_came(self, caller: Caller, lease: str) -> None:
-        """A part of its update has come in: as good as a heartbeat."""
-        now, swarm = self.run.clock(), self.run.config.swarm
-        with self.run.ledger.write() as tx:
-            self.members.seen(tx, caller, now)
-            held = tx.leases.get(lease)
-            if held and held.worker == caller.worker:
-                before = self._reports.get(lease) or _Report(0, now)
-                self._reports.remember(lease, before._replace(at=now))
-                self._extend(tx, held, plan.deadline_after_chunk(swarm, held, before.at, now))
-
-    def give_back(self, caller: Caller, lease: str, told: LeaseReturn) -> LeaseState:
-        traffic.check_downloads(told.downloads, self.run.config.block_count)
-        now = self.run.clock()
-        with self.run.ledger.write() as tx:
-            tx.blocks.lock()
-            self.members.seen(tx, caller, now)
-            held = own_lease(tx, caller, lease, told.fence)
-            in_time = tx.leases.move(lease, "returned")
-            if in_time or _is_heard_late(tx, lease):
-                traffic.count_traffic(tx, caller.worker, {}, told.downloads)
-            if in_time:
-                tx.blocks.give_back_range(held.block, held.first_batch, held.steps)
-                tx.events.add(now, "returned", caller.worker, held.block, told.reason)
-        return LeaseState(open=False, seconds_left=0.0, reason="given back")
-
-    def expire(self) -> None:
-        """Take back what is overdue, or whose worker is silent: its text is handed out again."""
-        now = self.run.clock()
-        self._notice_pause(now)
-        with self.run.ledger.read() as tx:
-            if not self._over(tx, now):
-                return
-        with self.run.ledger.write() as tx:
-            tx.blocks.lock()
-            for lease in self._over(tx, now):
-                if tx.leases.move(lease.id, "expired"):
-                    tx.leases.set_deadline(lease.id, min(lease.deadline, now))
-                    tx.blocks.give_back_range(lease.block, lease.first_batch, lease.steps)
-                    tx.blocks.count_lease(lease.block, met=False)
-                    tx.events.add(now, "lost", lease.worker, lease.block, f"{lease.steps} steps")
-
-    def _over(self, tx: Transaction, now: float) -> list[LeaseRow]:
-        """Leases that are held and must not be any longer."""
-        swarm, over = self.run.config.swarm, tx.leases.overdue(now)
-        if plan.silent_at(swarm, self._listening_since) < now:
-            over += tx.leases.silent(now - swarm.heartbeat_timeout)
-        return list({lease.id: lease for lease in over}.values())
-
-    def _notice_pause(self, now: float) -> None:
-        """A coordinator that was suspended, or had no ledger, has heard nobody meanwhile: it gives
-        all of them the time to be heard again."""
-        if now - self._looked_at > 0.5 * self.run.config.swarm.heartbeat_timeout:
-            self._listening_since = now
-        self._looked_at = now
-
-    def _deadline(self, held: LeaseRow, steps_done: int, now: float) -> float:
-        """By what its worker reports. In a bucket chunks come in unseen: there a heartbeat tells
-        that they do."""
-        swarm, before = self.run.config.swarm, self._reports.get(held.id)
-        if before is None or steps_done > before.steps_done:
-            self._reports.remember(held.id, _Report(steps_done, now))
-            if before:
-                return plan.deadline_after_steps(swarm, held, steps_done, before.at, now)
-        if held.state == "sending" and self.run.chunks.takes_from_anyone:
-            return plan.deadline_after_chunk(swarm, held, now, now)
-        return float(held.deadline)
-
-    def _extend(self, tx: Transaction, held: LeaseRow, deadline: float) -> None:
-        if held.state in HELD and deadline > held.deadline:
-            tx.leases.set_deadline(held.id, deadline)
+        lease = self._hand_out(tx, worker.id, block, request, now, left)
+        return self._message(tx, lease, worker, now)
 
     def _hand_out(
         self,
         tx: Transaction,
         worker: str,
         block: BlockState,
-        asked: LeaseRequest,
+        request: LeaseRequest,
         now: float,
         left: float,
     ) -> LeaseRow:
-        """`left`: seconds of the whole run, if it is shared out."""
-        swarm, continues = self.run.config.swarm, asked.trained
-        speed, transfer = asked.steps_per_second, asked.transfer_seconds
+        """`left`: seconds until the run ends, if its last text is being shared out."""
+        swarm, continues = self.run.config.swarm, request.trained
+        speed, transfer = request.steps_per_second, request.transfer_seconds
         patient, soon = plan.is_patient(swarm, transfer), plan.soon(swarm, now, transfer)
         if not plan.may_continue(block, worker, continues, patient=patient, soon=soon):
             continues = None
         start, stride = plan.place_in_schedule(block, worker, continuing=continues is not None)
         seconds = plan.training_seconds(swarm, block, now, transfer, left)
-        wanted = plan.lease_steps(swarm, seconds, speed, block.to_hand_out)
-        first_batch, steps, fence = tx.blocks.take_range(block.index, wanted)
+        fitting = plan.lease_steps(swarm, seconds, speed, block.to_hand_out)
+        first_batch, steps, fence = tx.blocks.take_range(block.index, fitting)
         lease = LeaseRow(
             id=tokens.identifier_of(now),
             worker=worker,
@@ -249,14 +210,14 @@ class Leases:
             created=now,
         )
         tx.leases.add(lease)
-        self._reports.remember(lease.id, _Report(0, now))
+        self._reports.put(lease.id, _Report(0, now, lease, recorded=now))
         tx.events.add(now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}")
         return lease
 
-    def _described(self, tx: Transaction, lease: LeaseRow, worker: WorkerRow, now: float) -> Lease:
+    def _message(self, tx: Transaction, lease: LeaseRow, worker: WorkerRow, now: float) -> Lease:
         base = tx.versions.get(lease.block, lease.base_version)
-        held = LeaseGrant(worker.id, worker.public_key, lease.fence, lease.steps, base)
-        self._handed_out.remember(lease.id, held)
+        grant = LeaseGrant(worker.id, worker.public_key, lease.fence, lease.steps, base)
+        self._grants.put(lease.id, grant)
         return Lease(
             lease=lease.id,
             fence=lease.fence,
@@ -273,53 +234,184 @@ class Leases:
         )
 
     def _predecessors(self, tx: Transaction, block: int) -> tuple[Predecessor, ...]:
-        """The current versions of the blocks whose features the block reads."""
+        """The current versions of the blocks whose features this one reads."""
         if not self.run.config.kind.reads_predecessors:
             return ()
         current = [tx.versions.get(before) for before in range(block)]
         return tuple(
-            Predecessor(block=held.block, version=held.version, weights=held.weights)
-            for held in current
+            Predecessor(block=version.block, version=version.version, weights=version.weights)
+            for version in current
+        )
+
+    def cached_grant(self, caller: Caller, lease_id: str) -> LeaseGrant | None:
+        """Of a lease that this coordinator handed out, without asking the ledger."""
+        grant = self._grants.get(lease_id)
+        return grant if grant and grant.worker == caller.worker else None
+
+    def forget_grant(self, lease_id: str) -> None:
+        self._grants.pop(lease_id)
+
+    # Extending
+
+    def progress(self, caller: Caller, lease_id: str, progress: LeaseProgress) -> LeaseState:
+        """A heartbeat; whether the worker still holds the lease."""
+        now, swarm = self.run.clock(), self.run.config.swarm
+        with self.run.ledger.write() as tx:
+            self.members.seen(tx, caller, now)
+            lease = own_lease(tx, caller, lease_id, progress.fence)
+            expected = plan.expected_now(swarm, lease, progress.steps_done, now)
+            if expected is not None and expected != lease.expected:
+                tx.leases.set_expected(lease_id, expected)
+            deadline = self._deadline_after_heartbeat(lease, progress.steps_done, now)
+            _extend(tx, lease, deadline)
+        if lease.state in HELD:
+            return LeaseState(open=True, seconds_left=deadline - now)
+        return LeaseState(open=False, seconds_left=0.0, reason=self._end_reason(lease))
+
+    def _deadline_after_heartbeat(self, lease: LeaseRow, steps_done: int, now: float) -> float:
+        swarm, report = self.run.config.swarm, self._reports.get(lease.id)
+        if report is None or steps_done > report.steps_done:
+            self._reports.put(lease.id, _Report(steps_done, now, lease, recorded=now))
+            if report:
+                return plan.deadline_after_steps(swarm, lease, steps_done, report.at, now)
+        # A coordinator does not see chunks that go to a bucket; the heartbeat stands for them.
+        if lease.state == "sending" and self.run.chunks.takes_from_anyone:
+            return plan.deadline_after_chunk(swarm, lease, now, now)
+        return lease.deadline
+
+    async def chunk_received(self, caller: Caller, lease_id: str) -> None:
+        """A chunk of a lease's update counts as a heartbeat."""
+        if self._is_worth_recording(lease_id):
+            await self._executor.run(self.record_chunk, caller, lease_id)
+
+    def _is_worth_recording(self, lease_id: str) -> bool:
+        """Whether a chunk moves the deadline, or the last record is some seconds old."""
+        report, now = self._reports.get(lease_id), self.run.clock()
+        if report is None or now - report.recorded >= CHUNK_RECORD_SECONDS:
+            return True
+        swarm, deadline = self.run.config.swarm, report.lease.deadline
+        if plan.deadline_after_chunk(swarm, report.lease, report.at, now) > deadline:
+            return True
+        self._reports.put(lease_id, report._replace(at=now))
+        return False
+
+    def record_chunk(self, caller: Caller, lease_id: str) -> None:
+        now, swarm = self.run.clock(), self.run.config.swarm
+        with self.run.ledger.write() as tx:
+            self.members.seen(tx, caller, now)
+            lease = tx.leases.get(lease_id)
+            if lease is None or lease.worker != caller.worker:
+                return
+            report = self._reports.get(lease_id) or _Report(0, now, lease, recorded=now)
+            lease = _extend(tx, lease, plan.deadline_after_chunk(swarm, lease, report.at, now))
+            self._reports.put(lease_id, _Report(report.steps_done, now, lease, recorded=now))
+
+    # Ending
+
+    def give_back(self, caller: Caller, lease_id: str, message: LeaseReturn) -> LeaseState:
+        reports.check_downloads(message.downloads, self.run.config.block_count)
+        now = self.run.clock()
+        with self.run.ledger.write() as tx:
+            tx.blocks.lock()
+            self.members.seen(tx, caller, now)
+            lease = own_lease(tx, caller, lease_id, message.fence)
+            in_time = tx.leases.move(lease_id, "returned")
+            if in_time or _returns_expired(tx, lease_id):
+                reports.count_traffic(tx, caller.worker, {}, message.downloads)
+            if in_time:
+                tx.blocks.give_back_range(lease.block, lease.first_batch, lease.steps)
+                tx.events.add(now, "returned", caller.worker, lease.block, message.reason)
+        return LeaseState(open=False, seconds_left=0.0, reason="the lease was returned")
+
+    def expire(self) -> None:
+        """Take back leases that are overdue or whose worker is silent; their text is handed out
+        again."""
+        now = self.run.clock()
+        self._notice_pause(now)
+        with self.run.ledger.read() as tx:
+            if not self._expired(tx, now):
+                return
+        with self.run.ledger.write() as tx:
+            tx.blocks.lock()
+            for lease in self._expired(tx, now):
+                if not tx.leases.move(lease.id, "expired"):
+                    continue
+                tx.leases.set_deadline(lease.id, min(lease.deadline, now))
+                tx.blocks.give_back_range(lease.block, lease.first_batch, lease.steps)
+                tx.blocks.count_lease(lease.block, met=False)
+                tx.events.add(now, "lost", lease.worker, lease.block, f"{lease.steps} steps")
+                fields = {"lease": lease.id, "worker": lease.worker, "block": lease.block}
+                log.info("lease lost: %d steps are handed out again", lease.steps, extra=fields)
+
+    def _expired(self, tx: Transaction, now: float) -> list[LeaseRow]:
+        swarm, expired = self.run.config.swarm, tx.leases.overdue(now)
+        if plan.silent_at(swarm, self._listening_since) < now:
+            expired += tx.leases.silent(now - swarm.heartbeat_timeout)
+        return list({lease.id: lease for lease in expired}.values())
+
+    def _notice_pause(self, now: float) -> None:
+        """A coordinator that was suspended, or had no ledger, could not hear its workers: it waits
+        for all of them once more."""
+        if now - self._last_expiry > 0.5 * self.run.config.swarm.heartbeat_timeout:
+            self._listening_since = now
+        self._last_expiry = now
+
+    def _end_reason(self, lease: LeaseRow) -> str:
+        if lease.state != "expired":
+            return f"this lease is {lease.state}; request a new one"
+        timeout = self.run.config.swarm.heartbeat_timeout
+        return (
+            "this lease is expired: its deadline passed, or the worker sent nothing for"
+            f" {timeout:g} s; request a new one"
         )
 
 
-def own_lease(tx: Transaction, caller: Caller, lease: str, fence: int) -> LeaseRow:
-    """The caller's lease; a fencing token that is not its own means somebody else's, or a past."""
-    held = tx.leases.get(lease)
-    if held is None or held.worker != caller.worker:
-        raise RefusedError("not_found", "this worker holds no such lease")
-    if held.fence != fence:
+def own_lease(tx: Transaction, caller: Caller, lease_id: str, fence: int) -> LeaseRow:
+    """The caller's lease, if this is its fencing token."""
+    lease = tx.leases.get(lease_id)
+    if lease is None or lease.worker != caller.worker:
+        raise RefusedError("not_found", "this worker holds no such lease; request a new one")
+    if lease.fence != fence:
         raise RefusedError("conflict", "the fencing token is not this lease's")
-    return held
+    return lease
 
 
-def _is_heard_late(tx: Transaction, lease: str) -> bool:
-    """Whether a lease that ran out is now given back, for the first time, and no update of it has
-    told what was downloaded."""
-    sent = tx.updates.get(lease)
-    return tx.leases.return_expired(lease) and (sent is None or sent.state == "offered")
+def _extend(tx: Transaction, lease: LeaseRow, deadline: float) -> LeaseRow:
+    """Move a held lease's deadline, never to an earlier time."""
+    if lease.state not in HELD or deadline <= lease.deadline:
+        return lease
+    tx.leases.set_deadline(lease.id, deadline)
+    return replace(lease, deadline=deadline)
 
 
-def _begins_anew(asked: LeaseRequest) -> bool:
-    """Whether a worker has trained nothing yet since it was started."""
-    return asked.held_block is None and asked.steps_per_second is None
+def _returns_expired(tx: Transaction, lease_id: str) -> bool:
+    """Mark an expired lease returned; False if its downloads were counted before, with an earlier
+    return or with its update."""
+    update = tx.updates.get(lease_id)
+    return tx.leases.return_expired(lease_id) and (update is None or update.state == "offered")
 
 
-def _nothing_left(blocks: list[BlockState], caller: Caller, asked: LeaseRequest) -> bool:
-    """Whether the block whose lease a worker has trained is all handed out; looked at before it
-    gets the next."""
+def _was_restarted(request: LeaseRequest) -> bool:
+    """Whether the worker has trained nothing since it was started."""
+    return request.held_block is None and request.steps_per_second is None
+
+
+def _trained_last_lease(blocks: list[BlockState], caller: Caller, request: LeaseRequest) -> bool:
+    """Whether all text of the block that the worker has trained is handed out, which makes its
+    update there a final one. To be called before the worker gets its next lease."""
     return any(
-        asked.trained in block.unmerged(caller.worker) and not block.to_hand_out for block in blocks
+        request.trained in block.unmerged(caller.worker) and not block.to_hand_out
+        for block in blocks
     )
 
 
-def _wait(blocks: list[BlockState], worker: str, asked: LeaseRequest) -> Wait:
+def _wait(blocks: list[BlockState], worker: str, request: LeaseRequest) -> Wait:
     seconds = plan.wait_seconds(blocks, worker)
     left = [block for block in blocks if block.to_hand_out]
     if seconds == plan.MERGE_WAIT:
-        reason = "the last update is about to become a version"
-    elif any(asked.blocks is None or block.index in asked.blocks for block in left):
-        reason = "what is left for this worker builds on blocks that are not far enough yet"
+        reason = "your last update is about to become a version"
+    elif any(request.blocks is None or block.index in request.blocks for block in left):
+        reason = "the blocks left for this worker build on blocks that are not far enough yet"
     else:
-        reason = "everything this worker could do is handed out"
+        reason = "all work that this worker can do is handed out"
     return Wait(seconds=seconds, reason=reason)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.speeds import Speeds
+from blocktrain.coordinator.leases import Speeds
 from blocktrain.simulate.learner import Learner, NothingLearned
 from blocktrain.simulate.scenario import share_of
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease, count_out

@@ -207,7 +207,7 @@ def test_a_worker_that_was_late_once_is_not_late_for_ever(service: Service):
 def test_a_worker_whose_upload_is_under_way_gets_other_work(service: Service):
     member = join(service)
     lease = member.lease(blocks=(0,))
-    service.updates.offer(member.caller, member.make(lease).offer)
+    service.updates.record_offer(member.caller, member.make(lease).offer)
     assert member.lease().block == 1
 
 
@@ -307,7 +307,7 @@ def test_an_expired_range_is_handed_out_again(service: Service, clock: SetClock)
 def test_an_upload_that_never_ends_expires_too(service: Service, clock: SetClock):
     member = join(service)
     lease = member.lease(blocks=(0,))
-    service.updates.offer(member.caller, member.make(lease).offer)
+    service.updates.record_offer(member.caller, member.make(lease).offer)
     clock.forward(121)
     service.leases.expire()
     assert not progress(member, lease).open
@@ -507,7 +507,7 @@ def test_no_lease_is_extended_for_ever(service: Service, clock: SetClock, pace: 
 def test_an_upload_goes_on_while_its_chunks_come_in(service: Service, clock: SetClock):
     member = join(service)
     lease = member.lease(blocks=(0,))
-    service.updates.offer(member.caller, member.make(lease).offer)
+    service.updates.record_offer(member.caller, member.make(lease).offer)
     for _ in range(6):
         wait(service, clock, 110)  # no heartbeat
         service.leases.chunk_came(member.caller, lease.lease)

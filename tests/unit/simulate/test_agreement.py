@@ -164,7 +164,7 @@ class Mirrored(VirtualCoordinator):
         super().offer(lease, now)
         member, given = self.real[lease.lease]
         self.made[lease.lease] = learned(member, given, self.swarm.codec)
-        self.service.updates.offer(member.caller, self.made[lease.lease].offer)
+        self.service.updates.record_offer(member.caller, self.made[lease.lease].offer)
         self.compare()
 
     def settle(self, lease: VirtualLease, now: float) -> plan.UpdateRefusal | None:
