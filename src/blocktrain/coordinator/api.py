@@ -47,7 +47,6 @@ from blocktrain.protocol.messages import (
 from blocktrain.storage.chunks import Opened, at_hand
 
 PIECE_BYTES = 256 * 1024  # of a chunk on its way out: all of it that is in memory
-MAX_EVENT_STREAMS = 64  # each reads the ledger twice a second
 RETURN_COST = 500.0  # of reads: a lease that is taken and returned stays in the ledger
 EVENT_POLL_SECONDS = 0.5
 EVENTS_PER_POLL = 500
@@ -208,9 +207,7 @@ async def events(request: RequestContext) -> Response:
     if start is None:
         start = await run_in_threadpool(request.service.reports.last_event)
     if request.event_streams.locked():
-        raise RefusedError(
-            "slow_down", f"{MAX_EVENT_STREAMS} event streams are open; try again later"
-        )
+        raise RefusedError("slow_down", "too many event streams are open; try again later")
     return StreamingResponse(_event_stream(request, start), media_type="text/event-stream")
 
 

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
-from blocktrain.coordinator.api import ENDPOINTS, MAX_EVENT_STREAMS
+from blocktrain.coordinator.api import ENDPOINTS
 from blocktrain.coordinator.endpoints import AppState, describe
 from blocktrain.coordinator.limits import RateLimiter
 from blocktrain.coordinator.reports import CoordinatorMetrics
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 THREADS = 20  # fewer than a ledger has connections, so that the ledger's thread always gets one
 # Longer than workers keep unused connections: opening one takes a distant worker two round trips.
 IDLE_SECONDS = 75
+MAX_EVENT_STREAMS = 64  # each reads the ledger twice a second
 SHUTDOWN_SECONDS = 2  # event streams never end by themselves
 STATUS_OF = {
     "malformed": 422, "unauthorized": 401, "forbidden": 403, "not_found": 404, "conflict": 409,

@@ -161,7 +161,7 @@ def test_chunks_elsewhere_are_not_looked_for(folder: Path, tmp_path: Path):
 
 def test_nothing_is_overwritten(folder: Path, tmp_path: Path):
     back_up(folder, tmp_path / "saved.tar")
-    with pytest.raises(RunError, match="there already"):
+    with pytest.raises(RunError, match="exists already"):
         back_up(folder, tmp_path / "saved.tar")
     with pytest.raises(RunError, match="not empty"):
         restore(tmp_path / "saved.tar", folder)

@@ -21,7 +21,7 @@ def config_for(folder: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CoordinatorFolder, Config]]:
-    """A run in a folder, its first weights made by a process of their own."""
+    """A run in a folder, its initial weights made by a child process."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "text.txt").write_text("some words to learn from\n" * 1000)
     config = config_for(folder)
@@ -105,7 +105,7 @@ def test_a_folder_without_a_run_is_told_so(tmp_path: Path):
     ):
         with pytest.raises(ConfigError, match="holds no run"):
             opened()
-    with pytest.raises(NotFoundError, match="no run yet"):
+    with pytest.raises(NotFoundError, match="holds no run"):
         CoordinatorFolder(tmp_path / "nothing", f"sqlite:///{tmp_path / 'empty.db'}").operator()
     assert not (tmp_path / "nothing").exists()
 
@@ -116,7 +116,7 @@ def test_settings_whose_weights_cannot_be_made_found_nothing(
     _, config = founded
     home = CoordinatorFolder(tmp_path / "new")
     broken = config.with_settings(train__warm_start=str(tmp_path / "no-run"))
-    with pytest.raises(RunError, match=r"cannot make the first weights: .*no-run"):
+    with pytest.raises(RunError, match=r"cannot make the initial weights: .*no-run"):
         home.open_or_create(broken)
     ledger = Ledger(home.db)
     with ledger.read() as tx:

@@ -73,7 +73,7 @@ def test_a_block_goes_on_without_what_was_owed_and_is_lost(
     else:
         path.write_bytes(data[:-5] if damage == "cut" else data)
     make_version(service, member)
-    assert "what its versions owe was lost" in caplog.text
+    assert "the residual of the last delta is lost" in caplog.text
     with service.run.ledger.read() as tx:
         assert tx.versions.get(0, 2).residual not in (None, owed)
     steps = led(service, 1, 2)

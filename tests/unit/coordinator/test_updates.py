@@ -280,7 +280,7 @@ def test_a_commit_needs_an_offer_and_all_chunks(service: Service, member: Member
     made = member.make(lease)
     offer(member, made)
     refused = refusal(lambda: committed(member, lease))
-    assert (refused.code, str(refused)) == ("conflict", "1 chunks are missing")
+    assert (refused.code, str(refused)) == ("conflict", "1 chunks are missing; offer it again")
     assert update_row(service, lease).state == "offered"
     assert member.send(made).state == "pending"
 

@@ -156,7 +156,7 @@ class Mirrored(VirtualCoordinator):
         self.move_clock(now)
         super().chunk_came(lease, now)
         member, given = self.real[lease.lease]
-        self.service.leases.chunk_came(member.caller, given.lease)
+        self.service.leases.record_chunk(member.caller, given.lease)
         self.compare()
 
     def offer(self, lease: VirtualLease, now: float) -> None:
