@@ -24,7 +24,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from blocktrain.config import from_dict
-from blocktrain.coordinator.folder import CACHED_CHUNKS
 from blocktrain.coordinator.run import create_run, open_run
 from blocktrain.coordinator.server import create_app, server_config
 from blocktrain.coordinator.service import Service
@@ -32,7 +31,6 @@ from blocktrain.data.corpus import Corpus
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.protocol.addresses import bound_socket
 from blocktrain.storage.chunks import LocalChunks
-from blocktrain.storage.shelf import ChunkCache
 from blocktrain.storage.tensor_file import encode
 
 BATCHES = 50_000_000  # more than any bench hands out
@@ -97,9 +95,7 @@ def most_memory(process: int) -> int:
 
 
 def _serve(folder: Path, db: str) -> None:
-    chunks = LocalChunks(
-        folder / "chunks", shelf=ChunkCache(CACHED_CHUNKS)
-    )  # as a coordinator has them
+    chunks = LocalChunks(folder / "chunks")
     run = open_run(Ledger(db), chunks, time.time)
     service = Service(run)
     listener = bound_socket("127.0.0.1", 0)

@@ -8,6 +8,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
+from typing import IO
 
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -44,9 +45,8 @@ from blocktrain.protocol.messages import (
     UploadState,
     split_whole_update,
 )
-from blocktrain.storage.chunks import Opened, at_hand
 
-PIECE_BYTES = 256 * 1024  # of a chunk on its way out: all of it that is in memory
+PIECE_BYTES = 1 << 20  # of a chunk on its way out: all of it that is in memory
 RETURN_COST = 500.0  # of reads: a lease that is taken and returned stays in the ledger
 EVENT_POLL_SECONDS = 0.5
 EVENTS_PER_POLL = 500
@@ -174,13 +174,11 @@ async def get_chunk(request: RequestContext) -> Response:
     )
 
 
-async def _pieces(file: Opened, start: int, end: int) -> AsyncIterator[bytes | memoryview]:
+async def _pieces(file: IO[bytes], start: int, end: int) -> AsyncIterator[bytes]:
     with file:
         file.seek(start)
         while start < end:
-            length = min(PIECE_BYTES, end - start)
-            piece: bytes | memoryview | None = at_hand(file, length)
-            piece = piece or await run_in_threadpool(file.read, length)
+            piece = await run_in_threadpool(file.read, min(PIECE_BYTES, end - start))
             if not piece:
                 return  # truncated meanwhile; the receiver counts its bytes
             start += len(piece)

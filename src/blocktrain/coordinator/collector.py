@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import signed_claim
 from blocktrain.ledger.transaction import Transaction
-from blocktrain.swarm import plan
+from blocktrain.swarm import merging_rules
 
 # A chunk that nothing refers to may belong to an upload or a merge that is under way.
 COLLECT_SECONDS = 3600.0
@@ -68,7 +68,8 @@ class Collector:
         current = {state.index: state.version for state in tx.blocks.states()}
         leased = {lease.id for lease in tx.leases.held()}
         for row in tx.updates.live():
-            weight = plan.weight(self.run.config.swarm, current[row.block], row.base_version)
+            swarm = self.run.config.swarm
+            weight = merging_rules.update_weight(swarm, current[row.block], row.base_version)
             if row.state == "offered" and row.lease not in leased and weight == 0.0:
                 tx.updates.refuse(row.lease, "it was never sent")
 
@@ -96,7 +97,7 @@ class Collector:
         stored = {(version.block, version.version) for version in tx.versions.all()}
         for state in tx.blocks.states():
             deltas = tx.versions.deltas(state.index)
-            useful = plan.useful_differences(
+            useful = merging_rules.useful_deltas(
                 {version: blob.size for version, blob in deltas.items()},
                 tx.versions.get(state.index).weights.size,
             )

@@ -20,13 +20,12 @@ from blocktrain.data.corpus import load_corpus
 from blocktrain.errors import BlocktrainError, ConfigError
 from blocktrain.files import write_bytes
 from blocktrain.ledger.ledger import Ledger
-from blocktrain.storage.chunks import ChunkStore, open_chunks
-from blocktrain.storage.shelf import ChunkCache
+from blocktrain.storage.blobs import open_chunks
+from blocktrain.storage.chunks import ChunkStore
 
 INVITE_FILE = "invite-secret"
 ADVERTISED_FILE = "advertised.json"
 LEDGER_FILE = "ledger.db"
-CACHED_CHUNKS = 16
 
 
 class Advertised(NamedTuple):
@@ -45,7 +44,7 @@ class CoordinatorFolder:
 
     def open(self, clock: Callable[[], float] = time.time) -> Run:
         with _closed_on_error(self._ledger()) as ledger:
-            return open_run(ledger, self._chunks(), clock)
+            return open_run(ledger, open_chunks(self.blobs), clock)
 
     def operator(self, clock: Callable[[], float] = time.time) -> Operator:
         """Does not open the chunk store, whose address an operator's command may not know."""
@@ -57,7 +56,7 @@ class CoordinatorFolder:
         """The run in this folder, or a new one with these settings."""
         self._make_folder()
         with _closed_on_error(Ledger(self.db)) as ledger:
-            chunks = self._chunks()
+            chunks = open_chunks(self.blobs)
             with ledger.read() as tx:
                 row = tx.run()
             if row is None:
@@ -94,9 +93,6 @@ class CoordinatorFolder:
                 " or start one with: blocktrain coordinator --config"
             )
         return Ledger(self.db)
-
-    def _chunks(self) -> ChunkStore:
-        return open_chunks(self.blobs, ChunkCache(CACHED_CHUNKS))
 
     def _read(self, name: str) -> str:
         path = self.folder / name

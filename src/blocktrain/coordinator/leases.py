@@ -10,7 +10,6 @@ import logging
 from dataclasses import replace
 from typing import NamedTuple
 
-from blocktrain.config import SwarmConfig
 from blocktrain.coordinator import reports
 from blocktrain.coordinator.executor import LedgerExecutor, Notifier
 from blocktrain.coordinator.limits import BoundedCache
@@ -32,8 +31,10 @@ from blocktrain.protocol.messages import (
     Predecessor,
     Wait,
 )
-from blocktrain.swarm import plan
-from blocktrain.swarm.attendance import Attendance
+from blocktrain.swarm import assignment, lease_terms
+from blocktrain.swarm.assignment import WorkRequest
+from blocktrain.swarm.attendance import Speeds
+from blocktrain.swarm.dispatcher import Dispatcher, LeasePlan
 from blocktrain.swarm.state import BlockState
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,6 @@ MAX_CACHED_GRANTS = 4096  # any other is looked up in the ledger
 MAX_CACHED_REPORTS = 16_384
 LONG_POLL_SECONDS = 1.0  # the longest that an answer "ask again soon" is delayed
 CHUNK_RECORD_SECONDS = 5.0  # chunks of a lease are recorded in the ledger at most this often
-SHORTEST_LEASE = 1e-3  # seconds, of a clock that has not moved
 
 
 class LeaseGrant(NamedTuple):
@@ -64,22 +64,6 @@ class _Report(NamedTuple):
     recorded: float  # when the ledger last noted that the worker is there
 
 
-class Speeds:
-    """How fast workers are by the coordinator's clock, which bounds what they claim."""
-
-    def __init__(self, swarm: SwarmConfig) -> None:
-        self._swarm = swarm
-        self._measured: dict[str, float] = {}  # by worker, the fastest lease in steps per second
-
-    def completed(self, worker: str, steps: int, seconds: float) -> None:
-        """An update of this many steps was accepted, this long after its lease was handed out."""
-        speed = steps / max(SHORTEST_LEASE, seconds)
-        self._measured[worker] = max(speed, self._measured.get(worker, 0.0))
-
-    def trusted(self, worker: str, claimed: float | None) -> float | None:
-        return plan.trusted_speed(self._swarm, claimed, self._measured.get(worker))
-
-
 class Leases:
     def __init__(
         self, run: Run, members: Members, executor: LedgerExecutor, new_versions: Notifier
@@ -87,7 +71,7 @@ class Leases:
         self.run, self.members = run, members
         self._executor, self._new_versions = executor, new_versions
         self.speeds = Speeds(run.config.swarm)
-        self._attendance = Attendance(run.config.swarm)
+        self.dispatcher = Dispatcher(run.config.swarm, self.speeds, run.config.lead)
         self._grants: BoundedCache[LeaseGrant] = BoundedCache(MAX_CACHED_GRANTS)  # by lease
         self._reports: BoundedCache[_Report] = BoundedCache(MAX_CACHED_REPORTS)  # by lease
         self._last_expiry = self._listening_since = run.clock()
@@ -116,102 +100,63 @@ class Leases:
         if caller.role != "train":
             raise RefusedError("forbidden", f"leases are for training, this role is {caller.role}")
         now = self.run.clock()
-        request = self._bounded(caller, request)
+        work = self.dispatcher.trusted(_work_request(caller, request))
         with self.run.ledger.write() as tx:
             tx.blocks.lock()
-            if request.trained:
-                tx.leases.mark_trained(request.trained, caller.worker)
+            if work.trained_lease:
+                tx.leases.mark_trained(work.trained_lease, caller.worker)
             elif _was_restarted(request):
                 tx.leases.reopen_unsent(caller.worker)
             worker = self.members.seen(tx, caller, now)
             lease, blocks = tx.leases.open_of(caller.worker), tx.blocks.states()
-            is_final = _trained_last_lease(blocks, caller, request)
+            is_final = _trained_last_lease(blocks, work)
             answer = (
                 self._message(tx, lease, worker, now)
                 if lease
-                else self._choose(tx, worker, blocks, request, now)
+                else self._choose(tx, worker, blocks, work, now)
             )
-            return LeaseAnswer(answer=answer, last_words=is_final)
-
-    def _bounded(self, caller: Caller, request: LeaseRequest) -> LeaseRequest:
-        """The request with its claims cut to what may be believed."""
-        swarm = self.run.config.swarm
-        bounded = {
-            "steps_per_second": self.speeds.trusted(caller.worker, request.steps_per_second),
-            "transfer_seconds": plan.trusted_transfer(swarm, request.transfer_seconds),
-            # Updates that are whole weights start from a version, never from another update.
-            "trained": None if swarm.codec == "none" else request.trained,
-        }
-        return request.model_copy(update=bounded)
+            return LeaseAnswer(answer=answer, final_update=is_final)
 
     def _choose(
         self,
         tx: Transaction,
         worker: WorkerRow,
         blocks: list[BlockState],
-        request: LeaseRequest,
+        work: WorkRequest,
         now: float,
     ) -> Lease | Wait | Finished:
         if all(block.finished for block in blocks):
             return Finished()
-        swarm, transfer = self.run.config.swarm, request.transfer_seconds
-        block = plan.choose_block(
-            blocks,
-            worker.id,
-            request.held_block,
-            request.blocks,
-            patient=plan.is_patient(swarm, transfer),
-            trained=request.trained,
-            soon=plan.soon(swarm, now, transfer),
-            lead=self.run.config.lead,
-            others=self._attendance.others(worker.id, now),
-        )
-        # Workers restricted to some blocks do not count when the remaining work is shared out.
-        speed = request.steps_per_second if request.blocks is None else None
-        self._attendance.note(worker.id, block.index if block else None, speed, now)
-        if block is None:
-            return _wait(blocks, worker.id, request)
-        left = plan.seconds_left(swarm, blocks, now, speed, self._attendance.speeds(worker.id))
-        lease = self._hand_out(tx, worker.id, block, request, now, left)
-        return self._message(tx, lease, worker, now)
+        plan = self.dispatcher.plan(work, blocks, now)
+        if plan is None:
+            return _wait(blocks, work)
+        return self._message(tx, self._hand_out(tx, work, plan, now), worker, now)
 
     def _hand_out(
-        self,
-        tx: Transaction,
-        worker: str,
-        block: BlockState,
-        request: LeaseRequest,
-        now: float,
-        left: float,
+        self, tx: Transaction, work: WorkRequest, plan: LeasePlan[BlockState], now: float
     ) -> LeaseRow:
-        """`left`: seconds until the run ends, if its last text is being shared out."""
-        swarm, continues = self.run.config.swarm, request.trained
-        speed, transfer = request.steps_per_second, request.transfer_seconds
-        patient, soon = plan.is_patient(swarm, transfer), plan.soon(swarm, now, transfer)
-        if not plan.may_continue(block, worker, continues, patient=patient, soon=soon):
-            continues = None
-        start, stride = plan.place_in_schedule(block, worker, continuing=continues is not None)
-        seconds = plan.training_seconds(swarm, block, now, transfer, left)
-        fitting = plan.lease_steps(swarm, seconds, speed, block.to_hand_out)
-        first_batch, steps, fence = tx.blocks.take_range(block.index, fitting)
+        block = plan.block
+        first_batch, steps, fence = tx.blocks.take_range(block.index, plan.steps)
+        terms = self.dispatcher.terms(work, block, steps, now)
         lease = LeaseRow(
             id=tokens.identifier_of(now),
-            worker=worker,
+            worker=work.worker,
             block=block.index,
             base_version=block.version,
             first_batch=first_batch,
             steps=steps,
-            schedule_start=start,
-            schedule_stride=stride,
-            continues=continues,
+            schedule_start=plan.schedule_start,
+            schedule_stride=plan.schedule_stride,
+            continues=plan.continues,
             fence=fence,
-            deadline=now + plan.lease_seconds(swarm, steps, speed, transfer),
-            expected=plan.expected_at(block, now, steps, speed, transfer),
+            deadline=terms.deadline,
+            expected=terms.expected,
             created=now,
         )
         tx.leases.add(lease)
         self._reports.put(lease.id, _Report(0, now, lease, recorded=now))
-        tx.events.add(now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}")
+        detail = f"{steps} steps from batch {first_batch}"
+        tx.events.add(now, "leased", work.worker, block.index, detail)
         return lease
 
     def _message(self, tx: Transaction, lease: LeaseRow, worker: WorkerRow, now: float) -> Lease:
@@ -259,7 +204,7 @@ class Leases:
         with self.run.ledger.write() as tx:
             self.members.seen(tx, caller, now)
             lease = own_lease(tx, caller, lease_id, progress.fence)
-            expected = plan.expected_now(swarm, lease, progress.steps_done, now)
+            expected = lease_terms.arrival_after_progress(swarm, lease, progress.steps_done, now)
             if expected is not None and expected != lease.expected:
                 tx.leases.set_expected(lease_id, expected)
             deadline = self._deadline_after_heartbeat(lease, progress.steps_done, now)
@@ -273,10 +218,10 @@ class Leases:
         if report is None or steps_done > report.steps_done:
             self._reports.put(lease.id, _Report(steps_done, now, lease, recorded=now))
             if report:
-                return plan.deadline_after_steps(swarm, lease, steps_done, report.at, now)
+                return lease_terms.deadline_after_steps(swarm, lease, steps_done, report.at, now)
         # A coordinator does not see chunks that go to a bucket; the heartbeat stands for them.
-        if lease.state == "sending" and self.run.chunks.takes_from_anyone:
-            return plan.deadline_after_chunk(swarm, lease, now, now)
+        if lease.state == "sending" and self.run.chunks.has_presigned_urls:
+            return lease_terms.deadline_after_chunk(swarm, lease, now, now)
         return lease.deadline
 
     async def chunk_received(self, caller: Caller, lease_id: str) -> None:
@@ -290,7 +235,7 @@ class Leases:
         if report is None or now - report.recorded >= CHUNK_RECORD_SECONDS:
             return True
         swarm, deadline = self.run.config.swarm, report.lease.deadline
-        if plan.deadline_after_chunk(swarm, report.lease, report.at, now) > deadline:
+        if lease_terms.deadline_after_chunk(swarm, report.lease, report.at, now) > deadline:
             return True
         self._reports.put(lease_id, report._replace(at=now))
         return False
@@ -303,7 +248,9 @@ class Leases:
             if lease is None or lease.worker != caller.worker:
                 return
             report = self._reports.get(lease_id) or _Report(0, now, lease, recorded=now)
-            lease = _extend(tx, lease, plan.deadline_after_chunk(swarm, lease, report.at, now))
+            lease = _extend(
+                tx, lease, lease_terms.deadline_after_chunk(swarm, lease, report.at, now)
+            )
             self._reports.put(lease_id, _Report(report.steps_done, now, lease, recorded=now))
 
     # Ending
@@ -345,7 +292,7 @@ class Leases:
 
     def _expired(self, tx: Transaction, now: float) -> list[LeaseRow]:
         swarm, expired = self.run.config.swarm, tx.leases.overdue(now)
-        if plan.silent_at(swarm, self._listening_since) < now:
+        if lease_terms.silence_deadline(swarm, self._listening_since) < now:
             expired += tx.leases.silent(now - swarm.heartbeat_timeout)
         return list({lease.id: lease for lease in expired}.values())
 
@@ -396,21 +343,32 @@ def _was_restarted(request: LeaseRequest) -> bool:
     return request.held_block is None and request.steps_per_second is None
 
 
-def _trained_last_lease(blocks: list[BlockState], caller: Caller, request: LeaseRequest) -> bool:
+def _work_request(caller: Caller, request: LeaseRequest) -> WorkRequest:
+    return WorkRequest(
+        worker=caller.worker,
+        loaded_block=request.held_block,
+        allowed_blocks=request.blocks,
+        trained_lease=request.trained,
+        steps_per_second=request.steps_per_second,
+        transfer_seconds=request.transfer_seconds,
+    )
+
+
+def _trained_last_lease(blocks: list[BlockState], work: WorkRequest) -> bool:
     """Whether all text of the block that the worker has trained is handed out, which makes its
     update there a final one. To be called before the worker gets its next lease."""
     return any(
-        request.trained in block.unmerged(caller.worker) and not block.to_hand_out
+        work.trained_lease in block.unmerged(work.worker) and not block.to_hand_out
         for block in blocks
     )
 
 
-def _wait(blocks: list[BlockState], worker: str, request: LeaseRequest) -> Wait:
-    seconds = plan.wait_seconds(blocks, worker)
+def _wait(blocks: list[BlockState], work: WorkRequest) -> Wait:
+    seconds, allowed = assignment.wait_seconds(blocks, work.worker), work.allowed_blocks
     left = [block for block in blocks if block.to_hand_out]
-    if seconds == plan.MERGE_WAIT:
+    if seconds == assignment.MERGE_WAIT:
         reason = "your last update is about to become a version"
-    elif any(request.blocks is None or block.index in request.blocks for block in left):
+    elif any(allowed is None or block.index in allowed for block in left):
         reason = "the blocks left for this worker build on blocks that are not far enough yet"
     else:
         reason = "all work that this worker can do is handed out"

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 from blocktrain import faults
-from blocktrain.codec.frames import codec_named
 from blocktrain.coordinator.collector import Collector
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import signed_claim
@@ -19,10 +18,10 @@ from blocktrain.errors import (
 )
 from blocktrain.ledger.rows import Version
 from blocktrain.ledger.transaction import Transaction
-from blocktrain.numerics.merge import Outer
+from blocktrain.numerics.merge import merge_rule
 from blocktrain.protocol.messages import Blob, Recipe, UpdateClaim
 from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_blobs
-from blocktrain.swarm import plan
+from blocktrain.swarm import merging_rules
 from blocktrain.swarm.state import BlockState, PendingUpdate
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class Merger:
             states = tx.blocks.states()
         versions = 0
         for state in states:
-            due = plan.due_updates(state, self.run.config.swarm, self.run.clock())
+            due = merging_rules.due_updates(state, self.run.config.swarm, self.run.clock())
             try:
                 versions += bool(due and self.merge(state, due))
             except BlocktrainError as error:
@@ -87,7 +86,9 @@ class Merger:
             inputs = self._inputs(tx, state, updates)
         if not inputs:
             return False
-        merged = self._merged(state, current, inputs, final=plan.is_final(state, updates))
+        merged = self._merged(
+            state, current, inputs, final=merging_rules.makes_last_version(state, updates)
+        )
         faults.reached("merge-written")
         if not self._publish(state, merged, updates):
             return False
@@ -103,7 +104,7 @@ class Merger:
         waiting = tx.updates.pending(state.index)
         if any(update.lease not in waiting for update in updates):
             return []
-        factors = plan.chain_factors(updates)
+        factors = merging_rules.chain_factors(updates)
         return [
             self._input(tx, state, each, signed_claim(waiting[each.lease]), factors[each.lease])
             for each in updates
@@ -117,7 +118,8 @@ class Merger:
         claim: UpdateClaim,
         factor: float,
     ) -> MergeInput:
-        share = factor * plan.weight(self.run.config.swarm, state.version, update.base_version)
+        swarm = self.run.config.swarm
+        share = factor * merging_rules.update_weight(swarm, state.version, update.base_version)
         covered = update.steps * self.run.batch_bytes
         if claim.codec != "none":
             return MergeInput(update.lease, claim.recipe, covered, share=share, encoded=True)
@@ -135,10 +137,14 @@ class Merger:
         final: bool,
     ) -> Merged:
         swarm = self.run.config.swarm
-        outer = Outer(swarm.outer_rate, swarm.outer_momentum)
-        codec = codec_named(swarm.codec, plan.top_k_down(swarm, state, len(inputs)))
+        codec = merging_rules.delta_codec(swarm, state, len(inputs))
         merge = partial(
-            merge_blobs, self.run.blobs, current.weights, inputs, current.velocity, outer
+            merge_blobs,
+            self.run.blobs,
+            current.weights,
+            inputs,
+            current.velocity,
+            merge_rule(swarm),
         )
         if not codec:
             return merge()
@@ -153,7 +159,7 @@ class Merger:
         log.warning("the residual of the last delta is lost, merging without it", extra=fields)
         with self.run.ledger.write() as tx:
             tx.versions.forget_residual(state.index, state.version)
-        return merge(replace(compression, owed=None))
+        return merge(replace(compression, residual=None))
 
     def _publish(self, state: BlockState, merged: Merged, updates: Sequence[PendingUpdate]) -> bool:
         now = self.run.clock()
@@ -166,8 +172,8 @@ class Merger:
                 merged.velocity,
                 updates,
                 now,
-                delta=merged.difference,
-                residual=merged.owed,
+                delta=merged.delta,
+                residual=merged.residual,
             ):
                 return False
             detail = f"version {version}: {len(updates)} updates, {steps} steps"
@@ -180,7 +186,7 @@ class Merger:
         self, state: BlockState, due: Sequence[PendingUpdate]
     ) -> Sequence[PendingUpdate]:
         """Refuse those that fell too far behind while they waited, and return the others."""
-        fresh, stale = plan.without_stale(self.run.config.swarm, state.version, due)
+        fresh, stale = merging_rules.split_stale(self.run.config.swarm, state.version, due)
         for update in stale:
             behind = state.version - update.base_version
             self._refuse([update], f"it fell {behind} versions behind while it waited")

@@ -66,7 +66,7 @@ class Reports:
             state="running" if row.finished is None else "finished",
             ce=score.ce if score else None,
             ce_note="" if score else NO_SCORE,
-            codec=self.run.config.swarm.codec,  # type: ignore[arg-type]  # one of CODECS
+            codec=self.run.config.swarm.codec,
             blocks=blocks,
             workers=workers,
             seconds=(row.finished or now) - self.run.created,

@@ -47,7 +47,7 @@ class Run:
 
     @property
     def batch_bytes(self) -> int:
-        return self.config.train.batch * self.config.model.window
+        return self.config.bytes_per_step
 
 
 def run_row(ledger: Ledger) -> RunRow:
@@ -123,7 +123,7 @@ def create_run(
 
 def _whole_bytes(config: Config, chunks: ChunkStore) -> int:
     """The largest update that is taken in one request; 0 if chunks go to a bucket directly."""
-    if chunks.takes_from_anyone:
+    if chunks.has_presigned_urls:
         return 0
     return WHOLE_WEIGHTS_BYTES if config.swarm.codec == "none" else WHOLE_BYTES
 

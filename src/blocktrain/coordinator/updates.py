@@ -41,11 +41,13 @@ from blocktrain.protocol.messages import (
     UploadState,
 )
 from blocktrain.storage.chunks import name_of
-from blocktrain.swarm import plan
+from blocktrain.swarm import merging_rules
+from blocktrain.swarm.merging_rules import UpdateRefusal
 
 log = logging.getLogger(__name__)
 
 URL_SECONDS = 3600
+PIECE_BYTES = 1 << 20  # of a chunk on its way in: all of it that is in memory
 MAX_CACHED_UPLOADS = 1024
 # How long an upload is served from memory: a worker that is banned can send chunks for as long.
 UPLOAD_CACHE_SECONDS = 5.0
@@ -156,9 +158,14 @@ class Updates:
         if isinstance(upload, Receipt):
             raise RefusedError("conflict", f"this update is {upload.state} already")
         check_expected(upload, name)
-        with self.run.chunks.incoming(upload.claim.recipe.size) as chunk:
+        with self.run.chunks.incoming() as chunk:
+            piece = bytearray()
             async for part in parts:
-                chunk.write(part)
+                piece += part
+                if len(piece) >= PIECE_BYTES:  # in a thread, because the disk may be slow
+                    await run_in_threadpool(chunk.write, piece)
+                    piece = bytearray()
+            await run_in_threadpool(chunk.write, piece)
             try:
                 await run_in_threadpool(chunk.keep, name)
             except ProtocolError as error:
@@ -257,12 +264,12 @@ class Updates:
         reports.count_traffic(tx, lease.worker, uploaded, downloads)
         in_time = tx.leases.move(lease.id, "submitted")
         version, base = tx.blocks.get(lease.block).version, _base_of(tx, lease)
+        weight = merging_rules.update_weight(self.run.config.swarm, version, base)
         reason = fault or self._lateness(tx, lease, base, version, in_time=in_time)
         if in_time:
             tx.blocks.count_lease(lease.block, met=not reason)
         if reason:
             return self._refuse(tx, lease, reason, now, in_time=in_time)
-        weight = plan.weight(self.run.config.swarm, version, base)
         tx.updates.accept(lease.id, base, weight, now)
         self.leases.speeds.completed(lease.worker, lease.steps, now - lease.created)
         kind = "uploaded" if weight == 1.0 else "late"
@@ -285,17 +292,18 @@ class Updates:
     ) -> str:
         """Why an update does not count any more; empty if it does."""
         swarm = self.run.config.swarm
-        counts = plan.weight(swarm, version, base) > 0.0
-        own = in_time or (
-            counts and tx.blocks.reclaim_range(lease.block, lease.first_batch, lease.steps)
-        )
-        match plan.refusal(swarm, version, base, text_is_its_own=own):
-            case plan.UpdateRefusal.TOO_STALE:
+
+        def reclaim() -> bool:
+            return tx.blocks.reclaim_range(lease.block, lease.first_batch, lease.steps)
+
+        verdict = merging_rules.judge_update(swarm, version, base, in_time=in_time, reclaim=reclaim)
+        match verdict.refusal:
+            case UpdateRefusal.TOO_STALE:
                 return (
                     f"it is {version - base} versions behind, more than {swarm.most_stale};"
                     " request a new lease"
                 )
-            case plan.UpdateRefusal.HANDED_OUT_AGAIN:
+            case UpdateRefusal.HANDED_OUT_AGAIN:
                 return (
                     f"the lease was {lease.state} and its text handed out again;"
                     " request a new lease, and send heartbeats until the commit is answered"
@@ -359,7 +367,9 @@ def _recorded(tx: Transaction, claim: UpdateClaim) -> UpdateRow | None:
 def _base_of(tx: Transaction, lease: LeaseRow) -> int:
     """The version a lease's update counts as trained from."""
     continued = tx.updates.get(lease.continues) if lease.continues else None
-    return plan.base_of(lease.base_version, continued.merged_into if continued else None)
+    return merging_rules.effective_base(
+        lease.base_version, continued.merged_into if continued else None
+    )
 
 
 def _receipt(row: UpdateRow) -> Receipt:

@@ -3,17 +3,18 @@
 Knows the run's settings and its blobs; knows neither the ledger nor requests.
 """
 
-from blocktrain.codec.frames import Codec, codec_named, largest_encoded_size, top_k_of_final_update
+from blocktrain.codec.frames import largest_encoded_size
+from blocktrain.codec.registry import Codec, update_codec
 from blocktrain.coordinator.leases import LeaseGrant
 from blocktrain.coordinator.run import Run
 from blocktrain.errors import ProtocolError, RefusedError
 from blocktrain.ledger.rows import Version
 from blocktrain.protocol import identity
 from blocktrain.protocol.messages import CHUNK_BYTES, Recipe, UpdateClaim, UpdateOffer
-from blocktrain.storage.merging import check_encoded, check_update
 from blocktrain.storage.tensor_file import TensorSpec
+from blocktrain.storage.validation import check_encoded, check_update
 from blocktrain.storage.weights_file import weights_form
-from blocktrain.swarm import plan
+from blocktrain.swarm import merging_rules
 
 FLOAT32_BYTES = 4
 ROUNDING = 1e-4  # of the weights: every step rounds them to float32
@@ -58,12 +59,11 @@ class UpdateVerifier:
 
     def find_fault(self, recipe: Recipe, base: Version, steps: int) -> str:
         """What is wrong with the numbers of a stored update; empty if nothing is."""
-        specs, codec = self._tensor_specs(base), self._largest_codec()
-        reader = self.run.blobs.reader(recipe, checked=False)
+        specs, codec, blobs = self._tensor_specs(base), self._largest_codec(), self.run.blobs
         try:
             if codec:
-                return self._distance_fault(steps, check_encoded(reader, specs, codec))
-            distances = check_update(reader, self.run.blobs.reader(base.weights), specs)
+                return self._distance_fault(steps, check_encoded(blobs, recipe, specs, codec))
+            distances = check_update(blobs, recipe, base.weights, specs)
         except ProtocolError as error:
             return str(error)
         faults = (
@@ -77,7 +77,7 @@ class UpdateVerifier:
     ) -> str:
         """`size`: root mean square of the weights that the distance is measured from."""
         config = self.run.config
-        most = plan.most_moved(config.train, config.swarm, steps, size) + ROUNDING * size
+        most = merging_rules.largest_move(config.train, config.swarm, steps, size) + ROUNDING * size
         if distance <= most:
             return ""
         return (
@@ -91,6 +91,5 @@ class UpdateVerifier:
         return self._specs[version.block]
 
     def _largest_codec(self) -> Codec | None:
-        """The run's codec at its largest, because any update may be a worker's final one."""
-        swarm = self.run.config.swarm
-        return codec_named(swarm.codec, top_k_of_final_update(swarm.top_k_per_4096))
+        """Any update may be a worker's final one."""
+        return update_codec(self.run.config.swarm, final=True)

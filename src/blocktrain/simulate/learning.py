@@ -17,22 +17,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blocktrain.codec.dense import Floats
-from blocktrain.codec.frames import Codec, UpdateDecoder, codec_named, encode_with_residual
+from blocktrain.codec.frames import UpdateDecoder, encode_with_residual
+from blocktrain.codec.registry import Codec, update_codec
 from blocktrain.config import Config, SwarmConfig
 from blocktrain.data.corpus import Corpus, load_corpus
 from blocktrain.data.windows import evaluation_windows
 from blocktrain.model.stack import assemble, new_block
-from blocktrain.numerics.merge import Contribution, Outer, merge_tensor
+from blocktrain.numerics.merge import Contribution, finite_floats, merge_rule
+from blocktrain.numerics.quantization import Floats
 from blocktrain.simulate.report import Report
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import new_coordinator, simulate
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
-from blocktrain.storage.run_dir import Tensors
-from blocktrain.swarm import plan
-from blocktrain.train.assemble import load_block
+from blocktrain.storage.tensor_file import Tensors
+from blocktrain.swarm import merging_rules
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.evaluate import evaluate
+from blocktrain.train.loading import load_block
 from blocktrain.train.trainer import BlockTrainer
 
 
@@ -47,9 +48,9 @@ class SimulatedUpdate:
 
 class SimulatedUpdates:
     def __init__(self, swarm: SwarmConfig) -> None:
-        self._codec = codec_named(swarm.codec, swarm.top_k_per_4096)
+        self._codec = update_codec(swarm)
         self._owed: dict[tuple[str, int], Tensors] = {}  # by worker and block
-        self._told: dict[tuple[str, int], tuple[int, Tensors]] = {}  # by lease, its last update
+        self._told: dict[tuple[str, int], tuple[str, Tensors]] = {}  # by lease, its last update
 
     def begun(self, lease: VirtualLease, base: Tensors) -> Tensors:
         """What a worker starts from: a version, what it has told since, and what not yet."""
@@ -81,7 +82,7 @@ class SimulatedUpdates:
         data = b"".join(encode_with_residual(codec, ahead, left_out.append))
         decoder = UpdateDecoder(lambda offset, size: data[offset : offset + size], len(data), count)
         self._owed[lease.worker, lease.block.index] = _shaped(np.concatenate(left_out), end)
-        return _shaped(decoder.numbers(0, count), end)
+        return _shaped(np.concatenate(list(decoder.frames())), end)
 
 
 def _shaped(numbers: Floats, like: Tensors) -> Tensors:
@@ -141,13 +142,11 @@ class VirtualTrainer:
         self._take_moments(lease.worker, start.losses)
         if self._reads_others:
             trainer.build_on(start.before, lease.first_batch + lease.steps)
-        trainer.step = lease.first_batch
-        trainer.module.train()
-        for step in range(lease.steps):
-            trainer.train_step(lease.schedule_start + step * lease.schedule_stride)
+        steps = range(lease.steps)
+        positions = [lease.schedule_start + step * lease.schedule_stride for step in steps]
+        trainer.run(lease.first_batch, lease.steps, positions=positions)
         trainer.refuse_divergence()
-        if trainer.predecessors:
-            trainer.predecessors.close()
+        trainer.close()
         self._moments[lease.worker] = (start.losses, trainer.moments())
         return self.weights()
 
@@ -192,19 +191,17 @@ class SimulatedLearning:
 
     def merged(self, block: VirtualBlock, leases: Sequence[VirtualLease]) -> None:
         parcels = {lease: self._trained(lease) for lease in leases}
-        factors = plan.chain_factors(leases)
+        factors = merging_rules.chain_factors(leases)
         current, velocity = self.versions[block.index], self._velocities[block.index]
-        swarm = self.config.swarm
-        outer = Outer(swarm.outer_rate, swarm.outer_momentum)
+        rule = merge_rule(self.config.swarm)
         following: Tensors = {}
         for name, weights in current.weights.items():
             contributions = [
                 self._contribution(lease, parcel, name, factors[lease.lease])
                 for lease, parcel in parcels.items()
             ]
-            following[name], velocity[name] = merge_tensor(
-                weights, contributions, velocity.get(name), outer
-            )
+            target, velocity[name] = rule.combine(weights, contributions, velocity.get(name))
+            following[name] = finite_floats(target)
         self.versions[block.index] = VirtualVersion(block.version + 1, following)
 
     def score(self) -> float:
@@ -224,9 +221,11 @@ class SimulatedLearning:
     def _contribution(
         self, lease: VirtualLease, parcel: SimulatedUpdate, name: str, factor: float
     ) -> Contribution:
-        share = factor * plan.weight(self.config.swarm, lease.block.version, lease.base_version)
+        share = factor * merging_rules.update_weight(
+            self.config.swarm, lease.block.version, lease.base_version
+        )
         start = parcel.start[name] if parcel.start else None
-        in_order = f"{lease.lease:012}"
+        in_order = lease.lease
         return Contribution(in_order, parcel.end[name], float(lease.steps), start, share)
 
     def _measured(self) -> float:

@@ -6,10 +6,10 @@ the rules of its coordinator. [simulate] is no part of a run and travels nowhere
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from blocktrain.codec.frames import codec_named, largest_encoded_size
+from blocktrain.codec.frames import largest_encoded_size
+from blocktrain.codec.registry import Codec, update_codec
 from blocktrain.config import Config, build, read_settings, setting
 
 MEGABYTE = 1e6
@@ -85,7 +85,7 @@ class Scenario(Config):
 
     @property
     def update_bytes(self) -> float:
-        share = self.simulate.update_share or share_of(self.swarm.codec, self.swarm.top_k_per_4096)
+        share = self.simulate.update_share or share_of(update_codec(self.swarm))
         return share * self.block_bytes
 
     def merge_seconds(self, updates: int) -> float:
@@ -94,12 +94,10 @@ class Scenario(Config):
         return read / (self.simulate.merge_megabytes * MEGABYTE)
 
 
-@cache
-def share_of(codec: str, kept: int) -> float:
-    """The size of what a codec makes of a block's numbers, as a share of theirs: at the most, which
-    for `sparse` is a little more than usual."""
-    encoder = codec_named(codec, kept)
-    return largest_encoded_size(encoder, MANY) / (BYTES * MANY) if encoder else 1.0
+def share_of(codec: Codec | None) -> float:
+    """The most that a codec makes of a block, as a share of its size; `sparse` usually makes a
+    little less."""
+    return largest_encoded_size(codec, MANY) / (BYTES * MANY) if codec else 1.0
 
 
 def load_scenario(path: Path | str, overrides: Sequence[str] = ()) -> Scenario:
