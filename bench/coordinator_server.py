@@ -24,9 +24,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from blocktrain.config import from_dict
-from blocktrain.coordinator.api import create_app
-from blocktrain.coordinator.process import server_config
-from blocktrain.coordinator.run import found_run, open_run
+from blocktrain.coordinator.run import create_run, open_run
+from blocktrain.coordinator.server import create_app, server_config
 from blocktrain.coordinator.service import Service
 from blocktrain.data.corpus import Corpus
 from blocktrain.ledger.ledger import Ledger
@@ -65,7 +64,7 @@ def found(folder: Path, db: str, numbers: int, blocks: int = BLOCKS, **swarm: An
         file.writelines(encode({"w": numbers_here}))
     ledger = Ledger(db)
     chunks = LocalChunks(folder / "chunks")
-    found_run(config, corpus, [weights] * blocks, ledger, chunks, time.time())
+    create_run(config, corpus, [weights] * blocks, ledger, chunks, time.time())
     ledger.close()
 
 

@@ -20,9 +20,9 @@ from tests.support.processes import Processes, Running, free_port, full_disk
 from blocktrain.codec.dense import Int8
 from blocktrain.config import Config, load_config
 from blocktrain.coordinator.folder import CoordinatorFolder
-from blocktrain.coordinator.operator import Operator
+from blocktrain.coordinator.members import Operator
 from blocktrain.coordinator.run import Run
-from blocktrain.coordinator.updates import claimed
+from blocktrain.coordinator.updates import signed_claim
 from blocktrain.data.corpus import load_corpus
 from blocktrain.data.windows import evaluation_windows
 from blocktrain.ledger.schema import leases, updates
@@ -58,7 +58,7 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _found(folder: Path, db: str | None = None, *more: str) -> None:
-    CoordinatorFolder(folder, db).open_or_found(_config(folder.parent, *more)).ledger.close()
+    CoordinatorFolder(folder, db).open_or_create(_config(folder.parent, *more)).ledger.close()
 
 
 def _config(folder: Path, *more: str) -> Config:
@@ -250,7 +250,7 @@ def _check_versions_follow(run: Run) -> None:
         merged = [
             MergeInput(
                 row.lease,
-                claimed(row).recipe,
+                signed_claim(row).recipe,
                 row.steps * run.batch_bytes,
                 share=factors[row.lease]
                 * merging_rules.update_weight(run.config.swarm, number - 1, row.base_version),

@@ -35,7 +35,7 @@ from tests.support.postgres import private_server
 from tests.support.processes import Processes, Running, free_port, full_disk
 
 from blocktrain.coordinator.folder import CoordinatorFolder
-from blocktrain.coordinator.operator import Operator
+from blocktrain.coordinator.members import Operator
 from blocktrain.coordinator.service import ROUND_SECONDS, Service
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.invite import Invite

@@ -42,13 +42,12 @@ from tests.support.coordinator import (
     weights_now,
 )
 
-from blocktrain.coordinator.api import HELD_BACK_SECONDS
-from blocktrain.coordinator.leases import LeaseGrant
+from blocktrain.coordinator.leases import LONG_POLL_SECONDS, LeaseGrant
 from blocktrain.coordinator.members import Caller
-from blocktrain.coordinator.process import own_tls
 from blocktrain.coordinator.run import open_run
+from blocktrain.coordinator.server import own_tls
 from blocktrain.coordinator.service import Service
-from blocktrain.coordinator.updates import MOMENT
+from blocktrain.coordinator.updates import UPLOAD_CACHE_SECONDS
 from blocktrain.errors import UntrustedError
 from blocktrain.ledger.schema import blocks, leases, updates, versions
 from blocktrain.protocol.identity import WorkerKey
@@ -217,11 +216,11 @@ def test_whoever_waits_for_its_version_is_answered_when_it_is_made(api: Api):
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(worker.lease, held_block=lease.block)
         with pytest.raises(TimeoutError):
-            asked.result(HELD_BACK_SECONDS / 4)
+            asked.result(LONG_POLL_SECONDS / 4)
         api.service.round()
         began = time.monotonic()
         assert asked.result(SECONDS).base_version == lease.base_version + 1
-        assert time.monotonic() - began < HELD_BACK_SECONDS / 2
+        assert time.monotonic() - began < LONG_POLL_SECONDS / 2
 
 
 def test_an_answer_is_not_held_back_for_ever(api: Api):
@@ -231,7 +230,7 @@ def test_an_answer_is_not_held_back_for_ever(api: Api):
     began = time.monotonic()
     answer = worker.post("/v1/lease", LeaseRequest(held_block=lease.block))
     assert isinstance(read(LeaseAnswer, answer).answer, Wait)
-    assert HELD_BACK_SECONDS <= time.monotonic() - began < 3 * HELD_BACK_SECONDS
+    assert LONG_POLL_SECONDS <= time.monotonic() - began < 3 * LONG_POLL_SECONDS
 
 
 def test_whoever_has_more_to_send_is_answered_at_once(api: Api):
@@ -241,7 +240,7 @@ def test_whoever_has_more_to_send_is_answered_at_once(api: Api):
     began = time.monotonic()
     answer = worker.post("/v1/lease", LeaseRequest(held_block=lease.block, at_once=True))
     assert isinstance(read(LeaseAnswer, answer).answer, Wait)
-    assert time.monotonic() - began < HELD_BACK_SECONDS / 2
+    assert time.monotonic() - began < LONG_POLL_SECONDS / 2
 
 
 def test_hello_and_the_authority_need_no_authorization(shared: Api):
@@ -316,7 +315,7 @@ def test_a_lease_is_given_back(shared: Api):
     lease = worker.lease()
     told = LeaseReturn(fence=lease.fence, reason="stopping")
     state = read(LeaseState, worker.post(f"/v1/lease/{lease.lease}/return", told))
-    assert (state.open, state.reason) == (False, "given back")
+    assert (state.open, state.reason) == (False, "the lease was returned")
     assert shared.join().lease(blocks=(lease.block,)).first_batch == lease.first_batch
 
 
@@ -384,13 +383,13 @@ def test_any_coordinator_of_the_run_answers(api: Api, tmp_path: Path):
 def asked(api: Api, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Leases that were looked for in the ledger before their update was taken in."""
     found: list[str] = []
-    find = api.service.updates.find_held
+    find = api.service.updates.find_grant
 
     def counted(caller: Caller, claim: UpdateClaim) -> LeaseGrant | Receipt:
         found.append(claim.lease)
         return find(caller, claim)
 
-    monkeypatch.setattr(api.service.updates, "find_held", counted)
+    monkeypatch.setattr(api.service.updates, "find_grant", counted)
     return found
 
 
@@ -616,7 +615,7 @@ def test_a_banned_worker_is_forbidden(shared: Api):
     made = worker.make(lease)
     worker.post("/v1/updates", made.offer)
     shared.service.operator.ban(worker.signer.worker)
-    shared.clock.forward(MOMENT)
+    shared.clock.forward(UPLOAD_CACHE_SECONDS)
     ((name, data),) = made.chunks.items()
     for answer in (
         worker.post("/v1/lease", LeaseRequest()),
@@ -958,7 +957,7 @@ def test_without_a_number_events_begin_with_what_comes_next(api: Api):
 
 
 def test_no_more_listen_than_there_are_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("blocktrain.coordinator.api.MOST_LISTENERS", 1)
+    monkeypatch.setattr("blocktrain.coordinator.server.MAX_EVENT_STREAMS", 1)
     clock = SetClock()
     with (
         running(tmp_path, clock) as service,
@@ -972,7 +971,7 @@ def test_no_more_listen_than_there_are_places(tmp_path: Path, monkeypatch: pytes
             assert next(lines)  # it listens
             refused = http.get("/v1/events", headers=headers)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-            assert "1 listen already" in refused.text
+            assert "too many event streams" in refused.text
         until = time.monotonic() + SECONDS
         while time.monotonic() < until:  # the place of one who has left is free again
             with http.stream("GET", "/v1/events", headers=headers) as another:
@@ -1032,7 +1031,7 @@ def test_metrics_can_be_read_by_prometheus(api: Api):
 
 
 def test_a_page_of_metrics_is_made_once_a_second(api: Api, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("blocktrain.coordinator.reports.FRESH_SECONDS", 60.0)
+    monkeypatch.setattr("blocktrain.coordinator.reports.METRICS_SECONDS", 60.0)
     first = api.http.get("/metrics").text
     api.join()
     assert api.http.get("/metrics").text == first
@@ -1085,9 +1084,9 @@ SERVE = """
 import sys, time
 from pathlib import Path
 from blocktrain.coordinator.run import open_run
-from blocktrain.coordinator.process import serve
+from blocktrain.coordinator.server import serve
 from blocktrain.coordinator.service import Service
-from blocktrain.coordinator.updates import MOMENT
+from blocktrain.coordinator.updates import UPLOAD_CACHE_SECONDS
 from blocktrain.protocol.addresses import bound_socket
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.ledger.ledger import Ledger

@@ -38,9 +38,9 @@ from tests.support.statements import after_statement, before_statement
 
 from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.coordinator.merger import CLAIM_SECONDS
-from blocktrain.coordinator.run import found_run, open_run
+from blocktrain.coordinator.run import create_run, open_run
 from blocktrain.coordinator.service import Service
-from blocktrain.coordinator.updates import Updates
+from blocktrain.coordinator.verification import UpdateVerifier
 from blocktrain.errors import BlocktrainError, ConfigError, NotFoundError, RefusedError
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.protocol.messages import Event, Lease, LeaseReturn, Refusal, Score, TokenRequest
@@ -110,7 +110,7 @@ def test_an_update_that_grew_too_old_while_it_waited_is_refused(tmp_path, clock)
         with service.run.ledger.read() as tx:
             seen = tx.blocks.states()[0]
         second.send(second.make(leases[1]))  # arrives while the first is being merged
-        assert service.merger._merge(seen, seen.pending)
+        assert service.merger.merge(seen, seen.pending)
         service.merger.merge_due()  # ValueError: a weight must be above 0
         with service.run.ledger.read() as tx:
             assert tx.updates.get(leases[1].lease).state == "refused"
@@ -128,7 +128,7 @@ def test_with_the_default_settings_too(tmp_path, clock):
         with service.run.ledger.read() as tx:
             seen = tx.blocks.states()[0]
         assert late.send(late.make(lease)).state == "pending"  # four behind: just allowed
-        assert service.merger._merge(seen, seen.pending)
+        assert service.merger.merge(seen, seen.pending)
         service.merger.merge_due()
 
 
@@ -145,10 +145,8 @@ def test_the_rounds_go_on_after_an_unforeseen_error(tmp_path, clock):
         with meddled(service, fail) as broken:
             broken.start()
             time.sleep(0.6)
-            alive = broken._rounds.is_alive()
-            if alive:
-                broken.stop()
-            assert alive
+            assert "rounds" in {thread.name for thread in threading.enumerate()}
+            broken.stop()
 
 
 # numbers that overflow in the merge
@@ -157,7 +155,7 @@ def test_the_rounds_go_on_after_an_unforeseen_error(tmp_path, clock):
 @pytest.fixture
 def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates are let in unseen, as by a coordinator whose checks know less than the merge."""
-    monkeypatch.setattr(Updates, "_fault", lambda *args: "")
+    monkeypatch.setattr(UpdateVerifier, "find_fault", lambda *args: "")
 
 
 def test_updates_that_cannot_be_merged_do_not_block_their_block_for_ever(tmp_path, clock, lenient):
@@ -326,7 +324,7 @@ def test_expiring_and_committing_do_not_deadlock(tmp_path, clock):
     def first(service, members):
         lease = members[0].lease(blocks=(0,))
         made = members[0].make(lease)
-        service.updates.offer(members[0].caller, made.offer)
+        service.updates.record_offer(members[0].caller, made.offer)
         for name, data in made.chunks.items():
             put_chunk(service, members[0].caller, lease.lease, name, data)
         clock.forward(121)
@@ -438,7 +436,7 @@ def test_collecting_after_an_old_version_went_out_of_use(tmp_path, clock):
         late, quick = join(service), join(service)
         lease = late.lease(blocks=(0,))
         made = late.make(lease)
-        service.updates.offer(late.caller, made.offer)
+        service.updates.record_offer(late.caller, made.offer)
         for name, data in made.chunks.items():
             put_chunk(service, late.caller, lease.lease, name, data)
         clock.forward(121)
@@ -480,7 +478,7 @@ def test_what_was_offered_and_never_sent_does_not_keep_its_base_for_ever(tmp_pat
     with running(tmp_path, clock, train__steps=400, swarm__keep_versions=1) as service:
         gone, quick = join(service), join(service)
         lease = gone.lease(blocks=(0,))
-        service.updates.offer(gone.caller, gone.make(lease).offer)
+        service.updates.record_offer(gone.caller, gone.make(lease).offer)
         if end == "banned":
             service.operator.ban(gone.id)
         clock.forward(121)
@@ -585,7 +583,7 @@ def test_two_that_found_a_run_at_once(tmp_path, clock, url):
     def found(_: int) -> str:
         gate.wait()
         with suppress(BlocktrainError):
-            found_run(swarm_config(), make_corpus(), files, ledger, chunks, 0.0)
+            create_run(swarm_config(), make_corpus(), files, ledger, chunks, 0.0)
         return open_run(ledger, chunks, clock).id
 
     try:
@@ -736,7 +734,7 @@ def test_uploads_that_stand_still_do_not_stop_the_others(served_run):
     member = join(service)
     lease = member.lease()
     made = member.make(lease)
-    service.updates.offer(member.caller, made.offer)
+    service.updates.record_offer(member.caller, made.offer)
     ((name, data),) = made.chunks.items()
     try:
         answer = http.put(

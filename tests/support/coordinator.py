@@ -18,13 +18,13 @@ import uvicorn
 from tests.support.web import listening
 
 from blocktrain.config import Config, from_dict
-from blocktrain.coordinator.api import create_app
 from blocktrain.coordinator.members import Caller
-from blocktrain.coordinator.process import server_config
-from blocktrain.coordinator.run import Run, found_run, open_run
+from blocktrain.coordinator.run import Run, create_run, open_run
+from blocktrain.coordinator.server import create_app, server_config
 from blocktrain.coordinator.service import Service
+from blocktrain.coordinator.updates import check_expected
 from blocktrain.data.corpus import Corpus
-from blocktrain.errors import RefusedError
+from blocktrain.errors import ProtocolError, RefusedError
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.protocol.addresses import bound_socket
 from blocktrain.protocol.identity import WorkerKey
@@ -107,7 +107,7 @@ def make_run(
         with files[-1].open("wb") as file:
             file.writelines(encode(tensors))
     ledger, chunks = open_stores(folder, url)
-    found_run(config, make_corpus(), files, ledger, chunks, clock())
+    create_run(config, make_corpus(), files, ledger, chunks, clock())
     return open_run(ledger, chunks, clock)
 
 
@@ -188,28 +188,31 @@ class Signer:
 
 
 def missing_chunks(service: Service, caller: Caller, offer: UpdateOffer) -> tuple[str, ...]:
-    """What an offer is answered with."""
-    if not service.updates.offer(caller, offer):
+    """The chunks that are still to be sent after an offer."""
+    if not service.updates.record_offer(caller, offer):
         return ()
-    return service.updates.upload_state(offer.claim.lease, offer.claim.recipe).missing
+    return service.updates.upload_state(offer.claim).missing
 
 
 def put_chunk(service: Service, caller: Caller, lease: str, name: str, data: bytes) -> None:
-    coming = service.updates.find(caller, lease)
-    if isinstance(coming, Receipt):
-        raise RefusedError("conflict", f"this update is {coming.state} already")
-    if name not in coming.chunks:
-        raise RefusedError("forbidden", "this chunk is no part of the update that was offered")
-    with service.run.chunks.incoming() as arriving:
-        arriving.write(data)
-        service.updates.keep_chunk(arriving, name)
+    """Without a server, and so without `Updates.receive_chunk`."""
+    upload = service.updates.find_upload(caller, lease)
+    if isinstance(upload, Receipt):
+        raise RefusedError("conflict", f"this update is {upload.state} already")
+    check_expected(upload, name)
+    with service.run.chunks.incoming() as chunk:
+        chunk.write(data)
+        try:
+            chunk.keep(name)
+        except ProtocolError as error:
+            raise RefusedError("malformed", str(error)) from None
 
 
 def commit(service: Service, caller: Caller, lease: str) -> Receipt:
-    found = service.updates.find(caller, lease)
-    if isinstance(found, Receipt):
-        return found
-    return service.updates.settle(caller, lease, service.updates.verify(found))
+    upload = service.updates.find_upload(caller, lease)
+    if isinstance(upload, Receipt):
+        return upload
+    return service.updates.settle(caller, upload, service.updates.verify(upload))
 
 
 @dataclass(frozen=True)
@@ -280,7 +283,7 @@ def join(
 def join_proven(service: Service) -> Member:
     """A worker that has completed leases before, so that its claims of speed are believed."""
     member = join(service)
-    service.speeds.completed(member.id, steps=1000, seconds=1.0)
+    service.leases.speeds.completed(member.id, steps=1000, seconds=1.0)
     return member
 
 
@@ -289,9 +292,7 @@ def served(service: Service, tls: ssl.SSLContext | None = None) -> Iterator[str]
     """The routes behind a real port of this machine; the address. The rounds are not started:
     a test makes them when it wants one."""
     listener = bound_socket("127.0.0.1", 0)
-    config = server_config(create_app(service))
+    config = server_config(create_app(service), tls)
     config.timeout_graceful_shutdown = 1
-    config.load()
-    config.ssl = tls
     with listening(uvicorn.Server(config), listener) as place:
         yield f"{'https' if tls else 'http'}://{place}"

@@ -70,7 +70,7 @@ def coordinator_command(
     the same command resumes the run, and --config is not needed then."""
     from blocktrain.config import load_config
     from blocktrain.coordinator.folder import Advertised, CoordinatorFolder
-    from blocktrain.coordinator.process import own_addresses, own_tls, serve, tls_of
+    from blocktrain.coordinator.server import own_addresses, own_tls, serve, tls_of
     from blocktrain.coordinator.service import Service
     from blocktrain.protocol.addresses import bound_socket
     from blocktrain.protocol.invite import Invite
@@ -80,7 +80,7 @@ def coordinator_command(
     if config_path:
         config = load_config(config_path, overrides)
         listener = bound_socket(host, port)  # first, so that a port in use leaves no folder behind
-        run = home.open_or_found(config)
+        run = home.open_or_create(config)
     else:
         run = home.open()
         listener = bound_socket(host, port)
@@ -108,9 +108,9 @@ def _first_invite(home: "CoordinatorFolder", service: "Service") -> str:
 
     def is_good(secret: str) -> bool:
         invite = operator.invite_of(secret)
-        if invite is None or not invite.good:
+        if invite is None or not invite.is_usable:
             log.warning("the previous invite was revoked or has expired; this is a new one")
-        return invite is not None and invite.good
+        return invite is not None and invite.is_usable
 
     return home.invite_secret(
         lambda: operator.invite("train", FIRST_INVITE_USES, FIRST_INVITE_SECONDS), is_good

@@ -13,7 +13,7 @@ from blocktrain.protocol import addresses
 
 if TYPE_CHECKING:
     from blocktrain.coordinator.folder import CoordinatorFolder
-    from blocktrain.coordinator.operator import InviteState, Operator
+    from blocktrain.coordinator.members import InviteState, Operator
     from blocktrain.protocol.invite import Invite
 
 DAY = 24 * 3600
@@ -120,11 +120,11 @@ def revoke(invite: str, ban: bool, data_dir: Path, database: str | None) -> None
 
 def _draft(home: "CoordinatorFolder", operator: "Operator", hosts: tuple[str, ...]) -> "Invite":
     """An invite without its secret."""
-    from blocktrain.coordinator.run import run_in
+    from blocktrain.coordinator.run import run_row
     from blocktrain.protocol.invite import Invite
     from blocktrain.protocol.tls import Authority
 
-    run = run_in(operator.ledger)
+    run = run_row(operator.ledger)
     authority = Authority.load(run.authority_certificate, run.authority_key)
     advertised = home.advertised()
     if not hosts and not advertised:
@@ -181,7 +181,7 @@ def backup_command(data_dir: Path, out: Path) -> None:
     """Copy the run in a coordinator's folder into one file, also while the coordinator runs.
 
     Back up a ledger in PostgreSQL, or chunks in a bucket, with the tools of those systems."""
-    from blocktrain.coordinator.snapshot import back_up
+    from blocktrain.coordinator.backup import back_up
 
     count = back_up(data_dir, out)
     click.echo(f"{out}: {size(count)}   next: blocktrain restore {out} --data-dir NEW")
@@ -197,7 +197,7 @@ def backup_command(data_dir: Path, out: Path) -> None:
 )
 def restore_command(archive: Path, data_dir: Path) -> None:
     """Unpack a backup into a new folder and check every chunk against its hash."""
-    from blocktrain.coordinator.snapshot import restore
+    from blocktrain.coordinator.backup import restore
 
     count = restore(archive, data_dir)
     click.echo(f"{count} chunks intact   next: blocktrain coordinator --data-dir {data_dir}")

@@ -1,8 +1,7 @@
-"""One thing that can be asked of a coordinator: its address, who may ask, what it takes and gives.
+"""What a route is: its path, its callers, its messages; and how a request is checked against that.
 
-A request becomes an `Asked`, whose sender is known and whose parameters are well-formed, before
-the action sees it. What an action takes and gives is a message of the protocol, so that
-`coordinator.openapi` can describe it.
+A request becomes a `RequestContext` whose caller is known and whose parameters are well-formed,
+before the route's function sees it. `describe` makes the OpenAPI document from the same fields.
 """
 
 import asyncio
@@ -10,7 +9,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.json_schema import models_json_schema
@@ -18,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from blocktrain.coordinator.executor import LedgerExecutor, VerificationQueue
 from blocktrain.coordinator.limits import RateLimiter
 from blocktrain.coordinator.members import Caller
 from blocktrain.coordinator.reports import CoordinatorMetrics
@@ -36,73 +34,73 @@ from blocktrain.protocol.messages import (
 )
 
 M = TypeVar("M", bound=Message)
+P = ParamSpec("P")
+T = TypeVar("T")
 
-LARGEST_MESSAGE = 8 * 1024 * 1024  # an offer that names every chunk of a large block
-USUAL_MESSAGE = 64 * 1024
-READING, WRITING = 1.0, 10.0  # what a request costs its caller (coordinator.allowance)
-IN_PATH: dict[str, Any] = {"lease": Identifier, "name": Hash}
+MAX_OFFER_BYTES = 8 * 1024 * 1024  # it names every chunk of a large block
+MAX_MESSAGE_BYTES = 64 * 1024
+READ_COST, WRITE_COST = 1.0, 10.0  # of a request, see `limits.RateLimiter`
+PATH_PARAMETERS: dict[str, Any] = {"lease": Identifier, "name": Hash}
 
-By = Literal["anyone", "reader", "worker"]
+Callers = Literal["anyone", "reader", "worker"]
 
 
 @dataclass(frozen=True)
 class AppState:
-    """What every action works with."""
-
     service: Service
-    desk: LedgerExecutor
     metrics: CoordinatorMetrics
-    verifying: VerificationQueue
-    allowance: RateLimiter
-    listeners: asyncio.Semaphore  # streams of events that may still be opened
+    rate_limiter: RateLimiter
+    event_streams: asyncio.Semaphore  # how many may still be opened
 
 
 class RequestContext:
-    def __init__(self, request: Request, server: AppState, caller: Caller | None) -> None:
-        self.request, self._server, self._caller = request, server, caller
-        self.service, self.desk, self.metrics = server.service, server.desk, server.metrics
-        self.verifying, self.listeners = server.verifying, server.listeners
+    def __init__(self, http: Request, app: AppState, caller: Caller | None) -> None:
+        self.http, self._caller = http, caller
+        self.service, self.metrics, self.event_streams = app.service, app.metrics, app.event_streams
 
     @property
     def reader(self) -> Caller | None:
-        """The worker that reads; None where it is somebody with an invite."""
+        """The worker that reads; None for a reader with an invite."""
         return self._caller
 
     @property
     def caller(self) -> Caller:
-        assert self._caller is not None, "an action for workers alone"
+        assert self._caller is not None, "a route for workers"
         return self._caller
 
-    def at(self, name: str) -> str:
-        """A part of the path."""
-        part: str = parse_parameter(IN_PATH[name], self.request.path_params[name], name)
-        return part
+    async def on_ledger(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run one ledger transaction, together with those of other requests."""
+        return await self.service.executor.run(call, *args, **kwargs)
 
-    def parameter(self, name: str, kind: Any) -> Any:
-        """What follows the question mark; None where it was left out."""
-        value = self.request.query_params.get(name)
+    def path(self, name: str) -> str:
+        value: str = parse_parameter(PATH_PARAMETERS[name], self.http.path_params[name], name)
+        return value
+
+    def query(self, name: str, kind: Any) -> Any:
+        """A parameter after the question mark; None if there is none."""
+        value = self.http.query_params.get(name)
         return None if value is None else parse_parameter(kind, value, name)
 
-    def required(self, name: str, kind: Any) -> Any:
-        value = self.parameter(name, kind)
+    def required_query(self, name: str, kind: Any) -> Any:
+        value = self.query(name, kind)
         if value is None:
-            raise RefusedError("malformed", f"{name}: it must be named")
+            raise RefusedError("malformed", f"{name}: this parameter is required")
         return value
 
     async def message(self, kind: type[M]) -> M:
-        most = LARGEST_MESSAGE if kind is UpdateOffer else USUAL_MESSAGE
-        return parse_message(kind, await self.body(most))
+        limit = MAX_OFFER_BYTES if kind is UpdateOffer else MAX_MESSAGE_BYTES
+        return parse_message(kind, await self.body(limit))
 
-    async def body(self, most: int) -> bytes:
-        return b"".join([part async for part in self.parts(most)])
+    async def body(self, limit: int) -> bytes:
+        return b"".join([part async for part in self.parts(limit)])
 
-    async def parts(self, most: int) -> AsyncIterator[bytes]:
-        """A body as it comes, refused as soon as it is longer than it may be."""
+    async def parts(self, limit: int) -> AsyncIterator[bytes]:
+        """The body as it arrives, refused as soon as it is longer than the limit."""
         size = 0
-        async for part in self.request.stream():
+        async for part in self.http.stream():
             size += len(part)
-            if size > most:
-                raise RefusedError("too_large", f"the body is longer than {most} bytes")
+            if size > limit:
+                raise RefusedError("too_large", f"the body is longer than {limit} bytes")
             yield part
 
 
@@ -110,36 +108,37 @@ class RequestContext:
 class Endpoint:
     method: Literal["GET", "POST", "PUT"]
     path: str
-    by: By
-    do: Callable[[RequestContext], Awaitable[Response]]
+    callers: Callers
+    handle: Callable[[RequestContext], Awaitable[Response]]
     takes: type[Message] | Literal["bytes"] | None = None
     gives: type[Message] | str | None = None  # a message, a media type, or nothing
-    parameters: tuple[tuple[str, Any, bool], ...] = ()  # name, kind, whether it must be there
-    cost: float | None = None  # what is usual, where it is not said
+    parameters: tuple[tuple[str, Any, bool], ...] = ()  # name, kind, whether it is required
+    cost: float | None = None  # None: by the method
 
-    def route(self, server: AppState) -> Route:
-        async def answer(request: Request) -> Response:
-            caller = await self._caller(request, server)
-            return await self.do(RequestContext(request, server, caller))
+    def route(self, app: AppState) -> Route:
+        async def answer(http: Request) -> Response:
+            return await self.handle(RequestContext(http, app, await self._caller(http, app)))
 
         return Route(self.path, answer, methods=[self.method])
 
-    async def _caller(self, request: Request, server: AppState) -> Caller | None:
-        """Who asks, refused where that is not enough; None for those who only look on."""
-        if self.by == "anyone":
+    async def _caller(self, http: Request, app: AppState) -> Caller | None:
+        """The worker that calls; None for readers with an invite, and where anyone may call."""
+        if self.callers == "anyone":
             return None
-        schemes = ("bearer",) if self.by == "worker" else ("bearer", "invite")
-        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        schemes = ("bearer",) if self.callers == "worker" else ("bearer", "invite")
+        scheme, _, secret = http.headers.get("authorization", "").partition(" ")
         scheme, secret = scheme.lower(), secret.strip()
-        cost = self.cost or (WRITING if self.method == "POST" else READING)
+        cost = self.cost or (WRITE_COST if self.method == "POST" else READ_COST)
         if scheme not in schemes or not secret:
-            raise RefusedError("unauthorized", f"needs an Authorization of: {', '.join(schemes)}")
+            raise RefusedError(
+                "unauthorized", f"send an Authorization header of: {', '.join(schemes)}"
+            )
         if scheme == "bearer":
-            caller = server.service.members.caller(secret)
-            server.allowance.spend(caller.worker, cost)
+            caller = app.service.members.caller(secret)
+            app.rate_limiter.spend(caller.worker, cost)
             return caller
-        server.allowance.spend(tokens.hash_secret(secret), cost)
-        await server.desk.run(server.service.members.check_reader, secret)
+        app.rate_limiter.spend(tokens.hash_secret(secret), cost)
+        await app.service.executor.run(app.service.members.check_reader, secret)
         return None
 
 
@@ -179,8 +178,8 @@ SCHEMES = {
 }
 
 
-def describe(actions: Sequence[Endpoint]) -> dict[str, Any]:
-    kinds = {kind for action in actions for kind in (action.takes, action.gives)}
+def describe(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    kinds = {kind for endpoint in endpoints for kind in (endpoint.takes, endpoint.gives)}
     messages: list[type[Message]] = [Refusal]
     messages += [kind for kind in kinds if isinstance(kind, type)]
     _, schemas = models_json_schema(
@@ -188,8 +187,8 @@ def describe(actions: Sequence[Endpoint]) -> dict[str, Any]:
         ref_template="#/components/schemas/{model}",
     )
     paths: dict[str, Any] = {}
-    for action in actions:
-        paths.setdefault(action.path, {})[action.method.lower()] = _operation(action)
+    for endpoint in endpoints:
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
     return {
         "openapi": "3.1.0",
         "info": {"title": "blocktrain coordinator", "version": str(PROTOCOL)},
@@ -198,27 +197,27 @@ def describe(actions: Sequence[Endpoint]) -> dict[str, Any]:
     }
 
 
-def _operation(action: Endpoint) -> dict[str, Any]:
-    in_path = re.findall(r"{(\w+)}", action.path)
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
+    path_names = re.findall(r"{(\w+)}", endpoint.path)
     operation: dict[str, Any] = {
-        "operationId": action.do.__name__,
-        "security": SECURITY[action.by],
+        "operationId": endpoint.handle.__name__,
+        "security": SECURITY[endpoint.callers],
         "parameters": [
-            *(_parameter("path", name, IN_PATH[name], True) for name in in_path),
-            *(_parameter("query", *parameter) for parameter in action.parameters),
+            *(_parameter("path", name, PATH_PARAMETERS[name], True) for name in path_names),
+            *(_parameter("query", *parameter) for parameter in endpoint.parameters),
         ],
         "responses": {
-            "204" if action.gives is None else "200": _answer(action.gives),
+            "204" if endpoint.gives is None else "200": _response(endpoint.gives),
             "default": {"description": "A refusal", **_content(Refusal)},
         },
     }
-    if action.takes:
-        taken = BYTES if action.takes == "bytes" else action.takes
-        operation["requestBody"] = {"required": True, **_content(taken)}
+    if endpoint.takes:
+        body = BYTES if endpoint.takes == "bytes" else endpoint.takes
+        operation["requestBody"] = {"required": True, **_content(body)}
     return operation
 
 
-def _answer(gives: type[Message] | str | None) -> dict[str, Any]:
+def _response(gives: type[Message] | str | None) -> dict[str, Any]:
     if gives is None:
         return {"description": "Done"}
     return {"description": "The answer", **_content(gives)}

@@ -1,8 +1,4 @@
-"""How much one caller may ask for: so much a second, and so much at once after a pause.
-
-Far more than any worker needs; it is there for one that asks in a loop, by mistake or on purpose,
-while the others wait behind it and the ledger grows.
-"""
+"""Bounds on what callers may cost: a rate limiter, and a cache that forgets its oldest entries."""
 
 import threading
 from collections.abc import Callable
@@ -10,48 +6,49 @@ from typing import Generic, TypeVar
 
 from blocktrain.errors import RefusedError
 
-PER_SECOND = 1_000.0
-AT_ONCE = 10_000.0
+# A token bucket for each caller: far more than a worker needs, so that one which sends requests in
+# a loop cannot keep the others waiting or fill the ledger.
+COST_PER_SECOND = 1_000.0
+BURST_COST = 10_000.0
 MANY_CALLERS = 10_000
 
 
 class RateLimiter:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._paid_until: dict[str, float] = {}  # by caller: when it has used up nothing any more
+        self._full_at: dict[str, float] = {}  # by caller: when its bucket is full again
 
     def spend(self, caller: str, cost: float) -> None:
         now = self._clock()
-        until = max(self._paid_until.get(caller, now), now) + cost / PER_SECOND
-        if (until - now) * PER_SECOND > AT_ONCE:
-            raise RefusedError("slow_down", "too many requests; wait before the next one")
-        self._paid_until[caller] = until
-        if len(self._paid_until) > MANY_CALLERS:
-            self._paid_until = {who: at for who, at in self._paid_until.items() if at > now}
+        full_at = max(self._full_at.get(caller, now), now) + cost / COST_PER_SECOND
+        if (full_at - now) * COST_PER_SECOND > BURST_COST:
+            raise RefusedError("slow_down", "too many requests; wait a second before the next one")
+        self._full_at[caller] = full_at
+        if len(self._full_at) > MANY_CALLERS:
+            self._full_at = {name: at for name, at in self._full_at.items() if at > now}
 
 
 T = TypeVar("T")
 
 
-class LruCache(Generic[T]):
-    """May be used from several threads at once."""
+class BoundedCache(Generic[T]):
+    """Keeps the newest entries. May be used from several threads at once."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._known: dict[str, T] = {}
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._entries: dict[str, T] = {}
         self._lock = threading.Lock()
 
-    def remember(self, name: str, found: T) -> None:
+    def put(self, key: str, value: T) -> None:
         with self._lock:
-            self._known.pop(name, None)
-            self._known[name] = found
-            if len(self._known) > self._most:
-                del self._known[next(iter(self._known))]
+            self._entries.pop(key, None)
+            self._entries[key] = value
+            if len(self._entries) > self._limit:
+                del self._entries[next(iter(self._entries))]
 
-    def get(self, name: str) -> T | None:
-        return self._known.get(name)
+    def get(self, key: str) -> T | None:
+        return self._entries.get(key)
 
-    def forget(self, name: str) -> T | None:
-        """What was known of it."""
+    def pop(self, key: str) -> T | None:
         with self._lock:
-            return self._known.pop(name, None)
+            return self._entries.pop(key, None)

@@ -1,6 +1,7 @@
-"""The run a coordinator serves: its settings, its secrets, its ledger and its store.
+"""The run a coordinator serves: its settings, secrets, ledger and chunk store.
 
-Any number of coordinators may open the same run: what they share is in the ledger and the store.
+Any number of coordinators may open the same run, because all they share is in the ledger and the
+store.
 """
 
 import json
@@ -49,17 +50,18 @@ class Run:
         return self.config.bytes_per_step
 
 
-def run_in(ledger: Ledger) -> RunRow:
-    """What the ledger says of its run."""
+def run_row(ledger: Ledger) -> RunRow:
     with ledger.read() as tx:
         row = tx.run()
     if row is None:
-        raise NotFoundError("the ledger holds no run yet")
+        raise NotFoundError(
+            "this ledger holds no run; start one with: blocktrain coordinator --config"
+        )
     return row
 
 
 def open_run(ledger: Ledger, chunks: ChunkStore, clock: Callable[[], float]) -> Run:
-    row = run_in(ledger)
+    row = run_row(ledger)
     corpus, config = json.loads(row.corpus), from_toml(row.config)
     return Run(
         id=row.id,
@@ -73,15 +75,15 @@ def open_run(ledger: Ledger, chunks: ChunkStore, clock: Callable[[], float]) -> 
             run=row.id,
             protocol=PROTOCOL,
             config=row.config,
-            corpus={split: Blob(**held["blob"]) for split, held in corpus.items()},
-            corpus_digests={split: held["digest"] for split, held in corpus.items()},
+            corpus={split: Blob(**entry["blob"]) for split, entry in corpus.items()},
+            corpus_digests={split: entry["digest"] for split, entry in corpus.items()},
             whole_bytes=_whole_bytes(config, chunks),
         ),
         created=row.created,
     )
 
 
-def found_run(
+def create_run(
     config: Config,
     corpus: Corpus,
     weights: Sequence[Path],
@@ -89,12 +91,11 @@ def found_run(
     chunks: ChunkStore,
     now: float,
 ) -> None:
-    """Write a run's beginning: its text, every block's version 0, its authority, its secret.
-    Where another coordinator did so meanwhile, its run is the run.
-    """
+    """Store the text and each block's version 0, and record the run. If another coordinator
+    recorded one meanwhile, that one is the run."""
     blobs, run = Blobs(chunks), tokens.new_identifier()
     authority = Authority.create(run, now)
-    held = {
+    splits = {
         split: {
             "blob": blobs.write(_pieces(data)).model_dump(),
             "digest": corpus.digests.get(split, ""),
@@ -109,7 +110,7 @@ def found_run(
             RunRow(
                 id=run,
                 config=config.to_toml(),
-                corpus=json.dumps(held),
+                corpus=json.dumps(splits),
                 token_secret=tokens.new_secret().encode(),
                 authority_certificate=authority.certificate_pem,
                 authority_key=authority.key_pem,
@@ -121,6 +122,7 @@ def found_run(
 
 
 def _whole_bytes(config: Config, chunks: ChunkStore) -> int:
+    """The largest update that is taken in one request; 0 if chunks go to a bucket directly."""
     if chunks.has_presigned_urls:
         return 0
     return WHOLE_WEIGHTS_BYTES if config.swarm.codec == "none" else WHOLE_BYTES

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tests.support.coordinator import SetClock, join, make_run, open_stores, weights_now
 
-from blocktrain.coordinator import snapshot
+from blocktrain.coordinator import backup
+from blocktrain.coordinator.backup import back_up, restore
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
-from blocktrain.coordinator.snapshot import back_up, restore
 from blocktrain.errors import CorruptFileError, RunError
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks, place_of
@@ -112,8 +112,8 @@ def test_what_is_collected_meanwhile_makes_it_start_again(
         old.unlink()
 
     copies: list[Path] = []
-    copy_ledger = snapshot._copy_ledger
-    monkeypatch.setattr(snapshot, "_copy_ledger", copy_and_replace)
+    copy_ledger = backup._copy_ledger
+    monkeypatch.setattr(backup, "_copy_ledger", copy_and_replace)
     back_up(folder, tmp_path / "saved.tar")
     assert len(copies) == 2  # and so it was begun anew
     restore(tmp_path / "saved.tar", tmp_path / "new")
@@ -161,7 +161,7 @@ def test_chunks_elsewhere_are_not_looked_for(folder: Path, tmp_path: Path):
 
 def test_nothing_is_overwritten(folder: Path, tmp_path: Path):
     back_up(folder, tmp_path / "saved.tar")
-    with pytest.raises(RunError, match="there already"):
+    with pytest.raises(RunError, match="exists already"):
         back_up(folder, tmp_path / "saved.tar")
     with pytest.raises(RunError, match="not empty"):
         restore(tmp_path / "saved.tar", folder)

@@ -16,7 +16,7 @@ from tests.support.coordinator import (
     weights_now,
 )
 
-from blocktrain.coordinator.collector import COLLECT_AFTER, FETCH_SECONDS, Collector
+from blocktrain.coordinator.collector import COLLECT_SECONDS, FETCH_SECONDS, Collector
 from blocktrain.coordinator.service import Service
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.storage.chunks import place_of
@@ -73,7 +73,7 @@ def test_versions_of_hours_ago_stay_for_those_who_fetch_them(
             the_same = collectors == "the same"
             return (service.collector if the_same else Collector(service.run)).collect()
 
-        clock.forward(COLLECT_AFTER + 10)
+        clock.forward(COLLECT_SECONDS + 10)
         collect()
         assert version_numbers(service.run.ledger, 0) == [1]
         assert old <= stored(service)
@@ -90,11 +90,11 @@ def test_a_version_that_comes_again_is_kept(tmp_path: Path, clock: SetClock):
         member = join(service)
         member.work(by=1.0, blocks=(0,))
         service.round()
-        clock.forward(COLLECT_AFTER + 10)
+        clock.forward(COLLECT_SECONDS + 10)
         service.collector.collect()
         member.send(member.signer.update(member.lease(blocks=(0,)), first_weights(0)))
         service.round()
-        clock.forward(COLLECT_AFTER + 10)
+        clock.forward(COLLECT_SECONDS + 10)
         service.collector.collect()
         for name, tensor in weights_now(service.run, 0).items():
             np.testing.assert_array_equal(tensor, first_weights(0)[name])
@@ -155,7 +155,7 @@ def test_what_an_earlier_coordinator_retired_goes_later(service: Service, clock:
     service.collector.retire([name])
     started_again = Collector(service.run)
     assert started_again.collect() == 0
-    clock.forward(COLLECT_AFTER)
+    clock.forward(COLLECT_SECONDS)
     assert started_again.collect() == 1
 
 
@@ -169,7 +169,7 @@ def test_what_somebody_builds_on_is_kept(tmp_path: Path, clock: SetClock):
         service.merger.merge_due()
         sending = sends.lease(**slow)
         offered = sends.make(sending, by=7.0)
-        service.updates.offer(sends.caller, offered.offer)
+        service.updates.record_offer(sends.caller, offered.offer)
         for name, data in offered.chunks.items():
             put_chunk(service, sends.caller, sending.lease, name, data)
         quick.work(blocks=(0,))
@@ -178,13 +178,13 @@ def test_what_somebody_builds_on_is_kept(tmp_path: Path, clock: SetClock):
         quick.work(blocks=(0,))
         service.merger.merge_due()
         waits.send(waits.make(waiting, by=9.0))
-        clock.forward(COLLECT_AFTER + 10)
+        clock.forward(COLLECT_SECONDS + 10)
         service.collector.collect()
         assert version_numbers(service.run.ledger, 0) == [0, 1, 2, 3]
         assert trains.send(trains.make(lease)).state == "pending"
         assert commit(service, sends.caller, sending.lease).state == "pending"
         assert service.merger.merge_due() == 1
-        clock.forward(COLLECT_AFTER + 10)
+        clock.forward(COLLECT_SECONDS + 10)
         assert service.collector.collect() > 0
         assert version_numbers(service.run.ledger, 0) == [4]
 
@@ -200,14 +200,14 @@ def test_the_blocks_before_a_lease_of_a_cascade_are_kept_while_it_is_held(
             clock.forward(1)
             quick.work(blocks=(0,))
             service.merger.merge_due()
-        clock.forward(COLLECT_AFTER + 10)
+        clock.forward(COLLECT_SECONDS + 10)
         service.collector.collect()
         (before,) = lease.predecessors
         assert before.version == 0
         assert tensors_of(service.run, before.weights)
         slow.send(slow.make(lease))
         service.merger.merge_due()
-        clock.forward(COLLECT_AFTER + 10)
+        clock.forward(COLLECT_SECONDS + 10)
         service.collector.collect()
         assert version_numbers(service.run.ledger, 0) == [3]
 
@@ -218,7 +218,7 @@ def test_velocity_is_kept_with_its_version(tmp_path: Path, clock: SetClock):
         for _ in range(2):
             member.work(blocks=(0,))
             service.round()
-        clock.forward(COLLECT_AFTER + 10)
+        clock.forward(COLLECT_SECONDS + 10)
         service.collector.collect()
         with service.run.ledger.read() as tx:
             velocity = tx.versions.get(0).velocity
@@ -229,7 +229,7 @@ def test_velocity_is_kept_with_its_version(tmp_path: Path, clock: SetClock):
 
 def test_a_chunk_that_nobody_names_stays_for_an_hour(service: Service, clock: SetClock):
     name = service.run.chunks.put(b"of an upload that has just begun")
-    clock.forward(COLLECT_AFTER - 10)
+    clock.forward(COLLECT_SECONDS - 10)
     assert service.collector.collect() == 0
     clock.forward(20)
     assert service.collector.collect() == 1
@@ -243,6 +243,6 @@ def test_what_a_killed_process_was_writing_goes_too(
     partial.write_bytes(b"half")
     service.collector.collect()
     assert partial.exists()
-    clock.forward(COLLECT_AFTER + 10)
+    clock.forward(COLLECT_SECONDS + 10)
     service.collector.collect()
     assert not partial.exists()

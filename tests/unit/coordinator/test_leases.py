@@ -1,7 +1,9 @@
 """Handing out work and taking it back, on a real run with a clock that is moved by hand."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from tests.support.coordinator import (
@@ -13,6 +15,7 @@ from tests.support.coordinator import (
     weights_now,
 )
 
+from blocktrain.coordinator.members import Caller
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.messages import (
@@ -161,7 +164,7 @@ def test_a_block_of_a_cascade_is_handed_out_when_the_one_before_has_its_lead(
         first, second = join(service), join(service)
         answer = second.ask(blocks=(1,)).answer
         assert isinstance(answer, Wait)
-        assert answer.reason.endswith("builds on blocks that are not far enough yet")
+        assert answer.reason.endswith("build on blocks that are not far enough yet")
         while not isinstance(answer, Lease):
             first.work(blocks=(0,))
             service.round()
@@ -207,7 +210,7 @@ def test_a_worker_that_was_late_once_is_not_late_for_ever(service: Service):
 def test_a_worker_whose_upload_is_under_way_gets_other_work(service: Service):
     member = join(service)
     lease = member.lease(blocks=(0,))
-    service.updates.offer(member.caller, member.make(lease).offer)
+    service.updates.record_offer(member.caller, member.make(lease).offer)
     assert member.lease().block == 1
 
 
@@ -254,7 +257,7 @@ def test_a_lease_tells_whether_it_is_still_the_workers(service: Service, clock: 
     clock.forward(21)
     service.leases.expire()
     state = progress(member, lease)
-    assert (state.open, state.reason) == (False, "this lease is expired")
+    assert not state.open and state.reason.startswith("this lease is expired:")
 
 
 def test_heartbeats_without_progress_move_no_deadline(service: Service, clock: SetClock):
@@ -273,7 +276,7 @@ def test_a_returned_range_is_handed_out_again(service: Service):
     first, second = join(service), join(service)
     lease = first.lease(blocks=(0,))
     state = give_back(first, lease, "the laptop sleeps")
-    assert (state.open, state.reason) == (False, "given back")
+    assert (state.open, state.reason) == (False, "the lease was returned")
     assert covered(second.lease(blocks=(0,))) == covered(lease)
     event = service.reports.events(0, 100)[-2]
     assert (event.kind, event.worker, event.detail) == ("returned", first.id, "the laptop sleeps")
@@ -307,7 +310,7 @@ def test_an_expired_range_is_handed_out_again(service: Service, clock: SetClock)
 def test_an_upload_that_never_ends_expires_too(service: Service, clock: SetClock):
     member = join(service)
     lease = member.lease(blocks=(0,))
-    service.updates.offer(member.caller, member.make(lease).offer)
+    service.updates.record_offer(member.caller, member.make(lease).offer)
     clock.forward(121)
     service.leases.expire()
     assert not progress(member, lease).open
@@ -507,15 +510,15 @@ def test_no_lease_is_extended_for_ever(service: Service, clock: SetClock, pace: 
 def test_an_upload_goes_on_while_its_chunks_come_in(service: Service, clock: SetClock):
     member = join(service)
     lease = member.lease(blocks=(0,))
-    service.updates.offer(member.caller, member.make(lease).offer)
+    service.updates.record_offer(member.caller, member.make(lease).offer)
     for _ in range(6):
         wait(service, clock, 110)  # no heartbeat
-        service.leases.chunk_came(member.caller, lease.lease)
+        service.leases.record_chunk(member.caller, lease.lease)
     assert held(service) == 1
     wait(service, clock, 121)
     assert held(service) == 0
     state = progress(member, lease)
-    service.leases.chunk_came(member.caller, lease.lease)
+    service.leases.record_chunk(member.caller, lease.lease)
     assert progress(member, lease) == state
 
 
@@ -523,5 +526,30 @@ def test_only_its_own_worker_keeps_an_upload(service: Service, clock: SetClock):
     owner, other = join(service), join(service)
     lease = owner.lease(blocks=(0,))
     wait(service, clock, 100)
-    service.leases.chunk_came(other.caller, lease.lease)
+    service.leases.record_chunk(other.caller, lease.lease)
     assert progress(owner, lease).seconds_left == 20.0
+
+
+def test_chunks_are_recorded_only_if_that_changes_something(service: Service, clock: SetClock):
+    member = join(service)
+    lease = member.lease(blocks=(0,))
+    records = []
+    record_chunk = service.leases.record_chunk
+
+    def counted(caller: Caller, lease_id: str) -> None:
+        records.append(clock.now - began)
+        record_chunk(caller, lease_id)
+
+    async def receive(seconds: int) -> None:
+        service.executor.start()
+        for _ in range(seconds):
+            clock.forward(1.0)
+            await service.leases.chunk_received(member.caller, lease.lease)
+        service.executor.stop()
+
+    began = clock.now
+    with patch.object(service.leases, "record_chunk", counted):
+        asyncio.run(receive(300))
+    assert records[:3] == [5.0, 10.0, 15.0] and len(records) == 60
+    service.leases.expire()
+    assert held(service) == 1

@@ -184,14 +184,14 @@ def test_a_banned_worker_gets_no_further(service: Service, clock: SetClock):
     member = join(service)
     lease = member.lease()
     made = member.make(lease)
-    service.updates.offer(member.caller, made.offer)
+    service.updates.record_offer(member.caller, made.offer)
     ((name, data),) = made.chunks.items()
     service.operator.ban(member.id)
     progress = LeaseProgress(fence=lease.fence, steps_done=1)
     for call in (
         member.ask,
         lambda: service.leases.progress(member.caller, lease.lease, progress),
-        lambda: service.updates.offer(member.caller, made.offer),
+        lambda: service.updates.record_offer(member.caller, made.offer),
         lambda: put_chunk(service, member.caller, lease.lease, name, data),
         lambda: service.members.renew(token_request(member, clock.now)),
         lambda: service.members.join(
@@ -218,3 +218,81 @@ def test_whoever_joins_must_hold_the_key(service: Service):
     stolen = message.model_copy(update={"signature": mine.sign_join(service.run.id, secret)})
     with pytest.raises(RefusedError, match="signature"):
         service.members.join(stolen)
+
+
+# The operator
+
+
+def test_invites_are_listed_without_their_secrets(service: Service, clock: SetClock):
+    secret = service.operator.invite("evaluate", 3, 60)
+    clock.forward(20)
+    (state,) = service.operator.invites()
+    assert (state.role, state.uses_left, state.revoked) == ("evaluate", 3, False)
+    assert state.seconds_left == pytest.approx(40)
+    assert secret not in repr(state)
+    with service.run.ledger.read() as tx:
+        assert secret not in repr(tx.members.invites())
+
+
+def test_what_a_banned_worker_held_is_handed_out_again(service: Service):
+    bad, good = join(service), join(service)
+    lost = bad.lease(blocks=(0,))
+    service.operator.ban(bad.id)
+    lease = good.lease(blocks=(0,))
+    assert (lease.first_batch, lease.steps) == (lost.first_batch, lost.steps)
+    assert lease.fence > lost.fence
+
+
+def test_what_a_banned_worker_sent_is_dropped_and_its_text_handed_out_again(service: Service):
+    bad, good = join(service), join(service)
+    merged = bad.work(blocks=(0,))
+    service.round()
+    dropped = bad.work(blocks=(0,))
+    service.operator.ban(bad.id)
+    assert service.merger.merge_due() == 0
+    with service.run.ledger.read() as tx:
+        states = {lease.lease: tx.updates.get(lease.lease) for lease in (merged, dropped)}
+    assert states[merged.lease].state == "merged"  # what is merged stays merged
+    assert states[dropped.lease].state == "refused"
+    assert states[dropped.lease].reason == "the worker was banned"
+    lease = good.lease(blocks=(0,))
+    assert (lease.first_batch, lease.steps) == (dropped.first_batch, dropped.steps)
+    assert kinds(service)[-2:] == ["banned", "leased"]
+
+
+def test_all_who_joined_with_an_invite_are_banned_with_it(service: Service):
+    open_to_all, of_friends = (service.operator.invite("train", 10, 60) for _ in range(2))
+    strangers = [join(service, invite=open_to_all) for _ in range(3)]
+    friend = join(service, invite=of_friends)
+    lost = strangers[0].lease(blocks=(0,))
+    service.operator.ban(strangers[1].id)
+    named = service.operator.invite_of(open_to_all)
+    assert named
+    banned = service.operator.revoke(named.invite, ban=True)
+    assert [worker.id for worker in banned] == [strangers[0].id, strangers[2].id]
+    states = {worker.worker: worker.state for worker in service.reports.status().workers}
+    assert states == {**{worker.id: "banned" for worker in strangers}, friend.id: "waiting"}
+    assert friend.lease(blocks=(0,)).first_batch == lost.first_batch
+    with pytest.raises(RefusedError, match="revoked"):
+        join(service, invite=open_to_all)
+
+
+def test_a_ban_is_of_a_worker_there_is(service: Service):
+    with pytest.raises(RefusedError) as refused:
+        service.operator.ban("nobody00")
+    assert refused.value.code == "not_found"
+    assert kinds(service) == []
+
+
+def test_a_ban_finds_its_worker_by_name_or_by_how_its_id_begins(service: Service):
+    one, two, twin = (join(service, name=name) for name in ("one", "two", "two"))
+    with pytest.raises(RefusedError, match=f"{two.id} .two., {twin.id} .two.") as several:
+        service.operator.ban("two")
+    assert several.value.code == "conflict"
+    with pytest.raises(RefusedError, match="no worker"):
+        service.operator.ban("")
+    assert kinds(service) == ["joined"] * 3
+    assert service.operator.ban("one").id == one.id
+    assert service.operator.ban(two.id[:12]).id == two.id
+    states = {worker.worker: worker.state for worker in service.reports.status().workers}
+    assert states == {one.id: "banned", two.id: "banned", twin.id: "waiting"}

@@ -127,7 +127,7 @@ def test_an_update_that_waited_while_a_version_was_made_is_late(tmp_path: Path, 
         with service.run.ledger.read() as tx:
             seen = tx.blocks.states()[0]
         second.send(second.make(three, by=2.0))
-        assert service.merger._merge(seen, seen.pending)
+        assert service.merger.merge(seen, seen.pending)
         assert service.merger.merge_due() == 1
         for name, tensor in weights_now(service.run, 0).items():
             np.testing.assert_allclose(tensor, first_weights(0)[name] + 1.0 + 0.5 * 2.0, rtol=1e-5)
@@ -275,7 +275,7 @@ def test_a_run_goes_on_after_a_restart(tmp_path: Path, clock: SetClock):
     member = join(first)
     lease = member.lease(blocks=(0,))
     made = member.make(lease)
-    first.updates.offer(member.caller, made.offer)
+    first.updates.record_offer(member.caller, made.offer)
     first.run.ledger.close()
 
     second = Service(open_run(*open_stores(tmp_path), clock))
@@ -369,7 +369,7 @@ def test_an_update_that_can_never_be_merged_does_not_hold_up_the_others(
         with service.run.ledger.read() as tx:
             refused = tx.updates.get(first.lease)
             assert refused is not None and refused.state == "refused"
-            assert "not kept" in refused.reason
+            assert "lost or altered" in refused.reason
         if lost == "its base":
             members[2].work(blocks=(0,))
             clock.forward(LONG)

@@ -3,7 +3,7 @@
 import pytest
 from tests.support.coordinator import SetClock, join
 
-from blocktrain.coordinator.reports import AWAY_AFTER, LOST_AFTER, NO_SCORE
+from blocktrain.coordinator.reports import AWAY_SECONDS, LOST_SECONDS, NO_SCORE
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import NotFoundError, RefusedError
 from blocktrain.protocol.messages import BlockStatus, Moved, Score, Status, WorkerStatus
@@ -74,7 +74,7 @@ def test_what_workers_do(service: Service, clock: SetClock):
     trains, waits, banned, lost, left = (join(service, name=name) for name in "abcde")
     service.operator.ban(banned.id)
     lost.lease()
-    clock.forward(LOST_AFTER + 1)
+    clock.forward(LOST_SECONDS + 1)
     waits.work(blocks=(0,))
     service.round()
     trains.lease(blocks=(1,))
@@ -87,13 +87,13 @@ def test_what_workers_do(service: Service, clock: SetClock):
     )  # fmt: skip
     found = worker_status(service, waits.id)
     assert (found.block, found.bytes_trained, found.updates) == (None, 160, 1)
-    assert worker_status(service, left.id).seconds_since_seen == LOST_AFTER + 3
+    assert worker_status(service, left.id).seconds_since_seen == LOST_SECONDS + 3
 
 
 def test_a_worker_is_lost_after_ninety_seconds_of_silence(service: Service, clock: SetClock):
     member = join(service)
     member.lease()
-    clock.forward(LOST_AFTER)
+    clock.forward(LOST_SECONDS)
     assert worker_status(service, member.id).state == "training"
     clock.forward(0.1)
     assert worker_status(service, member.id).state == "lost"
@@ -106,12 +106,12 @@ def test_a_worker_is_lost_after_ninety_seconds_of_silence(service: Service, cloc
 
 def test_who_has_nothing_to_do_and_does_not_ask_is_away(service: Service, clock: SetClock):
     member, judge = join(service), join(service, "evaluate")
-    clock.forward(AWAY_AFTER)
+    clock.forward(AWAY_SECONDS)
     assert worker_status(service, member.id).state == "waiting"
     clock.forward(0.1)
     assert worker_status(service, member.id).state == "away"
     assert worker_status(service, judge.id).state == "waiting"  # it may be scoring
-    clock.forward(LOST_AFTER)
+    clock.forward(LOST_SECONDS)
     assert worker_status(service, judge.id).state == "away"
     service.members.note(judge.caller)
     assert worker_status(service, judge.id).state == "waiting"

@@ -14,7 +14,7 @@ from tests.support.coordinator import (
     weights_now,
 )
 
-from blocktrain.coordinator.run import found_run, open_run
+from blocktrain.coordinator.run import create_run, open_run
 from blocktrain.errors import NotFoundError
 from blocktrain.protocol.messages import PROTOCOL
 from blocktrain.storage.tensor_file import encode
@@ -82,7 +82,7 @@ def test_a_run_that_could_not_be_written_is_none(tmp_path: Path):
     (tmp_path / "only").write_bytes(b"".join(encode(first_weights(0))))
     files = [tmp_path / "only", tmp_path / "missing"]
     with pytest.raises(FileNotFoundError):
-        found_run(swarm_config(), make_corpus(), files, ledger, chunks, 0.0)
+        create_run(swarm_config(), make_corpus(), files, ledger, chunks, 0.0)
     with pytest.raises(NotFoundError):
         open_run(ledger, chunks, SetClock())
     ledger.close()
@@ -92,6 +92,6 @@ def test_a_split_may_be_empty(tmp_path: Path):
     ledger, chunks = open_stores(tmp_path)
     corpus = make_corpus()
     corpus.splits["test"] = np.zeros(0, np.uint8)
-    found_run(swarm_config(), corpus, [], ledger, chunks, 0.0)
+    create_run(swarm_config(), corpus, [], ledger, chunks, 0.0)
     assert open_run(ledger, chunks, SetClock()).description.corpus["test"].size == 0
     ledger.close()

@@ -168,7 +168,7 @@ def test_an_offer_with_a_bad_signature_is_refused(service: Service, member: Memb
         UpdateOffer(claim=claim, signature="AAAA"),
         UpdateOffer(claim=changed, signature=made.offer.signature),
     ):
-        refused = refusal(lambda bad=bad: service.updates.offer(member.caller, bad))
+        refused = refusal(lambda bad=bad: service.updates.record_offer(member.caller, bad))
         assert refused.code == "forbidden" and "signature" in str(refused)
     assert update_row(service, lease) is None
 
@@ -176,7 +176,7 @@ def test_an_offer_with_a_bad_signature_is_refused(service: Service, member: Memb
 def test_an_offer_by_another_worker_is_refused(service: Service, member: Member, lease: Lease):
     other = join(service)
     stolen = member.make(lease).offer
-    assert refusal(lambda: service.updates.offer(other.caller, stolen)).code == "forbidden"
+    assert refusal(lambda: service.updates.record_offer(other.caller, stolen)).code == "forbidden"
     own = Made(other.make(lease).offer, {})
     assert refusal(lambda: offer(other, own)).code == "not_found"
 
@@ -281,7 +281,7 @@ def test_a_commit_needs_an_offer_and_all_chunks(service: Service, member: Member
     made = member.make(lease)
     offer(member, made)
     refused = refusal(lambda: committed(member, lease))
-    assert (refused.code, str(refused)) == ("conflict", "1 chunks are missing")
+    assert (refused.code, str(refused)) == ("conflict", "1 chunks are missing; offer it again")
     assert update_row(service, lease).state == "offered"
     assert member.send(made).state == "pending"
 
@@ -306,7 +306,10 @@ def not_finite(weights: dict[str, Any], value: float) -> dict[str, Any]:
         (lambda weights: not_finite(weights, np.nan), "not finite"),
         (lambda weights: not_finite(weights, -np.inf), "not finite"),
         (lambda weights: not_finite(weights, 3e38), "far too large"),
-        (lambda weights: not_finite(weights, 1e5), "tensor 'scale' by 1e+05, 10 steps can"),
+        (
+            lambda weights: not_finite(weights, 1e5),
+            "tensor 'scale' by 1e+05 (rms), but 10 steps can",
+        ),
         (
             lambda weights: {**weights, "body.weight": weights["body.weight"].reshape(5, 4)},
             "F32[5, 4], not F32[4, 5]",
@@ -400,7 +403,9 @@ def test_an_update_that_is_too_late_is_refused_and_says_why(long_run: Service):
     lease = late.lease(blocks=(0,))
     advance(long_run, quick, 3)
     receipt = late.send(late.make(lease))
-    assert receipt == Receipt(state="refused", reason="it is 3 versions behind, more than 2")
+    assert receipt == Receipt(
+        state="refused", reason="it is 3 versions behind, more than 2; request a new lease"
+    )
     again = late.lease(blocks=(0,))
     assert (again.first_batch, again.steps) == (lease.first_batch, lease.steps)
     assert again.base_version == 3
@@ -429,7 +434,7 @@ def test_an_update_after_the_deadline_is_refused_if_its_text_was_handed_out_agai
     assert taken.first_batch == lease.first_batch
     receipt = member.send(member.make(lease))
     assert receipt.state == "refused"
-    assert receipt.reason == "the lease was expired and its text handed out again"
+    assert receipt.reason.startswith("the lease was expired and its text handed out again;")
     state = block_state(service)
     assert (state.pending, state.leased_batches, state.to_hand_out) == ((), 10, 30)
 

@@ -158,7 +158,7 @@ class Mirrored(VirtualCoordinator):
         self.move_clock(now)
         super().chunk_came(lease, now)
         member, given = self.real[lease.lease]
-        self.service.leases.chunk_came(member.caller, given.lease)
+        self.service.leases.record_chunk(member.caller, given.lease)
         self.compare()
 
     def offer(self, lease: VirtualLease, now: float) -> None:
@@ -166,7 +166,7 @@ class Mirrored(VirtualCoordinator):
         super().offer(lease, now)
         member, given = self.real[lease.lease]
         self.made[lease.lease] = learned(member, given, self.swarm.codec)
-        self.service.updates.offer(member.caller, self.made[lease.lease].offer)
+        self.service.updates.record_offer(member.caller, self.made[lease.lease].offer)
         self.compare()
 
     def settle(self, lease: VirtualLease, now: float) -> merging_rules.UpdateRefusal | None:

@@ -60,7 +60,7 @@ def nothing_sent(member: Member, lease: Lease) -> None:
 
 
 def offered(member: Member, lease: Lease) -> None:
-    member.service.updates.offer(member.caller, made(member, lease).offer)
+    member.service.updates.record_offer(member.caller, made(member, lease).offer)
 
 
 def sent(member: Member, lease: Lease) -> None:

@@ -8,9 +8,10 @@ from pydantic import ValidationError
 from tests.support.coordinator import Member, SetClock, commit, join, open_stores
 from tests.support.frugal import frugal, send_learned
 
-from blocktrain.coordinator.endpoints import USUAL_MESSAGE
+from blocktrain.coordinator.endpoints import MAX_MESSAGE_BYTES
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
+from blocktrain.coordinator.updates import Upload
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.messages import (
     MOST_DOWNLOADS,
@@ -80,7 +81,7 @@ def test_all_that_may_be_told_at_once_fits_into_a_request():
         downloads=most,
     )
     for message in (told, scored):
-        assert len(message.model_dump_json()) <= USUAL_MESSAGE
+        assert len(message.model_dump_json()) <= MAX_MESSAGE_BYTES
     with pytest.raises(ValidationError):
         LeaseReturn(fence=1, reason="", downloads=(*most, most[0]))
 
@@ -101,9 +102,11 @@ def test_another_coordinator_counts_what_this_one_was_offered(service: Service, 
     member = join(service)
     lease = member.lease(blocks=(0,))
     made = member.signer.update_of_bytes(lease, b"x" * 200, codec="sparse")
-    service.updates.offer(member.caller, made.offer)
+    service.updates.record_offer(member.caller, made.offer)
     other = Service(open_run(*open_stores(tmp_path), service.run.clock))
-    other.updates.settle(member.caller, lease.lease, fault="")
+    upload = other.updates.find_upload(member.caller, lease.lease)
+    assert isinstance(upload, Upload)
+    other.updates.settle(member.caller, upload, fault="")
     other.run.ledger.close()
     assert by_block(service)[0] == Moved(up=200, up_raw=lease.base.size)
 

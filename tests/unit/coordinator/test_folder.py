@@ -21,20 +21,20 @@ def config_for(folder: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CoordinatorFolder, Config]]:
-    """A run in a folder, its first weights made by a process of their own."""
+    """A run in a folder, its initial weights made by a child process."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "text.txt").write_text("some words to learn from\n" * 1000)
     config = config_for(folder)
     home = CoordinatorFolder(folder / "coordinator")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BLOCKTRAIN_CACHE", str(folder / "cache"))
-        home.open_or_found(config).ledger.close()
+        home.open_or_create(config).ledger.close()
         yield home, config
 
 
 def test_a_founded_run_is_found_again(founded: tuple[CoordinatorFolder, Config]):
     home, config = founded
-    first, second = home.open(), home.open_or_found(config)
+    first, second = home.open(), home.open_or_create(config)
     assert first.id == second.id
     assert first.config == second.config == config
     assert first.description.corpus["train"].size > 10_000
@@ -67,7 +67,7 @@ def test_its_folder_is_for_the_operator_alone(tmp_path: Path, ledger: str | None
     before = os.umask(0)
     try:
         with pytest.raises(DataError):
-            home.open_or_found(swarm_config(data__source=f"text:{tmp_path / 'nothing.txt'}"))
+            home.open_or_create(swarm_config(data__source=f"text:{tmp_path / 'nothing.txt'}"))
     finally:
         os.umask(before)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
@@ -76,7 +76,7 @@ def test_its_folder_is_for_the_operator_alone(tmp_path: Path, ledger: str | None
 def test_other_settings_are_another_run(founded: tuple[CoordinatorFolder, Config]):
     home, config = founded
     with pytest.raises(ConfigError, match="other settings"):
-        home.open_or_found(config.with_settings(train__steps=41))
+        home.open_or_create(config.with_settings(train__steps=41))
 
 
 def test_settings_are_compared_by_value_and_not_by_how_they_are_written(
@@ -85,7 +85,7 @@ def test_settings_are_compared_by_value_and_not_by_how_they_are_written(
     home, config = founded
     with monkeypatch.context() as patch:
         patch.setattr(Config, "to_toml", lambda self: "[model]\nwritten_in = 'another way'\n")
-        home.open_or_found(config).ledger.close()
+        home.open_or_create(config).ledger.close()
 
 
 def test_who_only_needs_the_ledger_makes_no_folder(
@@ -105,7 +105,7 @@ def test_a_folder_without_a_run_is_told_so(tmp_path: Path):
     ):
         with pytest.raises(ConfigError, match="holds no run"):
             opened()
-    with pytest.raises(NotFoundError, match="no run yet"):
+    with pytest.raises(NotFoundError, match="holds no run"):
         CoordinatorFolder(tmp_path / "nothing", f"sqlite:///{tmp_path / 'empty.db'}").operator()
     assert not (tmp_path / "nothing").exists()
 
@@ -116,8 +116,8 @@ def test_settings_whose_weights_cannot_be_made_found_nothing(
     _, config = founded
     home = CoordinatorFolder(tmp_path / "new")
     broken = config.with_settings(train__warm_start=str(tmp_path / "no-run"))
-    with pytest.raises(RunError, match=r"cannot make the first weights: .*no-run"):
-        home.open_or_found(broken)
+    with pytest.raises(RunError, match=r"cannot make the initial weights: .*no-run"):
+        home.open_or_create(broken)
     ledger = Ledger(home.db)
     with ledger.read() as tx:
         assert tx.run() is None

@@ -7,7 +7,7 @@ import pytest
 from tests.support.coordinator import SetClock, join, open_stores, running
 from tests.support.frugal import frugal, make_version, send_learned
 
-from blocktrain.coordinator.collector import COLLECT_AFTER, Collector
+from blocktrain.coordinator.collector import COLLECT_SECONDS, Collector
 from blocktrain.coordinator.merger import Merger
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
@@ -73,7 +73,7 @@ def test_a_block_goes_on_without_what_was_owed_and_is_lost(
     else:
         path.write_bytes(data[:-5] if damage == "cut" else data)
     make_version(service, member)
-    assert "what its versions owe was lost" in caplog.text
+    assert "the residual of the last delta is lost" in caplog.text
     with service.run.ledger.read() as tx:
         assert tx.versions.get(0, 2).residual not in (None, owed)
     steps = led(service, 1, 2)
@@ -117,7 +117,7 @@ def test_differences_outlive_their_versions_while_following_them_is_shorter(
         member = join(service)
         for _ in range(5):
             make_version(service, member)
-        clock.forward(COLLECT_AFTER + 10)
+        clock.forward(COLLECT_SECONDS + 10)
         before = weights_at(service, 0)
         held = service.run.blobs.reader(before).chunk(0)
         service.collector.collect()
@@ -139,7 +139,7 @@ def test_differences_go_when_the_whole_is_shorter(tmp_path: Path, clock: SetCloc
         clock.forward(1)
         lease = member.lease(blocks=(0,), steps_per_second=0.1)
         make_version(service, join(service))
-        clock.forward(COLLECT_AFTER + 10)
+        clock.forward(COLLECT_SECONDS + 10)
         service.collector.collect()
         with service.run.ledger.read() as tx:
             assert list(tx.versions.deltas(0)) == [lease.base_version, 5] == [4, 5]

@@ -1,5 +1,6 @@
 """Nothing a coordinator does takes longer because much has happened before."""
 
+import asyncio
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,11 +54,17 @@ def made(member: Member, lease: Lease) -> Made:
 
 def send_whole(member: Member, update: Made) -> Receipt:
     """As a small one is sent: offer and bytes in one request."""
-    updates, claim = member.service.updates, update.offer.claim
-    held = updates.held(member.caller, claim.lease)
-    assert held is not None
-    fault = updates.take_whole(held, update.offer, memoryview(b"".join(update.chunks.values())))
-    return updates.settle_whole(member.caller, held, update.offer, fault)
+    service = member.service
+    data = memoryview(b"".join(update.chunks.values()))
+
+    async def receive() -> Receipt:
+        service.executor.start()
+        try:
+            return await service.updates.receive_whole(member.caller, update.offer, data)
+        finally:
+            service.executor.stop()
+
+    return asyncio.run(receive())
 
 
 def scans(database: Path, statements: set[str]) -> set[str]:

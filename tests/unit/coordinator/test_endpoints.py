@@ -1,4 +1,4 @@
-"""The document says of every action what the action is."""
+"""The document says of every endpoint what the endpoint is."""
 
 import json
 import re
@@ -12,22 +12,22 @@ from pydantic import TypeAdapter
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
 from blocktrain.coordinator.api import ENDPOINTS
-from blocktrain.coordinator.endpoints import IN_PATH, SCHEMES, Endpoint, describe
+from blocktrain.coordinator.endpoints import PATH_PARAMETERS, SCHEMES, Endpoint, describe
 from blocktrain.protocol.messages import BlockIndex, Count, Identifier, Message
 
 DOCUMENT = describe(ENDPOINTS)
 each_action = pytest.mark.parametrize(
-    "action", ENDPOINTS, ids=lambda action: f"{action.method} {action.path}"
+    "endpoint", ENDPOINTS, ids=lambda endpoint: f"{endpoint.method} {endpoint.path}"
 )
 
 
-def operation(action: Endpoint) -> dict[str, Any]:
-    found: dict[str, Any] = DOCUMENT["paths"][action.path][action.method.lower()]
+def operation(endpoint: Endpoint) -> dict[str, Any]:
+    found: dict[str, Any] = DOCUMENT["paths"][endpoint.path][endpoint.method.lower()]
     return found
 
 
-def parameters(action: Endpoint) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(each["in"], each["name"]): each for each in operation(action)["parameters"]}
+def parameters(endpoint: Endpoint) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(each["in"], each["name"]): each for each in operation(endpoint)["parameters"]}
 
 
 def references(part: Any) -> Iterator[str]:
@@ -57,7 +57,9 @@ def test_it_is_a_valid_openapi_document():
 
 def test_every_schema_in_it_is_a_valid_json_schema():
     schemas = list(DOCUMENT["components"]["schemas"].values())
-    schemas += [each["schema"] for action in ENDPOINTS for each in operation(action)["parameters"]]
+    schemas += [
+        each["schema"] for endpoint in ENDPOINTS for each in operation(endpoint)["parameters"]
+    ]
     assert len(schemas) > 25
     for schema in schemas:
         jsonschema_rs.meta.validate(
@@ -73,18 +75,18 @@ def test_it_names_every_action_and_nothing_else():
     described = {
         (path, method) for path, methods in DOCUMENT["paths"].items() for method in methods
     }
-    assert described == {(action.path, action.method.lower()) for action in ENDPOINTS}
+    assert described == {(endpoint.path, endpoint.method.lower()) for endpoint in ENDPOINTS}
     assert len(described) == len(ENDPOINTS) > 15
 
 
 def test_a_reader_of_openapi_finds_every_action():
     schema = schemathesis.openapi.from_dict(DOCUMENT)
     found = {each.ok().label for each in schema.get_all_operations()}
-    assert found == {f"{action.method} {action.path}" for action in ENDPOINTS}
+    assert found == {f"{endpoint.method} {endpoint.path}" for endpoint in ENDPOINTS}
 
 
 def test_every_operation_has_a_name_of_its_own():
-    names = [operation(action)["operationId"] for action in ENDPOINTS]
+    names = [operation(endpoint)["operationId"] for endpoint in ENDPOINTS]
     assert len(set(names)) == len(names)
 
 
@@ -96,21 +98,21 @@ def test_every_reference_resolves_and_every_schema_is_referred_to():
 
 
 @each_action
-def test_every_part_of_a_path_is_described(action: Endpoint):
-    for name in re.findall(r"{(\w+)}", action.path):
-        told = parameters(action)["path", name]
+def test_every_part_of_a_path_is_described(endpoint: Endpoint):
+    for name in re.findall(r"{(\w+)}", endpoint.path):
+        told = parameters(endpoint)["path", name]
         assert told["required"] is True
-        assert told["schema"] == TypeAdapter(IN_PATH[name]).json_schema()
-    assert {name for place, name in parameters(action) if place == "path"} == set(
-        re.findall(r"{(\w+)}", action.path)
+        assert told["schema"] == TypeAdapter(PATH_PARAMETERS[name]).json_schema()
+    assert {name for place, name in parameters(endpoint) if place == "path"} == set(
+        re.findall(r"{(\w+)}", endpoint.path)
     )
 
 
 def test_what_follows_the_question_mark_is_described():
     told = {
-        (action.path, name): (each["required"], each["schema"])
-        for action in ENDPOINTS
-        for (place, name), each in parameters(action).items()
+        (endpoint.path, name): (each["required"], each["schema"])
+        for endpoint in ENDPOINTS
+        for (place, name), each in parameters(endpoint).items()
         if place == "query"
     }
     assert told == {
@@ -123,25 +125,25 @@ def test_what_follows_the_question_mark_is_described():
 
 
 @each_action
-def test_what_is_taken_and_given_is_described(action: Endpoint):
-    told = operation(action)
-    assert ("requestBody" in told) == (action.takes is not None)
-    if isinstance(action.takes, type):
-        assert message_in(told["requestBody"]) == action.takes.__name__
-    elif action.takes:
+def test_what_is_taken_and_given_is_described(endpoint: Endpoint):
+    told = operation(endpoint)
+    assert ("requestBody" in told) == (endpoint.takes is not None)
+    if isinstance(endpoint.takes, type):
+        assert message_in(told["requestBody"]) == endpoint.takes.__name__
+    elif endpoint.takes:
         assert list(told["requestBody"]["content"]) == ["application/octet-stream"]
-    if action.gives is None:
+    if endpoint.gives is None:
         assert "content" not in told["responses"]["204"]
-    elif isinstance(action.gives, str):
-        assert list(told["responses"]["200"]["content"]) == [action.gives]
+    elif isinstance(endpoint.gives, str):
+        assert list(told["responses"]["200"]["content"]) == [endpoint.gives]
     else:
-        assert message_in(told["responses"]["200"]) == action.gives.__name__
+        assert message_in(told["responses"]["200"]) == endpoint.gives.__name__
     assert message_in(told["responses"]["default"]) == "Refusal"
 
 
 @each_action
-def test_what_is_taken_and_given_has_the_fields_of_its_message(action: Endpoint):
-    for kind in (action.takes, action.gives):
+def test_what_is_taken_and_given_has_the_fields_of_its_message(endpoint: Endpoint):
+    for kind in (endpoint.takes, endpoint.gives):
         if isinstance(kind, type) and issubclass(kind, Message):
             schema = DOCUMENT["components"]["schemas"][kind.__name__]
             assert schema["properties"].keys() == {
@@ -150,9 +152,12 @@ def test_what_is_taken_and_given_has_the_fields_of_its_message(action: Endpoint)
 
 
 @each_action
-def test_who_may_ask_is_described(action: Endpoint):
-    told = [name for each in operation(action)["security"] for name in each]
-    assert told == {"anyone": [], "reader": ["bearer", "invite"], "worker": ["bearer"]}[action.by]
+def test_who_may_ask_is_described(endpoint: Endpoint):
+    told = [name for each in operation(endpoint)["security"] for name in each]
+    assert (
+        told
+        == {"anyone": [], "reader": ["bearer", "invite"], "worker": ["bearer"]}[endpoint.callers]
+    )
     assert set(told) <= set(SCHEMES) == set(DOCUMENT["components"]["securitySchemes"])
 
 
