@@ -165,7 +165,7 @@ def test_nothing_is_overwritten(folder: Path, tmp_path: Path):
         back_up(folder, tmp_path / "saved.tar")
     with pytest.raises(RunError, match="not empty"):
         restore(tmp_path / "saved.tar", folder)
-    with pytest.raises(RunError, match="no folder"):
+    with pytest.raises(RunError, match="not a folder"):
         back_up(folder, tmp_path / "nowhere" / "saved.tar")
     with pytest.raises(RunError, match="--data-dir"):
         back_up(tmp_path, tmp_path / "other.tar")
