@@ -180,14 +180,14 @@ class SimulatedLearning:
         self._starts: WeakKeyDictionary[VirtualLease, LeaseBase] = WeakKeyDictionary()
         self._scored: tuple[tuple[int, ...], float] | None = None
 
-    def taken(self, lease: VirtualLease) -> None:
+    def started(self, lease: VirtualLease) -> None:
         index = lease.block.index
         known = self._starts.get(lease)
         base = known.base if known else self.versions[index]
         before = FrozenVersions(self.versions[:index])
         self._starts[lease] = LeaseBase(base, before, self._losses[lease.worker, index])
 
-    def left(self, worker: str, block: int) -> None:
+    def lost_memory(self, worker: str, block: int) -> None:
         self._losses[worker, block] += 1
 
     def merged(self, block: VirtualBlock, leases: Sequence[VirtualLease]) -> None:

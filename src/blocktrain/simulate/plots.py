@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.errors import ConfigError
-from blocktrain.simulate.report import Report
-from blocktrain.simulate.tally import Sample
+from blocktrain.simulate.report import Report, Sample
 
 Value = Callable[[Sample, Sample], float | None]  # of the time from one sample to another
 

@@ -1,7 +1,7 @@
-"""The settings of a simulation: those of a run, and who its workers are.
+"""The settings of a simulation: those of a run, and a section [simulate] about its workers.
 
-A run's own [model], [train] and [swarm] sections mean the same here: blocks, batches of each, and
-the rules of its coordinator. [simulate] is no part of a run and travels nowhere.
+[model], [train] and [swarm] mean the same as in a run: number of blocks, batches of each, and the
+coordinator's rules. [simulate] is not part of a run's settings and is never sent to workers.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from blocktrain.codec.frames import codec_named, largest_encoded_size
 from blocktrain.config import Config, build, read_settings, setting
 
 MEGABYTE = 1e6
-BYTES = 4  # of a number that is not encoded
-MANY = 1 << 20  # numbers, of which the first and last bytes of a file are nothing
+NUMBER_BYTES = 4  # of a number that is not encoded
+MANY_NUMBERS = 1 << 20  # enough that the encoding's header does not matter
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,27 @@ class Scenario(Config):
 
     @property
     def update_bytes(self) -> float:
-        share = self.simulate.update_share or share_of(self.swarm.codec, self.swarm.top_k_per_4096)
+        share = self.simulate.update_share or encoded_share(
+            self.swarm.codec, self.swarm.top_k_per_4096
+        )
         return share * self.block_bytes
 
     def merge_seconds(self, updates: int) -> float:
-        """To read a version and the updates that make the next."""
+        """Time to read a version and the updates that are merged into the next."""
         read = self.block_bytes + updates * self.update_bytes
         return read / (self.simulate.merge_megabytes * MEGABYTE)
 
 
 @cache
-def share_of(codec: str, kept: int) -> float:
-    """The size of what a codec makes of a block's numbers, as a share of theirs: at the most, which
-    for `sparse` is a little more than usual."""
-    encoder = codec_named(codec, kept)
-    return largest_encoded_size(encoder, MANY) / (BYTES * MANY) if encoder else 1.0
+def encoded_share(codec: str, top_k: int) -> float:
+    """The largest size of a block's numbers with a codec, as a share of their size without one. For
+    `sparse` the usual size is a little smaller."""
+    encoder = codec_named(codec, top_k)
+    return (
+        largest_encoded_size(encoder, MANY_NUMBERS) / (NUMBER_BYTES * MANY_NUMBERS)
+        if encoder
+        else 1.0
+    )
 
 
 def load_scenario(path: Path | str, overrides: Sequence[str] = ()) -> Scenario:

@@ -13,7 +13,8 @@ from blocktrain.simulate.report import Report
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import simulate
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
-from blocktrain.simulate.virtual_coordinator import FELL_BEHIND, VirtualCoordinator
+from blocktrain.simulate.virtual_coordinator import BECAME_STALE, VirtualCoordinator
+from blocktrain.swarm.assignment import WorkRequest
 
 
 class Bookkeeper(VirtualCoordinator):
@@ -24,8 +25,10 @@ class Bookkeeper(VirtualCoordinator):
         self.leases: list[VirtualLease] = []
         self.merged: list[list[int]] = [[] for _ in self.blocks]
 
-    def claim(self, *asked: Any) -> VirtualLease | None:
-        lease = super().claim(*asked)
+    def claim(
+        self, request: WorkRequest, now: float, trained: VirtualLease | None = None
+    ) -> VirtualLease | None:
+        lease = super().claim(request, now, trained)
         if lease is not None and int(lease.lease) > len(self.leases):
             self.leases.append(lease)
         return lease
@@ -172,13 +175,13 @@ def test_a_codec_makes_updates_smaller_and_versions_come_as_differences(
     assert packed.bytes_down < down * whole.bytes_down
 
 
-def test_differences_are_followed_only_where_they_are_shorter_than_the_whole():
+def test_deltas_are_fetched_only_if_they_are_smaller_than_the_whole_block():
     block = VirtualBlock(0, 100)
     for share in (0.3, 0.3, 0.5):
-        block.follow([], share)
-    assert block.share_after(2, 3) == pytest.approx(0.5)
-    assert block.share_after(1, 3) == pytest.approx(0.8)
-    assert block.share_after(0, 3) == 1.0
+        block.publish([], share)
+    assert block.share_to_fetch(2, 3) == pytest.approx(0.5)
+    assert block.share_to_fetch(1, 3) == pytest.approx(0.8)
+    assert block.share_to_fetch(0, 3) == 1.0
 
 
 def shared_steps(scene: Scenario) -> float:
@@ -296,7 +299,7 @@ def test_an_update_that_falls_behind_while_a_merge_is_made_is_refused_too():
     slow_merges = {"simulate__block_megabytes": 10.0, "simulate__merge_megabytes": 2.0}
     busy = {"simulate__workers": 10, "simulate__speed_spread": 0.5, "train__steps": 500}
     report = simulate(scenario(**slow_merges, **busy, swarm__most_stale=0))
-    assert report.refused[FELL_BEHIND] > 0
+    assert report.refused[BECAME_STALE] > 0
     assert report.finished
 
 

@@ -54,7 +54,7 @@ def lease(number: int, worker: str, block: VirtualBlock, first: int, steps: int 
 
 def taken(learner: SimulatedLearning, *leases: VirtualLease) -> tuple[VirtualLease, ...]:
     for given in leases:
-        learner.taken(given)
+        learner.started(given)
     return leases
 
 
@@ -129,10 +129,10 @@ def test_blocks_of_a_cascade_build_on_those_before_as_they_stood(cascade: Config
         moved = taken(learner, lease(1, "a", first, 0))
         given = lease(2, "b", second, 0)
         if before:
-            learner.taken(given)
+            learner.started(given)
         merge(learner, *moved)
         if not before:
-            learner.taken(given)
+            learner.started(given)
         return merge(learner, given)
 
     untouched = rehearsal(cascade, corpus)
@@ -180,7 +180,7 @@ def test_who_leaves_begins_again_with_a_cold_optimizer(config: Config, corpus: C
         learner, block = rehearsal(config, corpus), VirtualBlock(0, 12)
         merge(learner, *taken(learner, lease(1, "a", block, 0)))
         if leaves is not None:
-            learner.left("a", leaves)
+            learner.lost_memory("a", leaves)
         return merge(learner, *taken(learner, lease(2, second, block, 4)))
 
     warm = second_version(leaves=None, second="a")
