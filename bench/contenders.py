@@ -29,9 +29,9 @@ from torch import Tensor
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.train.device import Compute
-from blocktrain.train.lockstep import Board
 from blocktrain.train.trainer import BlockTrainer
-from blocktrain.vocabulary import BYTES
+from blocktrain.vocabulary import BYTE_VOCABULARY
+from lockstep import Board
 from plain import PlainLoop
 
 CORPUS_BYTES = 1 << 24
@@ -89,7 +89,9 @@ def _of_depth(whole: Config, layers: int) -> Config:
 
 
 def random_corpus(seed: int) -> Corpus:
-    data = np.random.default_rng(seed).integers(0, BYTES, CORPUS_BYTES, np.uint8)
+    data = np.random.default_rng(seed).integers(
+        0, BYTE_VOCABULARY.size, CORPUS_BYTES, BYTE_VOCABULARY.dtype
+    )
     return Corpus("random bytes", {"train": data, "valid": data, "test": data}, {})
 
 

@@ -25,7 +25,6 @@ from starlette.routing import Route
 
 from blocktrain.config import from_dict
 from blocktrain.coordinator.api import create_app
-from blocktrain.coordinator.folder import PLACES
 from blocktrain.coordinator.process import server_config
 from blocktrain.coordinator.run import found_run, open_run
 from blocktrain.coordinator.service import Service
@@ -33,7 +32,6 @@ from blocktrain.data.corpus import Corpus
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.protocol.addresses import bound_socket
 from blocktrain.storage.chunks import LocalChunks
-from blocktrain.storage.shelf import ChunkCache
 from blocktrain.storage.tensor_file import encode
 
 BATCHES = 50_000_000  # more than any bench hands out
@@ -98,7 +96,7 @@ def most_memory(process: int) -> int:
 
 
 def _serve(folder: Path, db: str) -> None:
-    chunks = LocalChunks(folder / "chunks", shelf=ChunkCache(PLACES))  # as a coordinator has them
+    chunks = LocalChunks(folder / "chunks")
     run = open_run(Ledger(db), chunks, time.time)
     service = Service(run)
     listener = bound_socket("127.0.0.1", 0)

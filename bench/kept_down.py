@@ -19,23 +19,23 @@ from typing import Any
 
 import numpy as np
 
-from blocktrain.codec.dense import Floats
 from blocktrain.codec.frames import encode_with_residual
 from blocktrain.codec.sparse import Sparse
 from blocktrain.config import Config, load_config
 from blocktrain.data.corpus import Corpus, load_corpus
 from blocktrain.data.windows import evaluation_windows
 from blocktrain.model.stack import assemble, initial_block, new_block
-from blocktrain.numerics.merge import Outer
+from blocktrain.numerics.merge import MergeRule
+from blocktrain.numerics.quantization import Floats
 from blocktrain.protocol.messages import Blob, Lease
 from blocktrain.storage import tensor_file
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_blobs
-from blocktrain.storage.run_dir import Tensors
-from blocktrain.train.assemble import load_block
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
+from blocktrain.train.loading import load_block
 from blocktrain.worker.local_block import LeaseTrainer
 from quality import provenance
 
@@ -96,11 +96,11 @@ def train(
                 lease = _lease(number, place, workers, steps, merged.weights)
                 updates.append(worker.update(lease, _read(blobs, merged.weights), blobs))
             up += [update.end.size for update in updates]
-            compression = Compression(Sparse(down), merged.owed) if down else None
-            merged = merge_blobs(blobs, merged.weights, updates, None, Outer(), compression)
-            lengths.append((merged.difference or merged.weights).size)
+            compression = Compression(Sparse(down), merged.residual) if down else None
+            merged = merge_blobs(blobs, merged.weights, updates, None, MergeRule(), compression)
+            lengths.append((merged.delta or merged.weights).size)
         weights = _read(blobs, merged.weights)
-        owed = _norm(_read(blobs, merged.owed)) if merged.owed else 0.0
+        owed = _norm(_read(blobs, merged.residual)) if merged.residual else 0.0
     return {
         "workers": workers, "kept": kept, "down": down, "ce": score(config, corpus, weights),
         "up_bytes": float(np.mean(up)), "down_bytes": float(np.mean(lengths)),

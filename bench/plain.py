@@ -22,7 +22,7 @@ from blocktrain.numerics.sampling import mixed_seed
 from blocktrain.train.device import Compute
 from blocktrain.train.optimizer import learning_rate
 from blocktrain.train.trainer import DATA_STREAM
-from blocktrain.vocabulary import BOS, BYTES, IDS
+from blocktrain.vocabulary import BYTE_VOCABULARY
 
 
 def check_like(config: Config) -> None:
@@ -77,9 +77,9 @@ class PlainModel(nn.Module):
     def __init__(self, model: ModelConfig, dtype: torch.dtype, recompute: bool) -> None:
         super().__init__()
         self.dtype, self.recompute = dtype, recompute
-        self.embed = nn.Embedding(IDS, model.width)
+        self.embed = nn.Embedding(BYTE_VOCABULARY.ids, model.width)
         self.layers = nn.ModuleList(PlainLayer(model) for _ in range(model.layers))
-        self.head = nn.Linear(model.width, BYTES, bias=False)
+        self.head = nn.Linear(model.width, BYTE_VOCABULARY.size, bias=False)
         head_width = model.width // model.heads
         frequencies = 10_000.0 ** -(torch.arange(0, head_width, 2) / head_width)
         angles = torch.arange(model.window)[:, None] * frequencies
@@ -159,7 +159,7 @@ class PlainLoop:
         if self.compute.device.type == "cuda":
             host = host.pin_memory()
         targets = host.to(self.compute.device, non_blocking=True).long()
-        return pad(targets[:, :-1], (1, 0), value=BOS), targets
+        return pad(targets[:, :-1], (1, 0), value=BYTE_VOCABULARY.bos), targets
 
     def last_loss(self) -> float:
         return float(self.loss)

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from blocktrain.data.windows import evaluation_windows
-from blocktrain.serve.stage.served_blocks import StoredBlocks
+from blocktrain.serve.stage.compute import RunBlockSource
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
 from int8_speed import compared, memory_rate
@@ -173,7 +173,7 @@ class Bench:
         run = RunDir.open(self.args.run)
         for precision, held, temperatures in DIVERGING:
             compute = resolve(self.args.device, precision)
-            model = Model.of(StoredBlocks(run, held), compute, "product")
+            model = Model.of(RunBlockSource(run, held), compute, "product")
             self._diverges(model, run.path.name, precision, held, temperatures)
 
     def shape_divergence(self, shape: str) -> None:

@@ -16,16 +16,16 @@ import torch
 
 from blocktrain.model.stack import Stack
 from blocktrain.numerics.sampling import Sampling
+from blocktrain.serve.activations import Activations, Row, initial
 from blocktrain.serve.ring import wire
-from blocktrain.serve.router.decode import Account, Decoding, Proposal, Request
-from blocktrain.serve.router.front import FirstBlock
+from blocktrain.serve.router.decode import AnswerCost, Decoding, GenerationRequest, Proposal
+from blocktrain.serve.router.first_block import FirstBlock
 from blocktrain.serve.router.local import run_locally
-from blocktrain.serve.stage.batch import Row, SlotLimits, Work, started
-from blocktrain.serve.stage.compute import StageCompute
-from blocktrain.serve.stage.served_blocks import Blocks, StoredBlocks
+from blocktrain.serve.stage.batch import SlotLimits
+from blocktrain.serve.stage.compute import BlockSource, RunBlockSource, StageCompute
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import Compute
+from blocktrain.train.loading import load_stack
 from blocktrain.vocabulary import BOS, MASK
 
 GRAM = 4
@@ -53,10 +53,10 @@ class Model:
 
     @classmethod
     def load(cls, folder: Path, compute: Compute, readout: str, held: str = "full") -> "Model":
-        return cls.of(StoredBlocks(RunDir.open(folder), held), compute, readout)
+        return cls.of(RunBlockSource(RunDir.open(folder), held), compute, readout)
 
     @classmethod
-    def of(cls, source: Blocks, compute: Compute, readout: str) -> "Model":
+    def of(cls, source: BlockSource, compute: Compute, readout: str) -> "Model":
         limits = SlotLimits(AT_ONCE)
         stages = [
             StageCompute.load(source, range(block, block + 1), compute, readout, limits)
@@ -86,21 +86,25 @@ def fixed_prompts(text: np.ndarray, count: int, length: int) -> list[bytes]:
 
 def requests(
     prompts: Sequence[bytes], mode: str, temperature: float, most_bytes: int
-) -> list[Request]:
+) -> list[GenerationRequest]:
     """Each with a seed of its own, the same in every mode."""
     return [
-        Request(prompt, most_bytes, sampling=Sampling(temperature, seed=seed), **MODES[mode])
+        GenerationRequest(
+            prompt, most_bytes, sampling=Sampling(temperature, seed=seed), **MODES[mode]
+        )
         for seed, prompt in enumerate(prompts)
     ]
 
 
-def guessed_independently(model: Model, asked: Sequence[Request]) -> list[tuple[bytes, Account]]:
+def guessed_independently(
+    model: Model, asked: Sequence[GenerationRequest]
+) -> list[tuple[bytes, AnswerCost]]:
     """The same blocks once around, no one's guess read by anyone."""
-    decodings = [Independent(each, model.window, Account()) for each in asked]
+    decodings = [Independent(each, model.window, AnswerCost()) for each in asked]
     texts = [bytearray() for _ in asked]
-    while steps := {n: step for n, each in enumerate(decodings) if (step := each.step())}:
+    while steps := {n: step for n, each in enumerate(decodings) if (step := each.propose())}:
         rows = [Row(n, step.start, step.ids, step.read) for n, step in steps.items()]
-        work = model.front.first.step(started(rows), heads=True)
+        work = model.front.first.step(initial(rows), heads=True)
         for stage in model.stages:
             work = stage.step(work)
         for row, log_probs_RV in model.front.answers(work):
@@ -108,7 +112,7 @@ def guessed_independently(model: Model, asked: Sequence[Request]) -> list[tuple[
     for compute in (model.front.first, *model.stages):
         for request in compute.requests:
             compute.release(request)
-    return [(bytes(text), each.account) for text, each in zip(texts, decodings, strict=True)]
+    return [(bytes(text), each.cost) for text, each in zip(texts, decodings, strict=True)]
 
 
 def measured(
@@ -174,7 +178,7 @@ def distinct_share(texts: Sequence[bytes]) -> float:
     return float(np.mean([len(set(found)) / len(found) for found in grams]))
 
 
-def on_the_wire(work: Work, kind: str) -> Work:
+def on_the_wire(work: Activations, kind: str) -> Activations:
     """Work as the next stage gets it."""
     return replace(
         work,
@@ -183,7 +187,7 @@ def on_the_wire(work: Work, kind: str) -> Work:
     )
 
 
-def wire_bytes(work: Work, kind: str) -> int:
+def wire_bytes(work: Activations, kind: str) -> int:
     packed = (*wire.pack(work.state, kind), *wire.pack(work.readout_RV, kind))
     return sum(array.nbytes for array in packed)
 
@@ -194,7 +198,7 @@ def teacher_forced(model: Model, windows_BT: np.ndarray, kind: str) -> tuple[flo
     total, sent = 0.0, 0.0
     for text_T in windows_BT:
         ids = np.array([BOS, *text_T[:-1]], np.uint16)
-        work = model.front.work({0: Proposal(0, ids, len(ids), 0, Sampling())})
+        work = model.front.step({0: Proposal(0, ids, len(ids), 0, Sampling())})
         sent = wire_bytes(work, kind) / len(ids)
         for stage in model.stages:
             work = stage.step(on_the_wire(work, kind))

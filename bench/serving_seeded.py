@@ -21,10 +21,10 @@ from torch import nn
 
 from blocktrain.config import Config
 from blocktrain.model.block import Block
-from blocktrain.model.loading import meta_init_block, put, settle, shapes
 from blocktrain.numerics.sampling import mixed_seed
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import Compute
+from blocktrain.train.loading import finish_loading, meta_init_block, put_weight, weight_shapes
 
 HELD = ("full", "int8", "logical")
 BENCH_STREAM = 77
@@ -58,14 +58,16 @@ class SeededBlocks:
         module = self._hollow(block)
         seed = mixed_seed(self.config.train.seed, block, BENCH_STREAM)
         draws = torch.Generator(compute.device).manual_seed(seed)
-        for name, shape in shapes(module).items():
+        for name, shape in weight_shapes(module).items():
             weight = torch.randn(shape, generator=draws, device=compute.device)
             # No path is silent, as the zeros that training starts with would be.
             std = shape[1] ** -0.5 if name.endswith(".weight") else SMALL_STD
-            put(module, name, weight.mul_(SMALL_STD if "embed" in name else std), compute.dtype)
+            put_weight(
+                module, name, weight.mul_(SMALL_STD if "embed" in name else std), compute.dtype
+            )
         if compute.device.type == "cuda":
             torch.cuda.empty_cache()  # what making them took, the other processes need
-        return settle(module, compute.device, compute.dtype)
+        return finish_loading(module, compute.device, compute.dtype)
 
     def fingerprint(self, block: int) -> str:
         return f"seed {self.config.train.seed}, {self.held}"
@@ -73,7 +75,7 @@ class SeededBlocks:
     def parameters(self) -> int:
         """Of the model as it computes, whether its layers have matrices of their own or not."""
         blocks = [meta_init_block(self.config, block) for block in range(self.config.block_count)]
-        return sum(shape.numel() for block in blocks for shape in shapes(block).values())
+        return sum(shape.numel() for block in blocks for shape in weight_shapes(block).values())
 
     def resident_bytes(self, dtype: torch.dtype) -> int:
         """Of weights, in all processes together."""
@@ -83,7 +85,10 @@ class SeededBlocks:
     def matrix(self) -> tuple[int, int]:
         """Outputs and inputs of one of the largest matrices."""
         return max(
-            ((shape[0], shape[1]) for shape in shapes(meta_init_block(self.config, 0)).values()),
+            (
+                (shape[0], shape[1])
+                for shape in weight_shapes(meta_init_block(self.config, 0)).values()
+            ),
             key=lambda shape: shape[0] * shape[1],
         )
 
@@ -127,7 +132,7 @@ def hold(args: argparse.Namespace, source: SeededBlocks) -> None:
     settings = StageSettings(
         run=args.run, blocks=blocks, listen=args.listen, announce="",
         keys=args.keys, name=args.name, device=args.device, precision=args.precision,
-        weights=args.weights, readout="product", most_requests=64, cache_bytes=4 << 30,
+        weights=args.weights, readout="product", max_requests=64, cache_bytes=4 << 30,
         until_stdin_closes=False,
     )  # fmt: skip
     serve_stage(settings, print, source)
@@ -139,7 +144,7 @@ def route(args: argparse.Namespace, source: SeededBlocks) -> None:
     settings = RouterSettings(
         run=args.run, listen=args.listen, api_keys=(), stages=tuple(args.stages.split(",")),
         keys=args.keys, plain_tcp=False, wire="fp32", readout="product", device=args.device,
-        precision=args.precision, weights=args.weights, most_requests=32, most_bytes=4096,
+        precision=args.precision, weights=args.weights, max_requests=32, max_bytes=4096,
         patience_seconds=10.0,
     )  # fmt: skip
     serve_router(settings, print, source)

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from blocktrain.codec.frames import NAMES
+from blocktrain.codec.registry import CODECS
 from blocktrain.config import build
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import simulate
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=100_000)
     parser.add_argument("--leases", type=int, default=1_000_000)
-    parser.add_argument("--codec", choices=NAMES, default="none")
+    parser.add_argument("--codec", choices=CODECS, default="none")
     args = parser.parse_args()
     scenario = scene(args.workers, args.leases, args.codec)
     began, cpu_began = time.perf_counter(), time.process_time()

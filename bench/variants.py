@@ -27,11 +27,11 @@ from blocktrain.config import Config, load_config
 from blocktrain.data.corpus import load_corpus
 from blocktrain.model.stack import CausalStack, Stack
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import resolve
-from blocktrain.train.lockstep import train_in_lockstep
+from blocktrain.train.loading import load_stack
 from blocktrain.train.run_session import open_session
 from contenders import refuse_eager_fallback
+from lockstep import train_in_lockstep
 
 if TYPE_CHECKING:
     from blocktrain.protocol.messages import Status
@@ -191,7 +191,7 @@ def _train_in_lockstep(
 
 def _train_by_workers(config: Config, folder: Path, workers: int, facts: dict[str, Any]) -> RunDir:
     from blocktrain.cli.local_swarm import LocalSwarm
-    from blocktrain.worker.fetch import fetch_model
+    from blocktrain.worker.versions import fetch_model
 
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "model", ignore_errors=True)  # of an earlier run of this bench

@@ -26,7 +26,7 @@ from blocktrain.coordinator.updates import claimed
 from blocktrain.data.corpus import load_corpus
 from blocktrain.data.windows import evaluation_windows
 from blocktrain.ledger.schema import leases, updates
-from blocktrain.numerics.merge import Outer
+from blocktrain.numerics.merge import MergeRule
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import Blob, Status
@@ -36,11 +36,11 @@ from blocktrain.storage.merging import Compression, MergeInput, merge_blobs
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.swarm import merging_rules
 from blocktrain.swarm.state import PendingUpdate
-from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
+from blocktrain.train.loading import load_stack
 from blocktrain.worker.client import Client
-from blocktrain.worker.fetch import fetch_model
+from blocktrain.worker.versions import fetch_model
 
 STEPS = 30
 LEARNED = 4.0  # nats per byte; knowing nothing is ln 256 = 5.5
@@ -261,14 +261,14 @@ def _check_versions_follow(run: Run) -> None:
         ]
         final = made.merged_batches == run.config.train.steps
         compression = Compression(None if final else Int8(), before.residual)
-        again = merge_blobs(run.blobs, before.weights, merged, None, Outer(), compression)
+        again = merge_blobs(run.blobs, before.weights, merged, None, MergeRule(), compression)
         if final:
             assert (again.weights, made.residual) == (made.weights, None)
             assert number not in differences[block]
             continue
         difference = differences[block][number]
         assert (again.weights, again.residual) == (made.weights, made.residual)
-        assert again.difference == difference
+        assert again.delta == difference
         assert follow_blobs(run.blobs, before.weights, [difference]) == made.weights
 
 

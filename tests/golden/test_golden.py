@@ -27,14 +27,15 @@ import torch
 from tests.support.coordinator import SetClock, join, running, tensors_of
 from tests.support.published import Shelf
 
-from blocktrain.codec.frames import codec_named, encode
-from blocktrain.config import Config
+from blocktrain.codec.frames import encode
+from blocktrain.codec.registry import update_codec
+from blocktrain.config import Config, SwarmConfig
 from blocktrain.data.corpus import Corpus
 from blocktrain.data.windows import TrainingWindows, evaluation_windows, shifted
 from blocktrain.model import readout
 from blocktrain.model.block import target_table
 from blocktrain.model.stack import Stack, assemble
-from blocktrain.numerics.merge import Contribution, Outer, merge_tensor
+from blocktrain.numerics.merge import Contribution, MergeRule, finite_floats
 from blocktrain.numerics.sampling import Sampling, mixed_seed
 from blocktrain.serve.router.local import generate
 from blocktrain.train.device import resolve
@@ -191,14 +192,14 @@ def an_update(count: int = 150_000) -> np.ndarray:
 
 
 def encoded_digest(name: str) -> str:
-    codec = codec_named(name, kept=64)
+    codec = update_codec(SwarmConfig(codec=name, top_k_per_4096=64))
     assert codec
     return hashlib.sha256(b"".join(encode(an_update(), codec))).hexdigest()
 
 
 def merged_digests() -> dict[str, str]:
     """Two updates, the second late, merged twice with outer momentum."""
-    outer = Outer(rate=0.7, momentum=0.9)
+    rule = MergeRule(rate=0.7, momentum=0.9)
     current, velocity = an_update(1000), None
     result = {}
     for number in (1, 2):
@@ -207,7 +208,8 @@ def merged_digests() -> dict[str, str]:
             Contribution("a", current + an_update(2000)[1000:] / number, 320.0),
             Contribution("b", start - an_update(3000)[2000:], 96.0, start, 0.5),
         ]
-        current, velocity = merge_tensor(current, updates, velocity, outer)
+        target, velocity = rule.combine(current, updates, velocity)
+        current = finite_floats(target)
         assert velocity is not None
         result[f"weights {number}"] = digest({"": current})
         result[f"velocity {number}"] = digest({"": velocity})

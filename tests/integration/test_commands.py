@@ -114,7 +114,7 @@ def test_train_then_everything_else(home: Path, trained: Path):
     resumed = run(home, *training(home, "trained"))
     assert resumed.returncode == 0
     assert "block" not in resumed.stdout.replace("blocktrain", "")
-    assert resumed.stderr == "finished before: block 0, 1\n"
+    assert resumed.stderr == "already finished: block 0, 1\n"
 
 
 def test_side_by_side_gives_the_same_weights(home: Path, trained: Path):
@@ -187,7 +187,7 @@ def test_a_cascade_is_trained_in_turn_then_everything_else(home: Path, cascade: 
 def test_more_blocks_than_there_are_cannot_be_used(home: Path, cascade: Path, verb: str):
     done = run(home, verb, "cascade", "--blocks", 9)
     assert done.returncode == 2
-    assert done.stderr == "error: the model has 2 blocks, not 9\n"
+    assert done.stderr == "error: the model has 2 blocks; it cannot exit after 9\n"
 
 
 @pytest.mark.parametrize("readout", ["final", "product"])
@@ -235,7 +235,7 @@ def test_a_killed_run_resumes_bit_for_bit(home: Path, how: signal.Signals):
     stood_at = json.loads(manifest.read_text())["versions"][-1]["step"]
     resumed = run(home, *training(home, out.name, *longer), "--block", "0")
     assert resumed.returncode == 0
-    assert f"block 0 goes on from step {stood_at}" in resumed.stderr
+    assert f"block 0 resumes at step {stood_at}" in resumed.stderr
     assert weights(out, 0) == weights(home / f"straight-{how.name}", 0)
     steps = [
         json.loads(x)["step"] for x in (out / "block-0/metrics.jsonl").read_text().splitlines()

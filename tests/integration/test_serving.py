@@ -17,8 +17,8 @@ from blocktrain.config import load_config
 from blocktrain.numerics.sampling import Sampling
 from blocktrain.serve.router.local import generate
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_stack
 from blocktrain.train.device import resolve
+from blocktrain.train.loading import load_stack
 from blocktrain.train.run_session import open_session
 
 PROMPT = "The module"
@@ -71,7 +71,7 @@ def asked(temperature: float, **more: object) -> dict[str, object]:
     return {**fields, **more}
 
 
-def test_a_ring_says_what_one_machine_says(ring: Ring, alone: dict[float, str]) -> None:
+def test_a_ring_generates_the_same_text_as_one_process(ring: Ring, alone: dict[float, str]) -> None:
     for temperature, text in alone.items():
         assert ring.text(**asked(temperature, mode="ar")) == text
         assert ring.text(**asked(temperature, mode="speculative")) == text
@@ -82,7 +82,9 @@ def test_a_ring_says_what_one_machine_says(ring: Ring, alone: dict[float, str]) 
     assert one_pass["blocktrain"]["traversals"] <= 4  # one for every window, not for every byte
 
 
-def test_many_at_once_say_what_each_says_alone(ring: Ring, alone: dict[float, str]) -> None:
+def test_many_requests_at_once_get_the_text_each_gets_alone(
+    ring: Ring, alone: dict[float, str]
+) -> None:
     modes = ["ar", "speculative", "sweep"] * 4
     with ThreadPoolExecutor(len(modes)) as clients:
         texts = clients.map(lambda mode: ring.text(**asked(1.0, mode=mode, passes=0)), modes)
@@ -114,7 +116,7 @@ def test_without_a_stage_there_is_a_clear_error_and_service_comes_back_with_it(
     started = time.monotonic()
     answer = ring.ask(**asked(0.0))
     assert answer.status_code == 503
-    assert "no stage holds block 2, 3" in answer.json()["error"]["message"]
+    assert "no stage has block 2, 3" in answer.json()["error"]["message"]
     assert PATIENCE_SECONDS < time.monotonic() - started < PATIENCE_SECONDS + 2.0
     ring.start("two")
     ring.wait(2)

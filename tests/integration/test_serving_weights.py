@@ -9,11 +9,10 @@ from tests.support.ring import SECONDS
 from tests.support.serving import CPU
 
 from blocktrain.config import Config
-from blocktrain.serve.router.decode import Request, Sampling
-from blocktrain.serve.router.front import FirstBlock
+from blocktrain.serve.router.decode import GenerationRequest, Sampling
+from blocktrain.serve.router.first_block import FirstBlock
 from blocktrain.serve.router.local import run_locally
-from blocktrain.serve.stage.compute import StageCompute
-from blocktrain.serve.stage.served_blocks import StoredBlocks
+from blocktrain.serve.stage.compute import RunBlockSource, StageCompute
 from blocktrain.storage.run_dir import RunDir
 
 PROMPT, WRITTEN, SEED = "The module", 200, 7
@@ -32,9 +31,9 @@ def exported(folder: Path, config: Config) -> RunDir:
 
 def said_here(run: RunDir, held: str) -> str:
     """By the same blocks in one process."""
-    source = StoredBlocks(run, held)
+    source = RunBlockSource(run, held)
     stages = [StageCompute.load(source, range(1, run.config.block_count), CPU)]
-    request = Request(PROMPT.encode(), WRITTEN, "ar", sampling=Sampling(1.0, seed=SEED))
+    request = GenerationRequest(PROMPT.encode(), WRITTEN, "ar", sampling=Sampling(1.0, seed=SEED))
     ((text, _),) = run_locally(FirstBlock.load(source, CPU), stages, [request])
     return text.decode(errors="replace")
 

@@ -87,8 +87,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(home: Path, preset: str)
     is what the release itself would have made of it."""
     half, whole = home / preset / "half", home / preset / "finished"
     said = call("train", "--config", half / "config.toml", "--out", half)
-    assert "finished before: block 0" in said
-    assert "block 1 goes on from step 10" in said
+    assert "already finished: block 0" in said
+    assert "block 1 resumes at step 10" in said
     for block in ("block-0", "block-1"):
         found, wanted = newest(half / block), newest(whole / block)
         assert found.keys() == wanted.keys()

@@ -13,7 +13,7 @@ from blocktrain.errors import BlocktrainError
 from blocktrain.model import readout
 from blocktrain.model.stack import Stack
 from blocktrain.numerics.sampling import pick
-from blocktrain.serve.router.decode import Account, Piece, Request
+from blocktrain.serve.router.decode import AnswerCost, GenerationRequest, Piece
 from blocktrain.vocabulary import BOS
 
 
@@ -26,14 +26,16 @@ class SmallEngine:
     seconds_per_byte: float = 0.0
     failure: BlocktrainError | None = None
     fails_at: int = 0
-    asked: list[Request] = field(default_factory=list)
+    asked: list[GenerationRequest] = field(default_factory=list)
     under_way: int = 0
     finished: int = 0
 
     def status(self) -> dict[str, Any]:
         return {"alive": self.failure is None, "stages": [], "requests": self.under_way}
 
-    async def generate(self, request: Request, account: Account) -> AsyncGenerator[Piece, None]:
+    async def generate(
+        self, request: GenerationRequest, account: AnswerCost
+    ) -> AsyncGenerator[Piece, None]:
         self.asked.append(request)
         with self._counted():
             account.prompt_bytes = len(request.prompt)
@@ -48,7 +50,7 @@ class SmallEngine:
                 output += pieces[-1].data
                 account.traversals += 1
                 ends = [at for at in map(output.find, request.stop) if at >= 0]
-                if ends or len(output) == request.most_bytes:
+                if ends or len(output) == request.max_bytes:
                     account.reason = "stop" if ends else "length"
                     output, held_back = output[: min(ends, default=len(output))], 0
                 account.output_bytes = len(output)
@@ -66,7 +68,7 @@ class SmallEngine:
         finally:
             self.under_way -= 1
 
-    def _next(self, request: Request, output: bytes) -> Piece:
+    def _next(self, request: GenerationRequest, output: bytes) -> Piece:
         text, sampling = request.prompt + output, request.sampling
         log_probs = next_log_probs(self.stack, text)
         byte = pick(log_probs.numpy(), sampling, len(text))

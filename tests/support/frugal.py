@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from tests.support.coordinator import Member, SetClock, Weights, running
 
-from blocktrain.codec.frames import codec_named, encode
+from blocktrain.codec.frames import encode
+from blocktrain.codec.registry import update_codec
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import Downloaded, Lease
 
@@ -41,7 +42,7 @@ def send_learned(
     draws = np.random.default_rng(lease.fence)
     deltas = (draws.standard_t(3, NUMBERS) * 1e-3).astype(np.float32)
     swarm = member.service.run.config.swarm
-    codec = codec_named(swarm.codec, swarm.top_k_per_4096)
+    codec = update_codec(swarm)
     assert codec is not None
     data = b"".join(encode(deltas, codec))
     made = member.signer.update_of_bytes(lease, data, codec=swarm.codec)

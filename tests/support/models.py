@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from blocktrain.config import Config
-from blocktrain.model.layer import Context, Layer
+from blocktrain.model.layer import Context
 from blocktrain.model.stack import Stack, assemble, new_block
+from blocktrain.model.two_stream import TwoStreamLayer
 
 
 def awake_block(config: Config, index: int = 0) -> nn.Module:
@@ -33,10 +34,10 @@ def leak(stack: Stack) -> Stack:
     """Remove the causal mask from every layer: the positive control of the perturbation test."""
     for block in stack.blocks:
         for layer in block.layers:  # type: ignore[union-attr]
-            layer._context = MethodType(_open_context, layer)
+            layer.context = MethodType(_open_context, layer)
     return stack
 
 
-def _open_context(layer: Layer, *arguments: object) -> Context:
-    context = Layer._context(layer, *arguments)  # type: ignore[arg-type]
-    return context._replace(held=context.held._replace(causal=False))
+def _open_context(layer: TwoStreamLayer, *arguments: object) -> Context:
+    context = TwoStreamLayer.context(layer, *arguments)  # type: ignore[arg-type]
+    return context._replace(cached=context.cached._replace(causal=False))

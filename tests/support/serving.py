@@ -11,10 +11,11 @@ from blocktrain.config import Config
 from blocktrain.model import readout as readouts
 from blocktrain.model.stack import DenoisingStack, Stack
 from blocktrain.numerics.sampling import mixed_seed, pick
-from blocktrain.serve.router.decode import Request, Sampling
-from blocktrain.serve.router.front import NOISE_STREAM, FirstBlock
+from blocktrain.serve.activations import Row, initial
+from blocktrain.serve.router.decode import GenerationRequest, Sampling
+from blocktrain.serve.router.first_block import NOISE_STREAM, FirstBlock
 from blocktrain.serve.router.local import run_locally
-from blocktrain.serve.stage.batch import DEFAULT_LIMITS, Row, SlotLimits, started
+from blocktrain.serve.stage.batch import DEFAULT_LIMITS, SlotLimits
 from blocktrain.serve.stage.compute import StageCompute
 from blocktrain.train.device import resolve
 from blocktrain.vocabulary import BOS
@@ -41,7 +42,9 @@ def ring(stack: Stack, readout: str = "product") -> tuple[FirstBlock, list[Stage
     return front, [stage(stack, blocks, readout) for blocks in cuts if blocks]
 
 
-def answers(stack: Stack, requests: Sequence[Request], readout: str = "product") -> list[bytes]:
+def answers(
+    stack: Stack, requests: Sequence[GenerationRequest], readout: str = "product"
+) -> list[bytes]:
     return [data for data, _ in run_locally(*ring(stack, readout), requests)]
 
 
@@ -62,7 +65,7 @@ def stepped(stack: Stack, ids_BT: Tensor, lengths: Sequence[int]) -> np.ndarray:
     for length in lengths:
         new = ids_BT[:, start : start + length].numpy().astype(np.uint16)
         rows = [Row(number, start, ids, length) for number, ids in enumerate(new)]
-        pieces.append(compute.step(started(rows)).readout_RV.reshape(len(rows), length, -1))
+        pieces.append(compute.step(initial(rows)).readout_RV.reshape(len(rows), length, -1))
         start += length
     return np.concatenate(pieces, axis=1)
 

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from blocktrain.train.checkpoints import Progress
 from blocktrain.train.device import resolve
-from blocktrain.train.trainer import BlockTrainer, Progress
+from blocktrain.train.trainer import BlockTrainer
 
 CPU = resolve("cpu", "fp32")
 

@@ -86,7 +86,7 @@ def _train_in_swarm(config: "Config", out: Path, folder: Path, console: "Console
     from blocktrain.cli.local_swarm import LocalSwarm
     from blocktrain.cli.options import stop_on_signal
     from blocktrain.storage.run_dir import RunDir
-    from blocktrain.worker.fetch import fetch_model
+    from blocktrain.worker.versions import fetch_model
 
     if (out / EXPORTED).exists():
         return RunDir.open(out)
@@ -132,13 +132,13 @@ def _followed(swarm: "LocalSwarm", console: "Console", stop: Callable[[], bool])
 
 def _train_alone(name: str, config: "Config", folder: Path, console: "Console") -> "RunDir":
     from blocktrain.cli.display import shown
-    from blocktrain.cli.options import stop_on_signal
+    from blocktrain.cli.options import PROGRAM, stop_on_signal
     from blocktrain.train.run_session import open_session
 
     console.print(f"[bold]{name}[/bold]")
     session = open_session(config, folder)
     with stop_on_signal() as stop, shown("  model", err=console.stderr) as on_progress:
-        if not session.train_side_by_side([0], 1, on_progress, stop):
+        if not session.train_side_by_side([0], 1, on_progress, stop, PROGRAM):
             _say_stopped(console)
     return session.run
 
@@ -151,9 +151,9 @@ def _say_stopped(console: "Console") -> None:
 def _score(run: "RunDir") -> dict[str, Any]:
     from blocktrain.data.corpus import load_corpus
     from blocktrain.data.windows import evaluation_windows
-    from blocktrain.train.assemble import load_stack
     from blocktrain.train.device import resolve
     from blocktrain.train.evaluate import evaluate
+    from blocktrain.train.loading import load_stack
 
     stack = load_stack(run, resolve(run.config.train.device, run.config.train.precision))
     window = run.config.model.window
@@ -172,8 +172,8 @@ def _score(run: "RunDir") -> dict[str, Any]:
 def _sample(run: "RunDir") -> str:
     from blocktrain.numerics.sampling import Sampling
     from blocktrain.serve.router.local import generate
-    from blocktrain.train.assemble import load_stack
     from blocktrain.train.device import resolve
+    from blocktrain.train.loading import load_stack
 
     stack = load_stack(run, resolve(run.config.train.device, "fp32"))
     made = bytes(generate(stack, PROMPT.encode(), SAMPLE_BYTES, Sampling(temperature=0.6)))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from blocktrain.train.trainer import Progress
+    from blocktrain.train.checkpoints import Progress
 if TYPE_CHECKING:
     from blocktrain.coordinator.service import Service
     from blocktrain.protocol.messages import Event

@@ -66,9 +66,9 @@ def eval_command(
     from blocktrain.data.corpus import load_corpus
     from blocktrain.data.windows import evaluation_windows
     from blocktrain.storage.run_dir import RunDir
-    from blocktrain.train.assemble import load_stack
     from blocktrain.train.device import resolve
     from blocktrain.train.evaluate import evaluate, fit_product_weights
+    from blocktrain.train.loading import load_stack
 
     if fit_weights and split == "valid":
         raise click.UsageError("--fit-weights fits on valid: score it on --split test")

@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from blocktrain import threads
+from blocktrain.cli.options import PROGRAM
 from blocktrain.errors import BlocktrainError
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from blocktrain.protocol.messages import Status
 
 GOODBYE_SECONDS = 30.0
-COMMAND = [sys.executable, "-m", "blocktrain.cli.main"]
 
 
 class LocalSwarm:
@@ -68,7 +67,7 @@ class LocalSwarm:
     def _start_coordinator(self) -> str:
         settings = self.folder / "config.toml"
         settings.write_text(self.config.to_toml(), encoding="utf-8")
-        command = [*COMMAND, "coordinator", "--json", "--listen", "127.0.0.1:0"]
+        command = [*PROGRAM, "coordinator", "--json", "--listen", "127.0.0.1:0"]
         command += ["--config", str(settings), "--data-dir", str(self.folder / "coordinator")]
         with (self.folder / "coordinator.log").open("w") as log:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -83,7 +82,7 @@ class LocalSwarm:
         return invite
 
     def _start_worker(self, number: int, share: int) -> None:
-        command = [*COMMAND, "worker", self.invite, "--name", f"worker {number}"]
+        command = [*PROGRAM, "worker", self.invite, "--name", f"worker {number}"]
         command += ["--folder", str(self.folder / f"worker-{number}")]
         command += ["--device", self.config.train.device, "--data", self.config.data.source]
         command += ["--threads", str(share)]

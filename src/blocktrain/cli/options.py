@@ -2,6 +2,7 @@
 
 import math
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from blocktrain.errors import ConfigError
 if TYPE_CHECKING:
     from blocktrain.worker.client import Client
 
+PROGRAM = (sys.executable, "-m", "blocktrain.cli.main")  # starts this command in another process
 PACKAGE = Path(__file__).resolve().parent.parent
 # Inside an installed package, or beside src/ in a checkout.
 FOLDERS = (PACKAGE / "presets", PACKAGE.parent.parent / "configs")
@@ -38,9 +40,8 @@ def resolve_config(path: Path) -> Path:
     return presets[path.name]
 
 
-def place(context: click.Context, option: click.Parameter, text: str) -> str:
-    """An option that is HOST:PORT, refused by its name."""
-    from blocktrain.errors import ConfigError
+def host_port(context: click.Context, option: click.Parameter, text: str) -> str:
+    """A callback for an option that is HOST:PORT."""
     from blocktrain.protocol.addresses import split_host_port
 
     try:
@@ -50,10 +51,10 @@ def place(context: click.Context, option: click.Parameter, text: str) -> str:
     return text
 
 
-def places(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
-    """Several of them, with commas between."""
+def host_ports(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
+    """A callback for an option that is HOST:PORT,HOST:PORT,..."""
     listed = [part.strip() for part in text.split(",")]
-    return tuple(place(context, option, part) for part in listed if part)
+    return tuple(host_port(context, option, part) for part in listed if part)
 
 
 MOST_THREADS = 1024
@@ -130,7 +131,7 @@ invite = click.argument("invite")
 keys = click.option(
     "--keys",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder that `blocktrain keys` made. Default: keys in RUN.",
+    help="Folder made by `blocktrain keys`. Default: RUN/keys.",
 )
 plain_tcp = click.option(
     "--plain-tcp", is_flag=True, help="No TLS between stages: only inside a network you trust."
@@ -140,7 +141,18 @@ served_readout = click.option(
     type=click.Choice(["product", "final"]),
     default="product",
     show_default=True,
-    help="product: of all blocks' predictions; final: the last one's. The same in a whole ring.",
+    help="product: all blocks predict together; final: the last one alone. Router and stages need"
+    " the same.",
+)
+
+
+warm_up = click.option(
+    "--warm-up-mb",
+    type=click.FloatRange(0.0, 32.0),
+    default=4.0,
+    show_default=True,
+    help="Most padding sent at once over a new connection between hosts, so that the first large"
+    " messages travel at full speed; 0: none.",
 )
 
 
@@ -150,7 +162,7 @@ def caller(invite: str) -> "Client":
     from blocktrain.worker.client import Client
 
     client = Client(Invite.decode(invite), WorkerKey.create())
-    client.connection.on_silence = _tell
+    client.http.on_unreachable = _tell
     return client
 
 

@@ -1,45 +1,63 @@
-"""blocktrain serve: an OpenAI-compatible server over the blocks of a run."""
+"""blocktrain serve, stage and keys: an OpenAI-compatible server over the blocks of a run."""
 
 import json
 import logging
+import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import click
 
 from blocktrain.cli import options
 
 
+def web_origins(
+    context: click.Context, option: click.Parameter, origins: tuple[str, ...]
+) -> tuple[str, ...]:
+    for origin in origins:
+        parts = urlsplit(origin)
+        if origin != "*" and (not parts.hostname or origin != f"{parts.scheme}://{parts.netloc}"):
+            raise click.BadParameter(f"{origin!r} is not an origin like https://example.org")
+    return origins
+
+
 @click.command("serve", context_settings={"auto_envvar_prefix": "BLOCKTRAIN_SERVE"})
 @options.run
 @click.option(
     "--listen", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT",
-    callback=options.place, help="Where clients ask; every interface is 0.0.0.0:8000.",
+    callback=options.host_port, help="Address for clients; 0.0.0.0:8000 is every interface.",
 )  # fmt: skip
 @click.option(
     "--api-key",
     "api_keys",
     multiple=True,
     envvar="BLOCKTRAIN_API_KEY",
-    help="What clients must present; repeatable, or BLOCKTRAIN_API_KEY in the environment, where"
-    " other users of this machine cannot see it. Without one, whoever reaches the port may ask.",
+    help="A key that clients may use; repeatable. Better in BLOCKTRAIN_API_KEY, which other users"
+    " of this machine cannot see. Without any, everyone who reaches the port may use the model.",
 )
 @click.option(
     "--tls-cert", type=click.Path(path_type=Path), metavar="FILE",
-    help="Certificate (PEM, its chain included) of the HTTP port; with --tls-key. Default: no TLS.",
+    help="Certificate of the HTTP port with its chain (PEM); needs --tls-key. Default: no TLS.",
 )  # fmt: skip
 @click.option(
     "--tls-key", type=click.Path(path_type=Path), metavar="FILE", help="The certificate's key."
 )
 @click.option(
+    "--origin", "origins", multiple=True, metavar="URL", callback=web_origins,
+    help="A web site whose pages may use this API from a browser (CORS), like https://example.org;"
+    " repeatable; * is every site.",
+)  # fmt: skip
+@click.option(
     "--stages",
     default="",
     metavar="HOST:PORT,...",
-    callback=options.places,
-    help="Where `blocktrain stage` holds the blocks after the first; more than one for a block are"
-    " replicas. Default: processes on this machine.",
+    callback=options.host_ports,
+    help="Addresses of `blocktrain stage` with the blocks after the first; several with the same"
+    " block are replicas. Default: processes on this machine.",
 )
 @options.keys
 @options.plain_tcp
+@options.warm_up
 @click.option(
     "--wire",
     type=click.Choice(["fp32", "bf16", "int8"]),
@@ -54,11 +72,11 @@ from blocktrain.cli import options
 @options.weights
 @click.option(
     "--most-requests", type=click.IntRange(min=1), default=32, show_default=True,
-    help="Answered at once; as many again wait.",
+    help="Answers in progress; as many requests again may wait.",
 )  # fmt: skip
 @click.option(
     "--most-bytes", type=click.IntRange(min=1), default=4096, show_default=True,
-    help="Longest answer.",
+    help="Bytes of the longest answer.",
 )  # fmt: skip
 @click.option(
     "--patience", type=click.FloatRange(min=0.0), default=10.0, show_default=True,
@@ -70,9 +88,11 @@ def serve_command(
     api_keys: tuple[str, ...],
     tls_cert: Path | None,
     tls_key: Path | None,
+    origins: tuple[str, ...],
     stages: tuple[str, ...],
     keys: Path | None,
     plain_tcp: bool,
+    warm_up_mb: float,
     wire: str,
     readout: str,
     device: str,
@@ -82,17 +102,19 @@ def serve_command(
     most_bytes: int,
     patience: float,
 ) -> None:
-    """Serve RUN with an OpenAI-compatible API. The router holds block 0; the other blocks are
-    processes on this machine, or stages on other hosts. Every option can also be set as
-    BLOCKTRAIN_SERVE_OPTION in the environment, the API key as BLOCKTRAIN_API_KEY."""
+    """Serve RUN with an OpenAI-compatible API.
+
+    This process computes block 0; the other blocks are processes on this machine, or stages on
+    other hosts. Every option can also be set in the environment as BLOCKTRAIN_SERVE_OPTION, the API
+    key as BLOCKTRAIN_API_KEY.
+    """
     from blocktrain.storage.run_dir import RunDir
 
     units = RunDir.open(run).config.block_count
     loaded = "block 0" if stages or units == 1 else f"{units} blocks"
-    click.echo(
-        f"loading {loaded} of {run} ...", err=True
-    )  # which takes seconds, torch most of them
+    click.echo(f"loading {loaded} of {run} ...", err=True)  # before torch, which takes seconds
 
+    from blocktrain.serve.ring.connection import Terms
     from blocktrain.serve.router.router_server import RouterSettings, serve_router
 
     settings = RouterSettings(
@@ -107,15 +129,16 @@ def serve_command(
         device=device,
         precision=precision,
         weights=weights,
-        most_requests=most_requests,
-        most_bytes=most_bytes,
+        max_requests=most_requests,
+        max_bytes=most_bytes,
         patience_seconds=patience,
         tls_cert=tls_cert,
         tls_key=tls_key,
+        origins=origins,
+        stage_command=(sys.executable, "-m", "blocktrain.cli.main", "stage"),
+        terms=Terms(padding=int(warm_up_mb * (1 << 20))),
     )
-    logging.basicConfig(format="%(message)s")
-    if settings.stages:  # the operator wants to see who comes, not only who goes
-        logging.getLogger("blocktrain.serve.router.pipeline").setLevel(logging.INFO)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     serve_router(settings, click.echo)
 
 
@@ -125,9 +148,9 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
     try:
         blocks = range(int(first), int(last if dash else first) + 1)
     except ValueError:
-        raise click.BadParameter("must be a block, like 2, or a range, like 1-3") from None
+        raise click.BadParameter("must be a block like 2, or a range like 1-3") from None
     if not blocks:
-        raise click.BadParameter("must not end before it begins")
+        raise click.BadParameter("the range ends before it begins")
     return blocks
 
 
@@ -139,25 +162,27 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
     required=True,
     callback=block_range,
     metavar="K or FIRST-LAST",
-    help="The blocks to hold.",
+    help="The blocks to compute.",
 )
 @click.option(
     "--listen",
     default="0.0.0.0:7101",
     show_default=True,
     metavar="HOST:PORT",
-    callback=options.place,
-    help="Where the router and the stage before reach this one.",
+    callback=options.host_port,
+    help="Address to listen on.",
 )
 @click.option(
     "--announce",
     default="",
     metavar="HOST:PORT",
-    help="Address the stage before can reach this at, where it is not the router's for it.",
+    help="Address under which other stages reach this one. Default: the one given to the router.",
 )
 @options.keys
 @click.option(
-    "--name", default="", help="Which of the keys is this stage's. Default: the only one."
+    "--name",
+    default="",
+    help="Name of this stage's key in the folder. Default: the only one there.",
 )
 @options.plain_tcp
 @options.served_readout
@@ -165,13 +190,20 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
 @options.thread_count
 @options.precision
 @options.weights
-@click.option("--most-requests", type=click.IntRange(min=1), default=64, show_default=True)
+@options.warm_up
+@click.option(
+    "--most-requests",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Requests whose keys and values are cached.",
+)
 @click.option(
     "--cache-gb",
     type=click.FloatRange(min=0.01),
     default=4.0,
     show_default=True,
-    help="Most memory for the keys and values of requests.",
+    help="Memory for the keys and values of all requests, at most.",
 )
 @click.option("--until-stdin-closes", is_flag=True, hidden=True)
 @options.as_json
@@ -187,12 +219,14 @@ def stage_command(
     device: str,
     precision: str,
     weights: str,
+    warm_up_mb: float,
     most_requests: int,
     cache_gb: float,
     until_stdin_closes: bool,
     as_json: bool,
 ) -> None:
-    """Hold blocks of RUN and compute them for `blocktrain serve`, here or on another host."""
+    """Compute blocks of RUN for a `blocktrain serve` on this or another host."""
+    from blocktrain.serve.ring.connection import Terms
     from blocktrain.serve.stage.stage_server import StageSettings, serve_stage
 
     settings = StageSettings(
@@ -206,18 +240,19 @@ def stage_command(
         precision=precision,
         weights=weights,
         readout=readout,
-        most_requests=most_requests,
+        max_requests=most_requests,
         cache_bytes=int(cache_gb * 1e9),
         until_stdin_closes=until_stdin_closes,
+        terms=Terms(padding=int(warm_up_mb * (1 << 20))),
     )
 
     def tell(address: str) -> None:
         if as_json:
             click.echo(json.dumps({"listening": address, "blocks": list(blocks)}))
         else:
-            held = ", ".join(map(str, blocks))
-            secured = "no TLS" if plain_tcp else "TLS"
-            click.echo(f"stage at {address} ({secured}), block {held} of {run}")
+            listed = ", ".join(map(str, blocks))
+            security = "no TLS" if plain_tcp else "TLS"
+            click.echo(f"stage at {address} ({security}), block {listed} of {run}")
 
     serve_stage(settings, tell)
 
@@ -225,24 +260,28 @@ def stage_command(
 @click.command("keys")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @click.option(
-    "--stages", type=click.IntRange(0, 10_000), default=0, help="Stages stage-1 to stage-N."
+    "--stages", type=click.IntRange(0, 10_000), default=0, help="Make keys for stage-1 to stage-N."
 )
-@click.option("--name", "names", multiple=True, help="A stage of this name; repeatable.")
-@click.option("--router", "routers", multiple=True, help="A further router; repeatable.")
+@click.option(
+    "--name", "names", multiple=True, help="Make a key for a stage of this name; repeatable."
+)
+@click.option(
+    "--router", "routers", multiple=True, help="Make a key for a further router; repeatable."
+)
 def keys_command(
     folder: Path, stages: int, names: tuple[str, ...], routers: tuple[str, ...]
 ) -> None:
-    """Make the certificates with which a router and its stages know each other.
+    """Make the certificates by which a router and its stages identify each other.
 
-    The first call makes an authority and the certificate of `router`; every call adds the members
-    it names, and renews those that expire within 30 days. A member's machine needs ca.pem,
-    NAME.pem and NAME.key. ca.key stays here: who has it can admit anyone.
+    The first call makes a certificate authority and the router's certificate. Every call adds the
+    members it names, and renews those that expire within 30 days. A member's machine needs ca.pem,
+    NAME.pem and NAME.key. Keep ca.key here: its owner can admit anyone.
     """
     from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring
 
     keyring = Keyring(folder)
-    asked = [(ROUTER, name) for name in ("router", *routers)]
-    asked += [(STAGE, name) for name in (*(f"stage-{i + 1}" for i in range(stages)), *names)]
-    for role, name in asked:
+    members = [(ROUTER, name) for name in ("router", *routers)]
+    members += [(STAGE, name) for name in (*(f"stage-{i + 1}" for i in range(stages)), *names)]
+    for role, name in members:
         state = "made" if keyring.add(role, name) else "kept"
         click.echo(f"{state}  {role:6s}  {folder / name}.pem")

@@ -36,7 +36,7 @@ def train_command(
     The loss and ce that are shown are the training's own, on batches and, where blocks denoise,
     with the answer in sight through the noise: not scores, which `blocktrain eval` gives."""
     from blocktrain.cli.display import shown
-    from blocktrain.cli.options import resolve_config, stop_on_signal
+    from blocktrain.cli.options import PROGRAM, resolve_config, stop_on_signal
     from blocktrain.config import load_config
     from blocktrain.errors import ConfigError
     from blocktrain.train.run_session import open_session
@@ -53,7 +53,7 @@ def train_command(
         click.echo(note, err=True)
     with stop_on_signal() as stop, shown("block", as_json=as_json) as on_progress:
         if parallel > 1:
-            done = session.train_side_by_side(chosen, parallel, on_progress, stop)
+            done = session.train_side_by_side(chosen, parallel, on_progress, stop, PROGRAM)
         else:
             done = session.train_in_turn(chosen, on_progress, stop)
     if not done:

@@ -18,7 +18,6 @@ from blocktrain.config.schema import (
     stored_values,
 )
 from blocktrain.config.settings import (
-    CODECS,
     LAYERS,
     Config,
     DataConfig,
@@ -30,7 +29,6 @@ from blocktrain.config.settings import (
 )
 
 __all__ = [
-    "CODECS",
     "CONFIG_VERSION",
     "KINDS",
     "LAYERS",

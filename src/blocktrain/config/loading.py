@@ -23,7 +23,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
 def load_stored_config(path: Path | str) -> Config:
     """The settings of a file that `to_toml` wrote."""
-    return from_dict(_without_removed(_parse_file(path)))
+    return from_dict(_without_removed(_parsed(_read(path), path)))
 
 
 def from_toml(text: str) -> Config:
@@ -37,30 +37,49 @@ def from_dict(values: Mapping[str, Any]) -> Config:
 
 def read_settings(path: Path | str, overrides: Sequence[str] = ()) -> Values:
     """A TOML file that a person wrote with overrides applied, not validated yet."""
-    values = _without_removed(_parse_file(path))
+    text = _read(path)
+    values = _without_removed(_parsed(text, path))
+    is_stored = _is_stored(text, values)
     for section, settings in values.items():
         if isinstance(settings, dict):
-            values[section] = {_current(section, key): value for key, value in settings.items()}
+            names = [_current(section, key, warn=not is_stored) for key in settings]
+            if len(set(names)) == len(names):  # or `build` says which setting is given twice
+                values[section] = dict(zip(names, settings.values(), strict=True))
     for override in overrides:
         _apply_override(values, override)
     return values
 
 
-def _current(section: str, key: str) -> str:
-    """The name that a setting has now, with a warning if it was renamed."""
-    name = current_name(Config, section, key)
-    if name != key:
-        log.warning("the setting %s.%s was renamed; use %s.%s", section, key, section, name)
-    return name
-
-
-def _parse_file(path: Path | str) -> Values:
+def _read(path: Path | str) -> str:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _parsed(text: str, path: Path | str) -> Values:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _is_stored(text: str, values: Values) -> bool:
+    """Whether the text is what `to_toml` writes, which uses old names on purpose."""
+    try:
+        return from_dict(values).to_toml() == text
+    except ConfigError:
+        return False
+
+
+def _current(section: str, key: str, *, warn: bool = True) -> str:
+    """The name that a setting has now, with a warning if it was renamed."""
+    name = current_name(Config, section, key)
+    if name != key and warn:
+        log.warning("the setting %s.%s was renamed; use %s.%s", section, key, section, name)
+    return name
 
 
 def _without_removed(values: Values) -> Values:

@@ -5,6 +5,7 @@ Knows how settings are renamed and added from release to release, but not which 
 
 import dataclasses
 import difflib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
@@ -12,12 +13,13 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from blocktrain.errors import ConfigError
 
-# 1: what the first release knew. 2: model.layer; swarm.kept became swarm.top_k_per_4096.
+# 1: what the first release knew. 2: model.layer and swarm.heartbeat_timeout; swarm.kept became
+# swarm.top_k_per_4096.
 CONFIG_VERSION = 2
 VERSION_KEY = "config_version"
 
 T = TypeVar("T")
-Values = dict[str, Any]  # sections by name, each a dictionary of settings
+Values = dict[str, Any]  # sections by name, each a dictionary of settings; and config_version
 
 
 def setting(
@@ -82,6 +84,24 @@ def stored_values(config: Any) -> Values:
             if (stored_name := _name_in(needed, item))
         }
     return values
+
+
+def toml_text(values: Values) -> str:
+    lines = []
+    for name, value in values.items():
+        if not isinstance(value, dict):
+            lines += [f"{name} = {_toml_value(value)}", ""]
+            continue
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {_toml_value(item)}" for key, item in value.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    """JSON is valid TOML for strings, numbers, booleans and flat arrays, except for surrogate pairs
+    and a bare DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _is_needed(section: Any, item: "dataclasses.Field[Any]") -> bool:

@@ -4,17 +4,17 @@ Imports no torch: coordinators, workers and the command line all read settings h
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from statistics import StatisticsError
 from typing import Any, Self
 
+from blocktrain.codec.registry import CODECS
 from blocktrain.config.kinds import END_TO_END, KINDS, Kind
-from blocktrain.config.schema import Values, build, setting, stored_values
+from blocktrain.config.schema import Values, build, setting, stored_values, toml_text
 from blocktrain.errors import ConfigError
 from blocktrain.numerics.noise import LogNormal, Partition, lognormal_partition
+from blocktrain.vocabulary import BYTE_VOCABULARY, Vocabulary
 
-CODECS = ("none", "bf16", "int8", "sparse")
 LAYERS = ("two_stream",)
 
 
@@ -26,21 +26,21 @@ class ModelConfig:
     blocks: int = setting(4, "blocks the layers are cut into", low=1)
     depths: tuple[int, ...] = setting(
         (),
-        "layers of each block; empty: all the same, or in a cascade such that no block has more to"
-        " train than another, its tail counted",
+        "layers of each block; empty: equal, or in a cascade such that all blocks train about the"
+        " same number, their tails included",
     )
-    window: int = setting(512, "bytes of context the model is trained on", low=8)
+    window: int = setting(512, "tokens of context the model is trained on", low=8)
     mlp_ratio: float = setting(4.0, "width of the MLP in multiples of the stream's", low=0.25)
     activation: str = setting(
         "swiglu",
-        "activation of the MLP; swiglu is sized to the same parameters",
+        "activation of the MLP; swiglu has a narrower hidden layer, for the same parameters",
         choices=("gelu", "relu2", "swiglu"),
     )
     layer: str = setting(
         "two_stream", "the Transformer layer that blocks are made of", choices=LAYERS, since=2
     )
     taps: int = setting(
-        3, "preceding positions each layer's local filter reads (0: none)", low=0, high=16
+        3, "earlier positions that each layer's local filter reads (0: no filter)", low=0, high=16
     )
     dropout: float = setting(0.0, "dropout on residual branches", low=0.0, high=0.9)
 
@@ -48,7 +48,9 @@ class ModelConfig:
 @dataclass(frozen=True)
 class ObjectiveConfig:
     kind: str = setting("denoise", "what a block learns by", choices=tuple(KINDS))
-    sigma_min: float = setting(1.0, "lowest noise; under 1 the target leaks", low=0.01)
+    sigma_min: float = setting(
+        1.0, "lowest noise; below 1 the noisy target leaks the answer", low=0.01
+    )
     sigma_max: float = setting(10.0, "highest noise, where inference starts", low=0.02)
     p_mean: float = setting(-1.2, "mean of ln(sigma)")
     p_std: float = setting(1.2, "deviation of ln(sigma)", low=0.01)
@@ -58,7 +60,7 @@ class ObjectiveConfig:
     )
     partition: str = setting(
         "lognormal",
-        "how sigma is cut between blocks; adaptive re-fits the cuts to a pilot's measured loss",
+        "how the range of sigma is cut into blocks; adaptive fits the cuts to a pilot block's loss",
         choices=("lognormal", "adaptive"),
     )
     bounds: tuple[float, ...] = setting(
@@ -68,35 +70,41 @@ class ObjectiveConfig:
     target_dim: int = setting(256, "dimensions of the frozen target table", low=8)
     logit_scale: str = setting(
         "evidence",
-        "logit scale: evidence makes the skip path exact Gaussian evidence; learned is a scalar",
+        "logit scale: evidence makes the skip path exact Gaussian evidence; learned is one scalar",
         choices=("evidence", "learned"),
     )
     sigma_rank: int = setting(8, "rank of the sigma modulation", low=1)
     tail: int = setting(
-        4, "private layers a block of a cascade predicts through; the last block needs none", low=0
+        4,
+        "private layers that a block of a cascade predicts through; the last block has none",
+        low=0,
     )
     lead: float = setting(
         0.25,
-        "share of a cascade's steps by which each block keeps behind the one it builds on: 0 trains"
+        "share of its steps by which a block of a cascade stays behind the one before it: 0 trains"
         " all at once, 1 one after another",
         low=0.0,
         high=1.0,
     )
     refresh_every: int = setting(
-        50, "steps a block of a cascade trains before it looks for newer blocks before it", low=1
+        50,
+        "steps after which a block of a cascade looks for newer versions of the blocks before it",
+        low=1,
     )
     frozen: str = setting(
-        "bf16", "number type a cascade holds the blocks before in", choices=("bf16", "int8")
+        "bf16",
+        "number type in which a cascade stores the frozen blocks before a block",
+        choices=("bf16", "int8"),
     )
     feature_cache: str = setting(
         "off",
-        "where a cascade keeps the features of the steps up to the next refresh, so that the"
-        " blocks before leave memory",
+        "where a cascade stores the features of all steps up to the next refresh, so that the"
+        " frozen blocks need no memory in between",
         choices=("off", "ram", "disk"),
     )
     hidden_share: float = setting(
         0.0,
-        "share of sequences whose context after a random cut is hidden or wrong"
+        "share of sequences whose context after a random cut is masked or partly wrong"
         " (prepares whole-output generation)",
         low=0.0,
         high=1.0,
@@ -106,7 +114,9 @@ class ObjectiveConfig:
 @dataclass(frozen=True)
 class DataConfig:
     source: str = setting("stdlib", "stdlib, text:GLOB, wikitext-2, wikitext-103 or hf:NAME")
-    unpack_limit_mb: int = setting(4096, "most megabytes one source may unpack to", low=1)
+    unpack_limit_mb: int = setting(
+        4096, "largest size in megabytes that one source may unpack to", low=1
+    )
 
 
 @dataclass(frozen=True)
@@ -116,11 +126,11 @@ class TrainConfig:
     accumulate: int = setting(1, "micro-batches a step is split into", low=1)
     optimizer: str = setting(
         "muon",
-        "muon: the layers' matrices by orthogonalised momentum, all else by AdamW",
+        "muon: orthogonalised momentum for the matrices of layers, AdamW for all else",
         choices=("adamw", "muon"),
     )
     lr: float = setting(
-        4e-3, "peak learning rate; AdamW alone wants a fourth to a half of it", low=0.0
+        4e-3, "peak learning rate; for adamw use a quarter to a half of it", low=0.0
     )
     lr_floor: float = setting(0.05, "final learning rate as a share of the peak", low=0.0, high=1.0)
     warmup: int = setting(100, "steps of linear warm-up", low=0)
@@ -147,7 +157,7 @@ class TrainConfig:
     eval_windows: int = setting(64, "windows of valid per such score", low=1)
     keep: str = setting(
         "last",
-        "the version a block ends with; best: lowest score on valid",
+        "the version to use of a finished block; best: the lowest score on valid",
         choices=("last", "best"),
     )
     max_skipped: int = setting(20, "non-finite steps in a row before the run stops", low=1)
@@ -158,25 +168,30 @@ class TrainConfig:
 @dataclass(frozen=True)
 class SwarmConfig:
     lease_seconds: float = setting(
-        30.0, "training time a lease is cut to, by measured speed", low=0.1
+        30.0, "training time of a lease, by the worker's measured speed", low=0.1
     )
     first_steps: int = setting(10, "steps of a worker's first lease", low=1)
     most_steps: int = setting(100, "most steps of one lease", low=1)
     deadline_factor: float = setting(4.0, "a lease's deadline in multiples of its time", low=1.0)
-    shortest_deadline: float = setting(60.0, "seconds no deadline is shorter than", low=0.5)
+    shortest_deadline: float = setting(60.0, "shortest deadline in seconds", low=0.5)
     longest_deadline: float = setting(
         86_400.0,
-        "seconds no lease lasts longer than; nor than 30 times lease_seconds * deadline_factor",
+        "longest time of a lease in seconds; 30 times lease_seconds * deadline_factor if less",
         low=1.0,
     )
     heartbeat_timeout: float = setting(
         120.0,
-        "seconds after which the leases of a silent worker expire; workers report every 10",
+        "seconds without a heartbeat after which a worker's leases expire; workers send one every"
+        " 10 seconds or more often",
         low=30.0,
         since=2,
     )
-    quorum: int = setting(2, "updates that make a version, or as many as there are workers", low=1)
-    grace_seconds: float = setting(5.0, "time others get once there is a quorum", low=0.0)
+    quorum: int = setting(
+        2, "updates that make a version, or one per worker if there are fewer workers", low=1
+    )
+    grace_seconds: float = setting(
+        5.0, "seconds that other workers still have once there is a quorum", low=0.0
+    )
     most_stale: int = setting(4, "versions an update may be behind; older ones are refused", low=0)
     late_discount: float = setting(
         0.5, "weight of an update for each version it is behind", low=0.01, high=1.0
@@ -192,7 +207,7 @@ class SwarmConfig:
     )
     top_k_per_4096: int = setting(
         154,
-        "numbers of every 4096 in an update that the codec sparse sends",
+        "numbers that the codec sparse sends of every 4096 of an update",
         low=1,
         high=4096,
         since=2,
@@ -200,7 +215,7 @@ class SwarmConfig:
     )
     top_k_per_4096_down: int = setting(
         0,
-        "the same of a version's delta; 0: as many as the updates it is made of together",
+        "the same for the delta of a version; 0: as many as its updates together",
         low=0,
         high=4096,
         since=2,
@@ -224,7 +239,7 @@ class Config:
         if self.train.batch % self.train.accumulate:
             raise ConfigError("train.batch must be a multiple of train.accumulate")
         if self.train.keep == "best" and not self.train.eval_every:
-            raise ConfigError('train.keep = "best" needs train.eval_every')
+            raise ConfigError('train.keep = "best" needs scores: set train.eval_every above 0')
 
     def _check_partition(self) -> None:
         try:
@@ -234,7 +249,7 @@ class Config:
         if len(set(bounds)) != self.model.blocks + 1 or list(bounds) != sorted(bounds):
             raise ConfigError(
                 "objective.p_mean and objective.p_std leave too little probability between"
-                " objective.sigma_min and sigma_max to cut it into blocks"
+                " objective.sigma_min and sigma_max to cut the range into blocks"
             )
 
     @property
@@ -269,6 +284,16 @@ class Config:
         return max(depth + self.tail_layers(block) for block, depth in enumerate(self.depths))
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        return BYTE_VOCABULARY
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes of text that one optimizer step is trained on."""
+        tokens = self.train.batch * self.model.window
+        return round(tokens * self.vocabulary.bytes_per_token)
+
+    @property
     def state_width(self) -> int:
         """Numbers per position that travel from block to block: the guess z, or features."""
         return self.objective.target_dim if self.kind.denoises else self.model.width
@@ -292,7 +317,7 @@ class Config:
         if self.kind.denoises and self.objective.sigma_min < 1.0:
             return [
                 f"objective.sigma_min = {self.objective.sigma_min} is below 1: the noisy target"
-                " then contains the answer, and a block's loss looks better than the model is"
+                " leaks the answer, and a block's loss looks better than the model is"
             ]
         return []
 
@@ -322,28 +347,14 @@ class Config:
 
     def to_toml(self) -> str:
         """Settings to be stored or sent; see `stored_values` for which releases can read it."""
-        lines = []
-        for name, value in stored_values(self).items():
-            if not isinstance(value, dict):
-                lines += [f"{name} = {_toml(value)}", ""]
-                continue
-            lines.append(f"[{name}]")
-            lines += [f"{key} = {_toml(item)}" for key, item in value.items()]
-            lines.append("")
-        return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    """JSON is valid TOML for strings, numbers, booleans and flat arrays, except for surrogate pairs
-    and a bare DEL."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return toml_text(stored_values(self))
 
 
 def balanced_depths(layers: int, blocks: int, tail: int) -> tuple[int, ...]:
-    """Cut layers so that the last block, which has no tail, trains as many as the others do.
+    """Depths such that the last block, which has no tail, trains as many layers as the others.
 
-    What does not divide goes to the last block first, then to the earliest: they have the least
-    to run before them.
+    A remainder goes to the last block first, then to the earliest, since fewer frozen layers run
+    before those.
     """
     last = min(-(-(layers + (blocks - 1) * tail) // blocks), layers - blocks + 1)
     if blocks == 1:
@@ -385,9 +396,6 @@ def _check_sigmas(model: ModelConfig, objective: ObjectiveConfig) -> None:
     if not bounds:
         return
     if len(bounds) != model.blocks + 1 or sorted(set(bounds)) != list(bounds):
-        raise ConfigError(
-            f"objective.bounds must be {model.blocks + 1} ascending values for"
-            f" {model.blocks} blocks"
-        )
+        raise ConfigError(f"objective.bounds must be {model.blocks + 1} ascending values")
     if (bounds[0], bounds[-1]) != (objective.sigma_min, objective.sigma_max):
         raise ConfigError("objective.bounds must run from objective.sigma_min to sigma_max")

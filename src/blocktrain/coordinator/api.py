@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import IO
 
 from anyio import to_thread
 from sqlalchemy.exc import SQLAlchemyError
@@ -65,11 +66,10 @@ from blocktrain.protocol.messages import (
     Wait,
     split_whole_update,
 )
-from blocktrain.storage.chunks import Opened, at_hand
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 256 * 1024  # of a chunk on its way out: all of it that is in memory
+PIECE_BYTES = 1 << 20  # of a chunk on its way in or out: all of it that is in memory
 VERIFIED_AT_ONCE = 2  # updates: each has a chunk in memory and keeps a processor busy
 THREADS = 20  # fewer than a ledger has connections: the desk always finds one
 MOST_LISTENERS = 64  # streams of events, each of which looks into the ledger twice a second
@@ -231,9 +231,14 @@ async def put_chunk(asked: RequestContext) -> Response:
         raise RefusedError("conflict", f"this update is {coming.state} already")
     if name not in coming.chunks:
         raise RefusedError("forbidden", "this chunk is no part of the update that was offered")
-    with asked.service.run.chunks.incoming(coming.recipe.size) as arriving:
+    with asked.service.run.chunks.incoming() as arriving:
+        piece = bytearray()
         async for part in asked.parts(CHUNK_BYTES):
-            arriving.write(part)
+            piece += part
+            if len(piece) >= PIECE_BYTES:  # in a thread, as the disk may be slow
+                await run_in_threadpool(arriving.write, piece)
+                piece = bytearray()
+        await run_in_threadpool(arriving.write, piece)
         await run_in_threadpool(updates.keep_chunk, arriving, name)
     await asked.desk.run(asked.service.leases.chunk_came, asked.caller, upload)
     asked.metrics.received(arriving.size)
@@ -307,13 +312,11 @@ async def get_chunk(asked: RequestContext) -> Response:
     )
 
 
-async def _pieces(file: Opened, start: int, end: int) -> AsyncIterator[bytes | memoryview]:
+async def _pieces(file: IO[bytes], start: int, end: int) -> AsyncIterator[bytes]:
     with file:
         file.seek(start)
         while start < end:
-            length = min(PIECE_BYTES, end - start)
-            piece: bytes | memoryview | None = at_hand(file, length)
-            piece = piece or await run_in_threadpool(file.read, length)
+            piece = await run_in_threadpool(file.read, min(PIECE_BYTES, end - start))
             if not piece:
                 return  # cut short meanwhile; the receiver counts what it got
             start += len(piece)

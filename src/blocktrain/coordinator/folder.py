@@ -17,13 +17,12 @@ from blocktrain.data.corpus import load_corpus
 from blocktrain.errors import BlocktrainError, ConfigError
 from blocktrain.files import write_bytes
 from blocktrain.ledger.ledger import Ledger
-from blocktrain.storage.chunks import ChunkStore, open_chunks
-from blocktrain.storage.shelf import ChunkCache
+from blocktrain.storage.blobs import open_chunks
+from blocktrain.storage.chunks import ChunkStore
 
 INVITE_FILE = "invite-secret"
 ADVERTISED_FILE = "advertised.json"
 LEDGER_FILE = "ledger.db"
-PLACES = 16  # chunks in memory: updates of 100 MB, and what becomes of them
 
 
 class Advertised(NamedTuple):
@@ -43,7 +42,7 @@ class CoordinatorFolder:
     def open(self, clock: Callable[[], float] = time.time) -> Run:
         """The run this folder holds."""
         with _closed_on_error(self._ledger()) as ledger:
-            return open_run(ledger, open_chunks(self.blobs, ChunkCache(PLACES)), clock)
+            return open_run(ledger, open_chunks(self.blobs), clock)
 
     def operator(self, clock: Callable[[], float] = time.time) -> Operator:
         """For who has nothing to do with the run's chunks, and may not know where they are."""
@@ -55,7 +54,7 @@ class CoordinatorFolder:
         """The run this folder holds, or a new one with these settings."""
         self._make_folder()
         with _closed_on_error(Ledger(self.db)) as ledger:
-            chunks = open_chunks(self.blobs, ChunkCache(PLACES))
+            chunks = open_chunks(self.blobs)
             with ledger.read() as tx:
                 held = tx.run()
             if held is None:

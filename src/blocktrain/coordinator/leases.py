@@ -83,7 +83,7 @@ class Leases:
                 if held
                 else self._answer(tx, worker, blocks, request, now)
             )
-            return LeaseAnswer(answer=answer, last_words=last_words)
+            return LeaseAnswer(answer=answer, final_update=last_words)
 
     def _answer(
         self,
@@ -182,7 +182,7 @@ class Leases:
             self._reports.remember(held.id, _Report(steps_done, now))
             if before:
                 return lease_terms.deadline_after_steps(swarm, held, steps_done, before.at, now)
-        if held.state == "sending" and self.run.chunks.takes_from_anyone:
+        if held.state == "sending" and self.run.chunks.has_presigned_urls:
             return lease_terms.deadline_after_chunk(swarm, held, now, now)
         return float(held.deadline)
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 from blocktrain import faults
-from blocktrain.codec.frames import codec_named
 from blocktrain.coordinator.collector import Collector
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import claimed
@@ -19,7 +18,7 @@ from blocktrain.errors import (
 )
 from blocktrain.ledger.rows import Version
 from blocktrain.ledger.transaction import Transaction
-from blocktrain.numerics.merge import Outer
+from blocktrain.numerics.merge import merge_rule
 from blocktrain.protocol.messages import Blob, Recipe, UpdateClaim
 from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_blobs
 from blocktrain.swarm import merging_rules
@@ -112,8 +111,8 @@ class Merger:
                 merged.velocity,
                 due,
                 self.run.clock(),
-                delta=merged.difference,
-                residual=merged.owed,
+                delta=merged.delta,
+                residual=merged.residual,
             )
             if not published:
                 return False
@@ -137,10 +136,14 @@ class Merger:
         final: bool = False,
     ) -> Merged:
         swarm = self.run.config.swarm
-        outer = Outer(swarm.outer_rate, swarm.outer_momentum)
-        codec = codec_named(swarm.codec, merging_rules.top_k_down(swarm, state, len(sources)))
+        codec = merging_rules.delta_codec(swarm, state, len(sources))
         merge = partial(
-            merge_blobs, self.run.blobs, current.weights, sources, current.velocity, outer
+            merge_blobs,
+            self.run.blobs,
+            current.weights,
+            sources,
+            current.velocity,
+            merge_rule(swarm),
         )
         if not codec:
             return merge()
@@ -154,7 +157,7 @@ class Merger:
         log.warning("block %d: what its versions owe was lost; it goes on without", state.index)
         with self.run.ledger.write() as tx:
             tx.versions.forget_residual(state.index, state.version)
-        return merge(replace(compression, owed=None))
+        return merge(replace(compression, residual=None))
 
     def _refuse(self, updates: Sequence[PendingUpdate], reason: str) -> None:
         """Drop updates that wait; their text is handed out again."""

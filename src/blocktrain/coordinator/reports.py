@@ -72,7 +72,7 @@ class Reports:
             state="finished" if row.finished else "running",
             ce=score.ce if score else None,
             ce_note="" if score else NO_SCORE,
-            codec=self.run.config.swarm.codec,  # type: ignore[arg-type]  # one of CODECS
+            codec=self.run.config.swarm.codec,
             blocks=blocks,
             workers=workers,
             seconds=(row.finished or now) - self.run.created,

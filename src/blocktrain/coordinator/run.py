@@ -46,7 +46,7 @@ class Run:
 
     @property
     def batch_bytes(self) -> int:
-        return self.config.train.batch * self.config.model.window
+        return self.config.bytes_per_step
 
 
 def run_in(ledger: Ledger) -> RunRow:
@@ -121,7 +121,7 @@ def found_run(
 
 
 def _whole_bytes(config: Config, chunks: ChunkStore) -> int:
-    if chunks.takes_from_anyone:
+    if chunks.has_presigned_urls:
         return 0
     return WHOLE_WEIGHTS_BYTES if config.swarm.codec == "none" else WHOLE_BYTES
 

@@ -7,7 +7,8 @@ may take its time.
 from typing import NamedTuple
 
 from blocktrain import faults
-from blocktrain.codec.frames import Codec, codec_named, largest_encoded_size, top_k_of_final_update
+from blocktrain.codec.frames import largest_encoded_size
+from blocktrain.codec.registry import Codec, update_codec
 from blocktrain.coordinator import traffic
 from blocktrain.coordinator.leases import LeaseGrant, own_lease
 from blocktrain.coordinator.limits import LruCache
@@ -27,9 +28,9 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
     UploadState,
 )
-from blocktrain.storage.chunks import Incoming, name_of
-from blocktrain.storage.merging import check_encoded, check_update
+from blocktrain.storage.chunks import IncomingChunk, name_of
 from blocktrain.storage.tensor_file import TensorSpec
+from blocktrain.storage.validation import check_encoded, check_update
 from blocktrain.storage.weights_file import weights_form
 from blocktrain.swarm import merging_rules
 from blocktrain.swarm.attendance import Speeds
@@ -94,7 +95,7 @@ class Updates:
             return None
         return known if self.run.clock() - known.looked_up < MOMENT else None
 
-    def keep_chunk(self, arrived: Incoming, name: str) -> None:
+    def keep_chunk(self, arrived: IncomingChunk, name: str) -> None:
         try:
             arrived.keep(name)
         except ProtocolError as error:
@@ -121,12 +122,11 @@ class Updates:
             self.run.chunks.clear_quarantine(coming.lease)
 
     def _fault(self, recipe: Recipe, base: Version, steps: int) -> str:
-        form, codec = self._form(base), self._largest_codec()
-        reader = self.run.blobs.reader(recipe, checked=False)
+        form, codec, blobs = self._form(base), self._largest_codec(), self.run.blobs
         try:
             if codec:
-                return self._too_far(steps, check_encoded(reader, form, codec))
-            changes = check_update(reader, self.run.blobs.reader(base.weights), form)
+                return self._too_far(steps, check_encoded(blobs, recipe, form, codec))
+            changes = check_update(blobs, recipe, base.weights, form)
         except ProtocolError as error:
             return str(error)
         faults = (self._too_far(steps, moved, size, name) for name, moved, size in changes)
@@ -309,9 +309,8 @@ class Updates:
             raise RefusedError("malformed", f"{size} bytes are {chunks} chunks")
 
     def _largest_codec(self) -> Codec | None:
-        """The run's, as it keeps the most: any update may be a worker's last."""
-        swarm = self.run.config.swarm
-        return codec_named(swarm.codec, top_k_of_final_update(swarm.top_k_per_4096))
+        """Any update may be a worker's final one."""
+        return update_codec(self.run.config.swarm, final=True)
 
     def _missing(self, lease: str, recipe: Recipe) -> tuple[str, ...]:
         """Chunks not here yet, in order; what lies in quarantine is verified and taken in."""

@@ -1,8 +1,4 @@
-"""A corpus: one memory-mapped byte array per split, built once from a source and cached.
-
-Knows where the cache lies and how splits are laid down; what a source holds is the business of
-`sources.py`.
-"""
+"""A corpus: one memory-mapped byte array per split, built once from a source and cached."""
 
 import hashlib
 import json
@@ -16,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from blocktrain.config import DataConfig
-from blocktrain.data.sources import Source, open_source
-from blocktrain.data.splits import SPLITS
+from blocktrain.data import hub
+from blocktrain.data.sources import SPLITS, Source, file_source, split_source, stdlib_source
 from blocktrain.errors import DataError
 from blocktrain.files import file_sha256
+from blocktrain.vocabulary import BYTE_VOCABULARY
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -38,12 +35,12 @@ class Corpus:
     digests: dict[str, str]
 
     def split(self, name: str, window: int = 1, windows: int = 1) -> Bytes:
-        """A split that holds at least so many windows."""
+        """A split that holds at least this many windows."""
         data = self.splits[name]
         if len(data) < window * windows:
             raise DataError(
                 f"{self.source}: the {name} split has {len(data)} bytes,"
-                f" less than {windows} x a window of {window}"
+                f" fewer than {windows} x a window of {window}; use more text or a smaller window"
             )
         return data
 
@@ -64,6 +61,22 @@ def load_corpus(settings: DataConfig) -> Corpus:
     return _open(folder, settings.source)
 
 
+def open_source(spec: str, limit: int, cache: Path) -> Source:
+    """A source by its name; nothing is read yet but file names and sizes, or fetched from a hub."""
+    kind, _, rest = spec.partition(":")
+    if spec == "stdlib":
+        return stdlib_source()
+    if kind == "text" and rest:
+        return file_source(spec, rest, limit)
+    if spec in hub.WIKITEXT:
+        return split_source(spec, hub.fetch_wikitext(spec, cache, limit), limit)
+    if kind == "hf" and rest:
+        return split_source(spec, hub.fetch_dataset(rest, cache, limit), limit)
+    raise DataError(
+        f"unknown data source {spec!r}: use stdlib, text:GLOB, wikitext-2, wikitext-103 or hf:NAME"
+    )
+
+
 def _open(folder: Path, spec: str) -> Corpus:
     try:
         described = json.loads((folder / "corpus.json").read_text())
@@ -82,8 +95,8 @@ def _map(path: Path, size: int) -> Bytes:
     if path.stat().st_size != size:
         raise ValueError(f"{path.name} has {path.stat().st_size} bytes instead of {size}")
     if size == 0:
-        return np.zeros(0, np.uint8)
-    return np.memmap(path, np.uint8, "r")
+        return np.zeros(0, BYTE_VOCABULARY.dtype)
+    return np.memmap(path, BYTE_VOCABULARY.dtype, "r")
 
 
 def _build(source: Source, spec: str, folder: Path) -> None:

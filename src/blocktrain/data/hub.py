@@ -1,11 +1,11 @@
-"""Datasets of the Hugging Face hub, laid down as plain text in the cache.
+"""Datasets of the Hugging Face hub, stored as plain text in the cache.
 
 A dataset becomes `CACHE/hub/NAME/train.txt`, and `valid.txt` and `test.txt` where it has them.
-Files that are there already are used, whoever put them there, and the network is left alone.
+Files that are there already are used, also if a user put them there, without asking the network.
 
-WikiText-2 is checked against the sha256 of the official word-level release. For WikiText-103 no
-such sums are recorded here, only how many lines each split has; its valid and test splits are not
-those of WikiText-2, since fewer of their words are unknown.
+WikiText-2 is checked against the sha256 of the official word-level release, WikiText-103 only
+against the number of lines of each split. Their valid and test splits differ, since WikiText-103
+knows more of the words.
 
 huggingface_hub and pyarrow are an optional extra, imported only when there is something to fetch.
 """
@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
 
-from blocktrain.data.splits import SPLITS, Budget, split_of
+from blocktrain.data.sources import SPLITS, Budget, split_of
 from blocktrain.errors import DataError
 from blocktrain.files import atomic_write, file_sha256
 
@@ -34,7 +34,7 @@ WIKITEXT_REVISION = "b08601e04326c79dfdd32d625aee71d232d685c3"
 
 @dataclass(frozen=True)
 class Release:
-    """A published dataset, with what is known of each of its splits beforehand."""
+    """A published dataset, and what each of its splits must be like."""
 
     config: str
     lines: Mapping[str, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ WIKITEXT: Mapping[str, Release] = {
 
 @dataclass(frozen=True)
 class _Dataset:
-    """Where a dataset lies on the hub, and where its text goes."""
+    """Where a dataset is on the hub, and where its text is stored."""
 
     spec: str
     repository: str
@@ -78,7 +78,7 @@ class _Dataset:
 
     @property
     def by_hand(self) -> str:
-        """What somebody without the hub can do instead."""
+        """What to do without the hub."""
         names = ", ".join(self.path(split).name for split in self.needed)
         return f"put {names} into {self.folder.absolute()}"
 
@@ -205,7 +205,7 @@ def _refuse_unsafe(spec: str, names: Iterable[str]) -> None:
 
 
 def _fill(dataset: _Dataset, limit: int) -> None:
-    """Lay down the splits that are not there yet."""
+    """Fetch the splits that are not there yet."""
     if dataset.is_complete:
         return
     with _writing(dataset.folder):
@@ -223,7 +223,7 @@ def _fill(dataset: _Dataset, limit: int) -> None:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Be the only process that writes to a folder of the cache."""
+    """Only one process at a time writes to a folder of the cache."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
@@ -305,7 +305,7 @@ def _downloads(dataset: _Dataset) -> Path:
 
 @contextmanager
 def _asking_hub(dataset: _Dataset) -> Iterator[None]:
-    """Translate whatever goes wrong between here and the hub."""
+    """Every failure to reach or read the hub becomes a DataError."""
     try:
         import pyarrow  # noqa: F401  a missing reader is noticed before anything is downloaded
 
@@ -336,7 +336,7 @@ def _hub_errors() -> tuple[type[BaseException], ...]:
 
 
 def _check(path: Path, split: str, spec: str, release: Release) -> None:
-    """Compare a file with what is known of its split."""
+    """Compare a file with the release."""
     facts: tuple[tuple[str, Mapping[str, object], Callable[[Path], object]], ...] = (
         ("sha256", release.sha256, file_sha256),
         ("lines", release.lines, _count_lines),

@@ -1,7 +1,7 @@
-"""Where text comes from: the interpreter itself, local files, or a hub.
+"""Sources of text: the interpreter's own documentation and local files. See also hub.py.
 
-A source yields the bytes of each split it has, says which splits are missing, and carries a
-fingerprint that changes when its content does. Foreign errors become DataError here.
+A source yields the bytes of each split it has, says which splits are missing, and has a fingerprint
+that changes with its content. Foreign errors become DataError here.
 """
 
 import glob
@@ -9,17 +9,19 @@ import gzip
 import io
 import lzma
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from blocktrain.data import hub, stdlib_text
-from blocktrain.data.splits import SPLITS, Budget, split_of
+from blocktrain.data import stdlib_text
 from blocktrain.errors import DataError
 
 CHUNK = 1 << 20
+SPLITS = ("train", "valid", "test")
+ALIASES = {"valid": {"valid", "validation", "val", "dev"}, "test": {"test"}}
 
 
 @dataclass(frozen=True)
@@ -29,23 +31,29 @@ class Source:
     missing: tuple[str, ...]
 
 
-def open_source(spec: str, limit: int, cache: Path) -> Source:
-    """Resolve a source's name; nothing is read yet but file names and sizes."""
-    kind, _, rest = spec.partition(":")
-    if spec == "stdlib":
-        return _stdlib()
-    if kind == "text" and rest:
-        return _files(spec, rest, limit)
-    if spec in hub.WIKITEXT:
-        return _split_files(spec, hub.fetch_wikitext(spec, cache, limit), limit)
-    if kind == "hf" and rest:
-        return _split_files(spec, hub.fetch_dataset(rest, cache, limit), limit)
-    raise DataError(
-        f"unknown data source {spec!r}: use stdlib, text:GLOB, wikitext-2, wikitext-103 or hf:NAME"
-    )
+@dataclass
+class Budget:
+    """How many bytes of a source may still be unpacked."""
+
+    spec: str
+    left: int
+
+    def spend(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise DataError(f"{self.spec}: unpacks to more than data.unpack_limit_mb allows")
 
 
-def _stdlib() -> Source:
+def split_of(name: str) -> str:
+    """valid.txt, wiki.test.tokens and dev/0.parquet are those splits; all else is for training."""
+    words = re.split(r"[-_./]", name.lower())
+    for split, aliases in ALIASES.items():
+        if not aliases.isdisjoint(words):
+            return split
+    return "train"
+
+
+def stdlib_source() -> Source:
     def chunks(split: str) -> Iterator[bytes]:
         if split == "train":
             yield stdlib_text.collect()
@@ -54,7 +62,8 @@ def _stdlib() -> Source:
     return Source(f"stdlib {stdlib_text.REVISION} {version}", chunks, ("valid", "test"))
 
 
-def _files(spec: str, pattern: str, limit: int) -> Source:
+def file_source(spec: str, pattern: str, limit: int) -> Source:
+    """The files that match a pattern; their names say which split they belong to."""
     paths = sorted(Path(name) for name in glob.glob(os.path.expanduser(pattern), recursive=True))
     files = [path for path in paths if path.is_file()]
     if not files:
@@ -63,11 +72,13 @@ def _files(spec: str, pattern: str, limit: int) -> Source:
     for path in files:
         by_split[split_of(path.name)].append(path)
     if not by_split["train"]:
-        raise DataError(f"{spec}: only {', '.join(map(str, files))}; no file to train on")
-    return _split_files(spec, by_split, limit)
+        names = ", ".join(map(str, files))
+        raise DataError(f"{spec}: no file to train on, only {names}")
+    return split_source(spec, by_split, limit)
 
 
-def _split_files(spec: str, by_split: dict[str, list[Path]], limit: int) -> Source:
+def split_source(spec: str, by_split: dict[str, list[Path]], limit: int) -> Source:
+    """Files that are known by their split."""
     budget = Budget(spec, limit)
 
     def chunks(split: str) -> Iterator[bytes]:

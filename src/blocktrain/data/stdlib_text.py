@@ -69,12 +69,12 @@ def _texts(path: Path) -> list[str]:
             source = file.read()
         return [*_docstrings(source), *_comments(source)]
     except (SyntaxError, UnicodeDecodeError):
-        return []  # somebody's stray file: not everything in that folder need be Python 3
+        return []  # a stray file: not everything in that folder need be Python 3
 
 
 def _docstrings(source: str) -> Iterator[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of stray backslashes, which are not ours to mend
+        warnings.simplefilter("ignore")  # of stray backslashes in that source
         tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, WITH_DOCSTRING):

@@ -1,4 +1,4 @@
-"""Windows of a byte array: batch number i is a pure function of (seed, i).
+"""Windows of an array of tokens: batch number i is a pure function of (seed, i).
 
 Training visits every window of an epoch once, in an order no machine has to remember: a keyed
 permutation computes which window comes n-th. Each epoch has its own order and its own offset.
@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from blocktrain.data.corpus import Bytes
 from blocktrain.numerics.sampling import mixed_seed
-from blocktrain.vocabulary import BOS
+from blocktrain.vocabulary import BYTE_VOCABULARY, Vocabulary
 
-Ids = npt.NDArray[np.int16]
+Ids = npt.NDArray[np.signedinteger]
 Indices = npt.NDArray[np.uint64]
 
 FEISTEL_ROUNDS = 4
@@ -36,7 +36,7 @@ class TrainingWindows:
         """Batch number `index`, shaped batch x window."""
         ranks = np.arange(index * self.batch, (index + 1) * self.batch)
         epochs = ranks // self.per_epoch
-        out = np.empty((self.batch, self.window), np.uint8)
+        out = np.empty((self.batch, self.window), self.data.dtype)
         for epoch in np.unique(epochs):
             rows = epochs == epoch
             starts = self._starts(int(epoch), ranks[rows] % self.per_epoch)
@@ -91,9 +91,9 @@ def evaluation_windows(data: Bytes, window: int, most: int | None = None) -> Byt
     return np.asarray(data[: count * window]).reshape(count, window)
 
 
-def shifted(targets: Bytes) -> Ids:
-    """The context that predicts each byte: BOS, then the bytes before it."""
-    context = np.empty(targets.shape, np.int16)
-    context[:, 0] = BOS
+def shifted(targets: Bytes, vocabulary: Vocabulary = BYTE_VOCABULARY) -> Ids:
+    """The context that predicts each token: BOS, then the tokens before it."""
+    context = np.empty(targets.shape, vocabulary.id_dtype)
+    context[:, 0] = vocabulary.bos
     context[:, 1:] = targets[:, :-1]
     return context

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Collection
 
-from sqlalchemy import Connection, func, insert, select
-from sqlalchemy.dialects import postgresql
+from sqlalchemy import Connection, Insert, func, insert, select
+from sqlalchemy.dialects import postgresql, sqlite
 
 from blocktrain.ledger.rows import ScoreRow, Statements
 from blocktrain.ledger.schema import events, scores, traffic
@@ -12,11 +12,17 @@ from blocktrain.protocol.messages import Event, Moved
 
 EVENT_LOCK = 726565  # the number names the lock in PostgreSQL and has no other meaning
 
-_row = postgresql.insert(traffic)  # SQLite has the same syntax
-COUNT_TRAFFIC = _row.on_conflict_do_update(
-    index_elements=list(traffic.primary_key),
-    set_={key: traffic.c[key] + _row.excluded[key] for key in Moved.model_fields},
-)
+
+def _adding_to(row: postgresql.Insert | sqlite.Insert) -> Insert:
+    """Insert a row of traffic, or add its counts to those of the row that is there."""
+    sums = {count: traffic.c[count] + row.excluded[count] for count in Moved.model_fields}
+    return row.on_conflict_do_update(index_elements=list(traffic.primary_key), set_=sums)
+
+
+COUNT_TRAFFIC = {  # by dialect
+    "postgresql": _adding_to(postgresql.insert(traffic)),
+    "sqlite": _adding_to(sqlite.insert(traffic)),
+}
 
 
 class Events(Statements):
@@ -85,7 +91,8 @@ class Events(Statements):
 
     def count_traffic(self, worker: str, block: int, moved: Moved) -> None:
         """Add to the bytes that were moved between a worker and the run."""
-        self.write(COUNT_TRAFFIC, worker=worker, block=block, **moved.model_dump())
+        statement = COUNT_TRAFFIC[self.connection.dialect.name]
+        self.write(statement, worker=worker, block=block, **moved.model_dump())
 
     def traffic(self) -> dict[tuple[str, int], Moved]:
         """Bytes moved, by worker and block."""

@@ -73,14 +73,11 @@ class Ledger:
             transaction = Transaction(connection, locked=self._writes_one_by_one)
             transaction.blocks.lock()
             transaction.events.lock()
-            # SQLite ends a transaction by itself if the disk is full, and then commits nothing
-            # without an error. Releasing a savepoint that is gone is an error.
-            with connection.begin_nested():
-                self._batch.connection = connection
-                try:
-                    yield
-                finally:
-                    self._batch.connection = None
+            self._batch.connection = connection
+            try:
+                yield
+            finally:
+                self._batch.connection = None
 
     def close(self) -> None:
         self.engine.dispose()
@@ -106,8 +103,11 @@ def _savepoint(connection: Connection) -> Iterator[None]:
                 inside = error
                 raise
     except SQLAlchemyError as error:
-        if error is not inside:  # the savepoint is gone, and with it the whole transaction
-            connection.invalidate()  # so that nothing can follow in it
+        if error is not inside:
+            # The savepoint is gone, because the database ended the whole transaction by itself:
+            # SQLite if the disk is full, PostgreSQL after an error. Nothing may follow in it, and
+            # without this a commit of nothing would succeed.
+            connection.invalidate()
         raise
 
 

@@ -75,7 +75,7 @@ blocks = Table(
     Column("fence", BigInteger, nullable=False),
     Column("leases_met", BigInteger, nullable=False),
     Column("leases_missed", BigInteger, nullable=False),
-    Column("merging_until", Double, nullable=False),  # a coordinator is merging it until then
+    Column("merging_until", Double, nullable=False),  # until then a coordinator says it is merging
 )
 
 versions = Table(
@@ -87,13 +87,13 @@ versions = Table(
     Column("weights_size", BigInteger, nullable=False),
     Column("velocity", String(64)),
     Column("velocity_size", BigInteger),
-    Column("owed", String(64)),  # what its compression left out
+    Column("owed", String(64)),  # the residual: what its compression left out
     Column("owed_size", BigInteger),
     Column("merged_batches", BigInteger, nullable=False),
     Column("created", Double, nullable=False),
 )
 
-# What leads to a version from the one before it; may outlive the version.
+# The delta that leads to a version from the one before; it may outlive the version.
 differences = Table(
     "differences",
     metadata,
@@ -103,7 +103,7 @@ differences = Table(
     Column("size", BigInteger, nullable=False),
 )
 
-# Blobs of versions and differences that are forgotten, kept for those who still fetch them.
+# Blobs of forgotten versions and deltas, kept for workers that still fetch them.
 retired = Table(
     "retired",
     metadata,
@@ -125,7 +125,9 @@ workers = Table(
     Column("banned", Boolean, nullable=False),
     Column("batches_merged", BigInteger, nullable=False),
     Column("updates_merged", BigInteger, nullable=False),
-    Column("invite", String(64)),  # it joined with; unknown of those who came before this was kept
+    Column(
+        "invite", String(64)
+    ),  # that it joined with; null if it joined before this column was added
 )
 
 invites = Table(
@@ -154,7 +156,7 @@ leases = Table(
     Column("continues", String(64)),  # the lease from whose end it is trained on
     Column("fence", BigInteger, nullable=False),
     Column("deadline", Double, nullable=False),
-    Column("expected", Double),  # when its update is, by how fast its worker was
+    Column("expected", Double),  # when its update is expected, by its worker's speed
     Column("state", String(16), nullable=False),
     Column("created", Double, nullable=False),
     _index_of("leases_by_worker", HELD, "worker", "state"),
@@ -162,7 +164,7 @@ leases = Table(
     _index_of("leases_expired", ("expired",), "worker", "deadline"),
 )
 
-# Data ranges that came back: handed out again before anything new.
+# Returned ranges of batches: handed out again before new ones.
 gaps = Table(
     "gaps",
     metadata,
@@ -188,8 +190,8 @@ updates = Table(
     Column("loss", Double),
     Column("committed", Double),
     Column("merged_into", Integer),
-    Column("downloads", Text),  # JSON: what the worker says it downloaded before
-    Column("continues", String(64)),  # as its lease: every claim asks for it of all that wait
+    Column("downloads", Text),  # JSON: what the worker reported to have downloaded
+    Column("continues", String(64)),  # as in its lease, for requests that read all updates
     _index_of("updates_by_state", LIVE, "state", "worker"),
 )
 

@@ -64,7 +64,7 @@ class Transaction(Statements):
         `residual` is what the delta left out."""
         self.blocks.lock()
         names = {item.lease for item in merged}
-        if not names <= self.updates.pending(block).keys():
+        if not self.updates.are_pending(names):
             return False
         swapped = self.write(
             update(blocks)

@@ -40,6 +40,12 @@ class Updates(Statements):
         waiting = select(updates).where(updates.c.block == block, in_state(updates, "pending"))
         return {row.lease: row for row in self.rows(UpdateRow, waiting)}
 
+    def are_pending(self, names: Collection[str]) -> bool:
+        """Whether all these updates still wait to be merged."""
+        waiting = select(func.count()).where(updates.c.lease.in_(names))
+        count = self.connection.execute(waiting.where(in_state(updates, "pending"))).scalar()
+        return count == len(names)
+
     def live(self) -> list[UpdateRow]:
         """Updates whose chunks are still needed."""
         return self.rows(UpdateRow, select(updates).where(in_state(updates, *LIVE)))

@@ -17,10 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blocktrain.config import ModelConfig
-
 FIRST_SLOTS, FIRST_ROOM = 1, 64
-VECTORS_PER_POSITION = 3  # key, value and input of the local filter
+
+
+class CacheShape(NamedTuple):
+    """What a layer caches of each position."""
+
+    heads: int  # of keys and values; there may be fewer of them than of queries
+    key_width: int  # of one head
+    value_width: int
+    input_width: int = 0  # of the layer's own inputs, if it reads earlier ones; 0: none are cached
+    inputs_before: int = 0  # how many earlier inputs each position reads
+
+    @property
+    def numbers(self) -> int:
+        return self.heads * (self.key_width + self.value_width) + self.input_width
 
 
 class CachedPositions(NamedTuple):
@@ -59,18 +70,21 @@ class BatchPlaces:
 
 
 class LayerPool:
-    """One layer's pools; the filter's has `taps` positions of zeros before its first input."""
+    """One layer's pools; zeros stand before the first of the inputs that it reads again."""
 
-    def __init__(self, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.heads, self.taps = model.heads, model.taps
-        self.k_STD = torch.zeros(0, 0, model.width, device=device, dtype=dtype)
-        self.v_STD = self.k_STD.clone()
-        self.h_SID = torch.zeros(0, model.taps, model.width, device=device, dtype=dtype)
+    def __init__(self, shape: CacheShape, device: torch.device, dtype: torch.dtype) -> None:
+        def pool(room: int, width: int) -> Tensor:
+            return torch.zeros(0, room, width, device=device, dtype=dtype)
+
+        self.heads, self.before = shape.heads, shape.inputs_before
+        self.k_STD = pool(0, shape.heads * shape.key_width)
+        self.v_STD = pool(0, shape.heads * shape.value_width)
+        self.h_SID = pool(self.before, shape.input_width)
 
     def grow(self, slots: int, room: int) -> None:
         self.k_STD = _grown(self.k_STD, slots, room)
         self.v_STD = _grown(self.v_STD, slots, room)
-        self.h_SID = _grown(self.h_SID, slots, self.taps + room if self.taps else 0)
+        self.h_SID = _grown(self.h_SID, slots, self.before + room if self.before else 0)
 
 
 class LayerCache:
@@ -86,7 +100,7 @@ class LayerCache:
         return self.places.positions_BQ
 
     def extend_inputs(self, h_BTD: Tensor) -> Tensor:
-        """Store the local filter's new inputs; returns them behind the `taps` inputs before."""
+        """Store the local filter's new inputs; returns them behind the inputs before."""
         pool = self.pool.h_SID
         before = pool.view(-1, pool.size(-1))[self.places.before_BC]
         self.places.write(pool, self.places.inputs_N, h_BTD)
@@ -115,37 +129,38 @@ class BlockCache:
 
 class SlotCache:
     """The pools of consecutive blocks; `shapes` are each block's numbers of layers and of tail
-    layers."""
+    layers, `layer` is what each of them caches."""
 
     def __init__(
         self,
-        model: ModelConfig,
+        window: int,
+        layer: CacheShape,
         shapes: Sequence[tuple[int, int]],
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.model, self.device = model, device
+        self.window, self.layer, self.device = window, layer, device
         self.slots = self.room = 0
         self._blocks = [
-            ([LayerPool(model, device, dtype) for _ in range(layers)],
-             [LayerPool(model, device, dtype) for _ in range(tail)])
+            ([LayerPool(layer, device, dtype) for _ in range(layers)],
+             [LayerPool(layer, device, dtype) for _ in range(tail)])
             for layers, tail in shapes
         ]  # fmt: skip
 
     @staticmethod
     def slot_bytes(
-        model: ModelConfig, shapes: Sequence[tuple[int, int]], dtype: torch.dtype
+        window: int, layer: CacheShape, shapes: Sequence[tuple[int, int]], dtype: torch.dtype
     ) -> int:
         """Bytes of a slot that holds a whole window."""
         layers = sum(depth + tail for depth, tail in shapes)
-        return VECTORS_PER_POSITION * layers * model.window * model.width * dtype.itemsize
+        return layer.numbers * layers * window * dtype.itemsize
 
     def view(
         self, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
     ) -> list[BlockCache]:
         """Each block's cache for one batch: rows of `lengths` new positions from `starts` on."""
         end = max(map(add, starts, lengths))
-        if end > self.model.window:
+        if end > self.window:
             raise ValueError(f"position {end} is past the model's window")
         self._make_room(max(slots) + 1, end)
         self._wipe([slot for slot, start in zip(slots, starts, strict=True) if not start])
@@ -162,7 +177,7 @@ class SlotCache:
         if slots <= self.slots and room <= self.room:
             return
         self.slots = _doubled(self.slots, slots, FIRST_SLOTS)
-        self.room = min(_doubled(self.room, room, FIRST_ROOM), self.model.window)
+        self.room = min(_doubled(self.room, room, FIRST_ROOM), self.window)
         for layers, tail in self._blocks:
             for layer in (*layers, *tail):
                 layer.grow(self.slots, self.room)
@@ -180,7 +195,7 @@ class SlotCache:
     def _places(
         self, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int], end: int
     ) -> BatchPlaces:
-        count, taps = max(lengths), self.model.taps
+        count, taps = max(lengths), self.layer.inputs_before
         rows_B1, starts_B1 = np.array(slots)[:, None], np.array(starts)[:, None]
         offsets_Q = np.arange(count)
         given = None
@@ -195,7 +210,7 @@ class SlotCache:
         return BatchPlaces(
             self._consecutive(slots),
             end,
-            self._tensor(np.minimum(positions_BQ, self.model.window - 1)),
+            self._tensor(np.minimum(positions_BQ, self.window - 1)),
             given,
             self._tensor(written.reshape(-1)),
             self._tensor(inputs.reshape(-1)),
@@ -221,8 +236,8 @@ class SlotCache:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 
-def _doubled(held: int, needed: int, first: int) -> int:
-    return held if held >= needed else max(first, 1 << (needed - 1).bit_length())
+def _doubled(size: int, needed: int, first: int) -> int:
+    return size if size >= needed else max(first, 1 << (needed - 1).bit_length())
 
 
 def _grown(pool: Tensor, slots: int, room: int) -> Tensor:

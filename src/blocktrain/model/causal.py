@@ -1,9 +1,9 @@
 """Causal blocks: features in, features out, and a private way to predict from them.
 
-One causal block that reads bytes and has no tail is an ordinary language model: the end-to-end
-reference. In a cascade the first block reads bytes, every later one the features of the block
-before, and each predicts the next byte through a tail of its own. What later blocks need is the
-trunk; tail and head are private.
+One causal block that reads ids and has no tail is an ordinary language model: the end-to-end
+reference. In a cascade the first block reads ids, every later one the features of the block before
+it, and each predicts the next token through a tail of its own. Later blocks need only the trunk;
+tail and head are private.
 
 Shapes: B batch, T positions, D width.
 """
@@ -12,11 +12,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from blocktrain.config import ModelConfig
+from blocktrain.config import Config
 from blocktrain.model.block import Block, new_layers, typed
 from blocktrain.model.cache import BlockCache, LayerCache
 from blocktrain.model.layer import Layer, Linear, Rotation, rms_norm
-from blocktrain.vocabulary import BYTES
 
 # A zero-initialised head behind a gain learns at the pace of the layers under AdamW.
 CAUSAL_GAIN = 8.0
@@ -28,7 +27,7 @@ class Trunk(Block):
     def features(self, inputs: Tensor, cache: BlockCache | None = None) -> Tensor:
         """The stream after the block's layers; a cache continues what it holds.
 
-        Inputs are ids (B x T) where the block reads bytes, else features (B x T x D).
+        Inputs are ids (B x T) if the block has an embedding, else features (B x T x D).
         """
         x = self.embedded(inputs) if self.embed is not None else inputs.to(self.compute_dtype)
         return self.run(self.layers, x, cache.layers if cache else None)
@@ -45,22 +44,20 @@ class Trunk(Block):
 
 
 class CausalBlock(Trunk):
-    def __init__(
-        self, model: ModelConfig, layers: int, tail: int = 0, *, reads_bytes: bool = True
-    ) -> None:
-        super().__init__(model, layers, reads_bytes=reads_bytes)
-        self.tail = new_layers(model, tail)
-        self.head = Linear(model.width, BYTES, zero=True)
+    def __init__(self, config: Config, index: int) -> None:
+        super().__init__(config, index)
+        self.tail = new_layers(config.model, config.tail_layers(index))
+        self.head = Linear(config.model.width, config.vocabulary.size, zero=True)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of the next byte at every position."""
+        """Logits of the next token at every position."""
         return self.logits(self.features(inputs))
 
     def logits(self, features_BTD: Tensor, cache: BlockCache | None = None) -> Tensor:
         return self.predict(self.private(features_BTD, cache))
 
     def private(self, features_BTD: Tensor, cache: BlockCache | None = None) -> Tensor:
-        """The stream after the tail: what nobody but the head reads."""
+        """The stream after the tail, which only the head reads."""
         return self.run(self.tail, features_BTD, cache.tail if cache else None)
 
     def predict(self, private: Tensor) -> Tensor:

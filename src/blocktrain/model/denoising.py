@@ -3,21 +3,20 @@
 Two streams over one causal mask: clean context, which any later noise draw can reuse, and the
 noisy target, which the clean stream never sees. Knows nothing of losses.
 
-Shapes: B batch, T positions, D width, E target dimensions, V bytes.
+Shapes: B batch, T positions, D width, E target dimensions, V tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from blocktrain.config import ModelConfig, ObjectiveConfig
+from blocktrain.config import Config
 from blocktrain.model.block import Block, typed
 from blocktrain.model.cache import BlockCache, LayerCache
-from blocktrain.model.layer import MODULATIONS, Context, Layer, Linear, Rotation, rms_norm
+from blocktrain.model.layer import Context, Layer, Linear, Rotation, rms_norm
 from blocktrain.numerics.noise import Preconditioning
-from blocktrain.vocabulary import BYTES
 
 Modulation = tuple[Tensor, ...]
 
@@ -25,8 +24,8 @@ SIGMA_FEATURES = 32
 # A zero-initialised head behind a gain learns at the pace of the layers under AdamW. Denoising
 # logits carry a factor of about 2 from the preconditioning already.
 DENOISING_GAIN = 4.0
-# AdamW takes steps of equal size however faint a gradient is: at full scale the weights that
-# read z wander, and pour the noise in z over the context.
+# AdamW's steps do not shrink with the gradient: at full scale the weights that read z drift, and
+# drown the context in the noise of z.
 TARGET_GAIN = 1.0 / 32
 
 
@@ -69,32 +68,42 @@ def _two_stream_step(
 def _last_step(
     layer: Layer, clean_BTD: Tensor, noisy_BTD: Tensor, by: Rotation, modulation: Modulation
 ) -> Tensor:
-    """In the last layer the clean stream is needed for its keys and values alone."""
+    """In the last layer only the clean stream's keys and values are needed."""
     return layer.noisy(noisy_BTD, layer.offer(clean_BTD, by), by, modulation)
 
 
 class DenoisingBlock(Block):
-    """The block reads z, and writes its answer F, in byte coordinates: one number per row of the
-    target table. That spans the same F, but AdamW scales each coordinate by itself, and learns
-    a rare byte's row far better when no rotation mixes it with the frequent ones.
+    """A block that moves a guess z of the next token, given the context and a noise level.
+
+    It reads z and writes its answer F in token coordinates: one number per row of the target table.
+    That spans the same F, but AdamW scales each coordinate by itself, and learns the row of a rare
+    token far better if no rotation mixes it with frequent ones.
     """
 
-    def __init__(self, model: ModelConfig, layers: int, objective: ObjectiveConfig) -> None:
-        super().__init__(model, layers)
+    def __init__(self, config: Config, index: int) -> None:
+        super().__init__(config, index)
+        width, tokens = config.model.width, config.vocabulary.size
+        rank = config.objective.sigma_rank
         # Zero at first: the block starts as a plain language model, and learns what to take from z.
-        self.target_in = Linear(BYTES, model.width, zero=True)
-        self.sigma_in = Linear(SIGMA_FEATURES, objective.sigma_rank)
+        self.target_in = Linear(tokens, width, zero=True)
+        self.sigma_in = Linear(SIGMA_FEATURES, rank)
         self.modulate = nn.ModuleList(
-            Linear(objective.sigma_rank, MODULATIONS * model.width, zero=True)
-            for _ in range(layers)
+            Linear(rank, layer.modulations * width, zero=True) for layer in typed(self.layers)
         )
-        self.target_out = Linear(model.width, BYTES, zero=True)
+        self.target_out = Linear(width, tokens, zero=True)
         self.log_scale = (
-            nn.Parameter(torch.tensor(10.0).log()) if objective.logit_scale == "learned" else None
+            nn.Parameter(torch.tensor(10.0).log())
+            if config.objective.logit_scale == "learned"
+            else None
         )
 
+    def undecayed(self) -> Iterator[nn.Parameter]:
+        yield from self.sigma_in.parameters()
+        if self.log_scale is not None:
+            yield self.log_scale
+
     def forward(self, ids_BT: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor) -> Tensor:
-        """Logits of the next byte at every position, both streams in one pass."""
+        """Logits of the next token at every position, both streams in one pass."""
         by = self.rotation(slice(0, ids_BT.size(1)))
         clean = self.embedded(ids_BT)
         noisy = self._start(clean, z_BTE, level, table_VE)
@@ -105,7 +114,7 @@ class DenoisingBlock(Block):
         return self._logits(noisy, z_BTE, level, table_VE)
 
     def read_context(self, ids_BT: Tensor, cache: BlockCache | None = None) -> "BlockContext":
-        """The clean stream alone: everything later noise draws need from the context."""
+        """The clean stream alone: all that later noise draws need of the context."""
         count = ids_BT.size(1)
         by = self.rotation(cache.layers[0].positions(count) if cache else slice(0, count))
         embedded = x = self.embedded(ids_BT)
@@ -127,8 +136,8 @@ class DenoisingBlock(Block):
         table_VE: Tensor,
         modulations: list[Modulation] | None = None,
     ) -> Tensor:
-        """The noisy stream alone, over a context read before. The level's modulations may be handed
-        in, where many steps share them."""
+        """The noisy stream alone, over a context that was read before; `modulations` of the level,
+        if many steps share them."""
         x = self._start(context.clean_BTD, z_BTE, level, table_VE)
         if modulations is None:
             modulations = self.modulations(level)
@@ -146,14 +155,14 @@ class DenoisingBlock(Block):
         return clean_BTD + noisy
 
     def modulations(self, level: NoiseLevel) -> list[Modulation]:
-        """Per layer: six B x 1 x D tensors that depend on sigma alone."""
+        """Per layer: B x 1 x D tensors that depend on sigma alone."""
         frequencies = torch.arange(1, SIGMA_FEATURES // 2 + 1, device=level.c_noise_B.device)
         angles = level.c_noise_B[:, None] * frequencies * torch.pi
         features = torch.cat([angles.cos(), angles.sin()], dim=-1)
         hidden = nn.functional.silu(self.sigma_in(features))
         return [
-            modulate(hidden)[:, None, :].to(self.compute_dtype).chunk(MODULATIONS, dim=-1)
-            for modulate in self.modulate
+            modulate(hidden)[:, None, :].to(self.compute_dtype).chunk(layer.modulations, dim=-1)
+            for layer, modulate in zip(typed(self.layers), self.modulate, strict=True)
         ]
 
     def _logits(self, n_BTD: Tensor, z_BTE: Tensor, level: NoiseLevel, table_VE: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A frozen linear map in 8 bits: one byte for each weight, one scale for each output.
 
-Computes in the type of its input, with the weights widened as they are used. On a CUDA device with
-Triton, few rows go through a kernel that reads each weight once, as a byte; everywhere else the
-weights are widened first, which takes more time than weights that are held wide, not less.
+Computes in the type of its input. On a CUDA device with Triton, products of few rows go through a
+kernel that reads each weight once, as a byte; otherwise the weights are widened first, which saves
+memory but takes more time than weights that are stored wide.
 
 Shapes: M rows, N outputs, K inputs.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from blocktrain.model.layer import Linear
 
 LEVELS = 127
-# Beyond it a product is bound by computing, which the library does best.
+# With more rows a product is limited by arithmetic, and torch's own is faster.
 MOST_FUSED_ROWS = 256
 
 log = logging.getLogger(__name__)
@@ -32,19 +32,20 @@ class Int8Linear(nn.Module):
         self.register_buffer("scale", torch.zeros(like.out_features, 1, device=like.weight.device))
 
     def take(self, weight: Tensor) -> None:
-        levels, scale = self._held()
+        """Round a weight to 8 bits and store it."""
+        levels, scale = self._rounded_weight()
         scale.copy_(weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / LEVELS)
         levels.copy_((weight.to(scale.device) / scale).round())
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(x, *self._held())
+        return product(x, *self._rounded_weight())
 
     def rows(self, x: Tensor, chosen: slice) -> Tensor:
-        """Some of the outputs alone."""
-        levels, scale = self._held()
+        """Only some of the outputs."""
+        levels, scale = self._rounded_weight()
         return product(x, levels[chosen], scale[chosen])
 
-    def _held(self) -> tuple[Tensor, Tensor]:
+    def _rounded_weight(self) -> tuple[Tensor, Tensor]:
         return cast("Tensor", self.levels), cast("Tensor", self.scale)
 
 
@@ -60,21 +61,21 @@ def product(x: Tensor, levels_NK: Tensor, scale_N1: Tensor) -> Tensor:
 def fused_linear(
     device: torch.device, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """The kernel, where it can be had. Tried once: a device that is too old, or Triton without a
-    compiler, is found out no earlier."""
+    """The kernel, or None if it does not work here. Tried once, since a device that is too old or a
+    Triton without a compiler fails no earlier."""
     try:
         from blocktrain.model.int8_kernel import linear
 
         x = torch.ones(1, 64, device=device, dtype=dtype)
         linear(x, x.to(torch.int8), torch.ones(1, device=device))
-    except Exception:  # whatever it is, there is another way
-        log.warning("no kernel for weights in 8 bits here: they are widened", exc_info=True)
+    except Exception:  # of any kind: there is the slower way
+        log.warning("the 8-bit kernel does not work here; using the slower way", exc_info=True)
         return None
     return linear
 
 
 def in_8_bits(module: nn.Module) -> None:
-    """Every linear map under it becomes one in 8 bits, without its weights yet."""
+    """Replace every linear map in a module by one in 8 bits, without weights yet."""
     for name, child in module.named_children():
         if isinstance(child, Linear):
             setattr(module, name, Int8Linear(child))

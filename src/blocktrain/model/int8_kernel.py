@@ -1,5 +1,6 @@
-"""A linear map whose weights are read as bytes: one pass over them, widened on their way into the
-matrix unit. Triton, and so only on a CUDA device; knows nothing of modules.
+"""A Triton kernel for a linear map with weights in 8 bits: it reads each weight once, as a byte.
+
+Only for CUDA devices; knows nothing of modules.
 
 Shapes: M rows of x, N outputs, K inputs.
 """
@@ -17,7 +18,7 @@ def _linear(  # type: ignore[no-untyped-def]
     x_ptr, levels_ptr, scale_ptr, y_ptr, rows, outputs, eighths,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # The length of a row as a multiple of 8, whatever it is: else bytes would be read one by one.
+    # In eighths, so that the compiler knows a multiple of 8 and loads several bytes at a time.
     inputs = eighths * 8
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -39,8 +40,8 @@ def _linear(  # type: ignore[no-untyped-def]
 
 
 def tiles(rows: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Rows and inputs of one tile, and how many of them are on their way at once: as many bytes of
-    weights in flight as shared memory leaves room for beside x."""
+    """Rows and inputs of a tile, and the number of tiles that are loaded ahead: as many bytes of
+    weights as fit into shared memory beside x."""
     tile = next(size for size in (16, 32, 64, 128) if size >= min(rows, 128))
     inputs = 256 if tile == 16 else 128 if tile < 128 else 64
     if dtype == torch.float32:

@@ -33,19 +33,19 @@ def read(name: str, log_probs: Sequence[Tensor], weights: Sequence[float] | None
 
 
 def fit_weights(log_probs: Sequence[Tensor], targets: Tensor, steps: int = 50) -> list[float]:
-    """Product weights that minimise the cross entropy of the given targets (they need not sum
-    to 1: more than 1 in all sharpens)."""
+    """Product weights that minimise the cross entropy of the targets. They need not sum to 1: a
+    larger sum sharpens the distribution."""
     weights = torch.full(
         (len(log_probs),), 1.0 / len(log_probs), device=targets.device, requires_grad=True
     )
     stacked = torch.stack([p.flatten(0, -2) for p in log_probs])
-    wanted = targets.flatten()
+    flat_targets = targets.flatten()
     optimizer = torch.optim.LBFGS([weights], max_iter=steps, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(
-            torch.einsum("b,bnv->nv", weights, stacked), wanted
+            torch.einsum("b,bnv->nv", weights, stacked), flat_targets
         )
         loss.backward()  # type: ignore[no-untyped-call]
         return loss

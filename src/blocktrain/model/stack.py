@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError
-from blocktrain.model.block import target_table
+from blocktrain.model.block import run_targets
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import BlockContext, DenoisingBlock, Modulation, NoiseLevel
 from blocktrain.numerics.noise import euler_step, precondition
@@ -25,15 +25,12 @@ INIT_STREAM = 1
 
 
 def new_block(config: Config, index: int) -> CausalBlock | DenoisingBlock:
-    """One untrained block of the run, randomly initialised."""
-    depth = config.depths[index]
-    if config.kind.denoises:
-        return DenoisingBlock(config.model, depth, config.objective)
-    return CausalBlock(config.model, depth, config.tail_layers(index), reads_bytes=index == 0)
+    """An untrained block of the run, randomly initialised."""
+    return DenoisingBlock(config, index) if config.kind.denoises else CausalBlock(config, index)
 
 
 def initial_block(config: Config, index: int) -> CausalBlock | DenoisingBlock:
-    """The block every machine of a run starts from."""
+    """The untrained block that every machine of a run starts from."""
     torch.manual_seed(mixed_seed(config.train.seed, index, INIT_STREAM))
     return new_block(config, index)
 
@@ -43,8 +40,7 @@ def assemble(config: Config, blocks: Sequence[nn.Module]) -> "Stack":
         block.eval()
     if config.kind.denoises:
         device = next(blocks[0].parameters()).device
-        table = target_table(config.train.seed, config.objective.target_dim).to(device)
-        return DenoisingStack(config, list(blocks), table)
+        return DenoisingStack(config, list(blocks), run_targets(config, device))
     return CausalStack(config, list(blocks))
 
 
@@ -62,14 +58,16 @@ class Stack(ABC):
         return sum(p.numel() for block in self.blocks for p in block.parameters())
 
     def first(self, count: int | None) -> Self:
-        """An early exit: the model as its first blocks alone make it. None: all of them."""
+        """An early exit: the model that the first `count` blocks make. None: all blocks."""
         if count is not None and count > len(self.blocks):
-            raise ConfigError(f"the model has {len(self.blocks)} blocks, not {count}")
+            raise ConfigError(
+                f"the model has {len(self.blocks)} blocks; it cannot exit after {count}"
+            )
         return replace(self, blocks=self.blocks[:count])
 
     @abstractmethod
     def log_probs(self, ids_BT: Tensor, start: str = "mean", seed: int = 0) -> list[Tensor]:
-        """Every block's log-probabilities of the next byte at every position, in block order."""
+        """Every block's log-probabilities of the next token at every position, in block order."""
 
 
 @dataclass
@@ -115,12 +113,12 @@ class Descent:
         sigma, sigma_next = partition.inference_sigmas()[index]
         assert partition.block_of(sigma) == index
         level = precondition(sigma, config.objective.sigma_data)
-        constant = NoiseLevel.constant(level, 1, table_VE.device)  # for as many as there are
+        constant = NoiseLevel.constant(level, 1, table_VE.device)  # broadcasts over sequences
         modulations = block.modulations(constant)
         return cls(block, table_VE, constant, modulations, sigma, sigma_next)
 
     def __call__(self, context: BlockContext, z_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the next byte, and z as the next block reads it."""
+        """Log-probabilities of the next token, and z as the next block reads it."""
         logits = self.block.denoise(context, z_BTE, self.level, self.table_VE, self.modulations)
         log_probs = torch.log_softmax(logits, dim=-1)
         guess_BTE = log_probs.exp() @ self.table_VE
@@ -137,7 +135,7 @@ class DenoisingStack(Stack):
         return starting_point(self.config, start, shape_BT, seed, self.device)
 
     def read_contexts(self, ids_BT: Tensor) -> list[BlockContext]:
-        """Every block's clean stream, to be reused for several starts."""
+        """Every block's clean stream, which several starts can share."""
         return [block.read_context(ids_BT) for block in self._typed()]
 
     @torch.no_grad()

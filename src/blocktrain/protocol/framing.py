@@ -1,17 +1,17 @@
-"""Frames: bytes in, messages out. Knows no sockets, no clock, and not what a message means.
+"""Frames: bytes in, messages out. Knows no sockets, no clock, and no meaning of messages.
 
     head     44 bytes, little endian: magic, version, kind, count of arrays, request, sequence,
              bytes of meta, bytes of payload, CRC-32 of all that follows, CRC-32 of the head
     table    20 bytes for every array: type, dimensions, shape
-    meta     a JSON object, filled up with zeros to a multiple of 8
-    payload  the arrays, end to end, each filled up likewise, so that none is read unaligned
+    meta     a JSON object, padded with zeros to a multiple of 8
+    payload  the arrays in order, each padded likewise, so that all are aligned
 
-The head has a checksum of its own, so that a damaged length is found at once, not after waiting
-for bytes that never come; it covers the other checksum, so together they cover the frame. CRC-32
-finds accidents, at memory speed and piece by piece; against intent there is TLS.
+The head has its own checksum, so that a damaged length is found at once and not after waiting for
+bytes that never come. It covers the other checksum; together they cover the frame. CRC-32 finds
+accidents; TLS protects against tampering.
 
-What is read may come from anyone: every declared size is checked against the limit and against the
-others before anything is allocated for it, and whatever is wrong is a `FrameError`.
+Input is untrusted: every declared size is checked against the limit and the other sizes before
+memory is allocated for it, and anything wrong is a `FrameError`.
 """
 
 import json
@@ -31,25 +31,25 @@ from blocktrain.errors import FrameError
 
 Array = npt.NDArray[Any]
 Buffer = bytes | bytearray | memoryview
-_Shape = tuple[np.dtype[Any], tuple[int, ...]]  # the type, and how many of it
+_Shape = tuple[np.dtype[Any], tuple[int, ...]]  # type and dimensions
 
 MAGIC = b"BTfr"
 VERSION = 1
 HEAD = struct.Struct("<4sBBHQQIQII")
 CHECKSUM_BYTES = 4  # of the head, at its end
 ENTRY = struct.Struct("<BBxx4I")
-LARGEST_META = 256 * 1024
-MOST_ARRAYS = 64
-MOST_DIMENSIONS = 4
-MOST_ELEMENTS = 2**48
-MOST_NUMBER = 2**64  # of a request or a sequence: they are less
+MAX_META = 256 * 1024
+MAX_ARRAYS = 64
+MAX_DIMENSIONS = 4
+MAX_ELEMENTS = 2**48
+NUMBER_END = 2**64  # requests and sequences are less
 LIMIT = 64 * 1024 * 1024
 STAGING_BYTES = 64 * 1024
 
 DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
-    3: np.dtype("<u2"),  # also the bits of bfloat16, which numpy does not have
+    3: np.dtype("<u2"),  # also the bits of bfloat16, which numpy lacks
     4: np.dtype("<i4"),
     5: np.dtype("<i8"),
     6: np.dtype("<f4"),
@@ -71,9 +71,12 @@ class Kind(IntEnum):
     PAD = 11
 
 
+KINDS = frozenset(map(int, Kind))
+
+
 @dataclass(frozen=True, eq=False)
 class FrameMessage:
-    """`size` is that of the frame a received message came in."""
+    """`size` is that of a received message's frame."""
 
     kind: Kind
     request: int = 0
@@ -85,21 +88,21 @@ class FrameMessage:
 
 def largest_frame(limit: int) -> int:
     """Bytes of a frame whose meta and payload take `limit`."""
-    return HEAD.size + MOST_ARRAYS * ENTRY.size + limit
+    return HEAD.size + MAX_ARRAYS * ENTRY.size + limit
 
 
 def encode(message: FrameMessage) -> list[Buffer]:
-    """The frame in parts; contiguous arrays are parts as they lie, without a copy."""
-    if len(message.arrays) > MOST_ARRAYS:
-        raise FrameError(f"a message has {len(message.arrays)} arrays; {MOST_ARRAYS} may be sent")
+    """The frame in parts; contiguous arrays are not copied."""
+    if len(message.arrays) > MAX_ARRAYS:
+        raise FrameError(f"a message has {len(message.arrays)} arrays; the limit is {MAX_ARRAYS}")
     arrays = [np.asarray(array, order="C") for array in message.arrays]
     meta = _encoded_meta(message.meta)
-    body: list[Buffer] = [b"".join(map(_entry, arrays)) + meta + _filling(len(meta))]
+    body: list[Buffer] = [b"".join(map(_entry, arrays)) + meta + _padding(len(meta))]
     for array in arrays:
         if array.nbytes:
             body.append(array.reshape(-1).view(np.uint8).data)
-        if filling := _filling(array.nbytes):
-            body.append(filling)
+        if padding := _padding(array.nbytes):
+            body.append(padding)
     head = HEAD.pack(
         MAGIC,
         VERSION,
@@ -108,7 +111,7 @@ def encode(message: FrameMessage) -> list[Buffer]:
         _number(message.request),
         _number(message.sequence),
         len(meta),
-        sum(_filled_up(array.nbytes) for array in arrays),
+        sum(_padded_size(array.nbytes) for array in arrays),
         _checksum(*body),
         0,
     )[:-CHECKSUM_BYTES]
@@ -127,11 +130,11 @@ class _Head(NamedTuple):
 
 
 class FrameDecoder:
-    """Takes a stream in pieces of any size. After a `FrameError` it is of no more use.
+    """Takes a stream in pieces of any size. After a `FrameError` it cannot be used any more.
 
-    `limit` bounds what meta and payload of one frame may take; it may be changed at any time and
-    holds for frames that begin afterwards. Either `feed` it, or receive into `get_buffer` and
-    tell `buffer_updated`: then bulk goes where it stays.
+    `limit` bounds meta and payload of one frame; a change holds for frames that begin afterwards.
+    Either `feed` it, or receive into `get_buffer` and call `buffer_updated`: large arrays are then
+    received in place.
     """
 
     _target: memoryview  # what is being filled
@@ -146,7 +149,7 @@ class FrameDecoder:
         self.limit = limit
         self._messages: deque[FrameMessage] = deque()
         self._staging = memoryview(bytearray(STAGING_BYTES))
-        self._direct = False  # the buffer given out last is the body itself
+        self._direct = False  # get_buffer returned the target itself, not the staging buffer
         self._expect_head()
 
     def feed(self, data: Buffer) -> None:
@@ -169,7 +172,7 @@ class FrameDecoder:
             self.feed(self._staging[:count])
 
     def messages(self) -> Iterator[FrameMessage]:
-        """Those that are complete, each once."""
+        """Complete messages, each once."""
         while self._messages:
             yield self._messages.popleft()
 
@@ -192,22 +195,22 @@ class FrameDecoder:
     def _take_table(self) -> None:
         self._table = self._target
         self._shapes = [_parsed_entry(*entry) for entry in ENTRY.iter_unpack(self._table)]
-        declared = sum(_filled_up(_bytes_of(*shape)) for shape in self._shapes)
+        declared = sum(_padded_size(_bytes_of(*shape)) for shape in self._shapes)
         if declared != self._head.payload:
-            _refuse(f"its arrays take {declared} bytes, its payload has {self._head.payload}")
-        self._body = np.empty(_filled_up(self._head.meta) + declared, np.uint8)
+            _refuse(f"arrays of {declared} bytes in a payload of {self._head.payload}")
+        self._body = np.empty(_padded_size(self._head.meta) + declared, np.uint8)
         self._expect(self._body.data, self._take_body)
 
     def _take_body(self) -> None:
         head, body = self._head, self._body
         if _checksum(self._table, body.data) != head.checksum:
-            _refuse("it was damaged on the way")
+            _refuse("the body is damaged")
         meta = _decoded_meta(body[: head.meta].tobytes())
-        arrays, start = [], _filled_up(head.meta)
+        arrays, start = [], _padded_size(head.meta)
         for dtype, shape in self._shapes:
             end = start + _bytes_of(dtype, shape)
             arrays.append(body[start:end].view(dtype).reshape(shape))
-            start = _filled_up(end)
+            start = _padded_size(end)
         size = HEAD.size + len(self._table) + len(body)
         self._messages.append(
             FrameMessage(head.kind, head.request, head.sequence, meta, tuple(arrays), size)
@@ -220,35 +223,35 @@ def _parsed_head(data: Buffer, limit: int) -> _Head:
         data
     )
     if magic != MAGIC:
-        _refuse("it does not begin like one")
+        _refuse("wrong magic bytes")
     if version != VERSION:
-        _refuse(f"it is of version {version}, not {VERSION}")
+        _refuse(f"version {version}, expected {VERSION}")
     if _checksum(data[:-CHECKSUM_BYTES]) != own:
-        _refuse("its head was damaged on the way")
-    if kind not in Kind._value2member_map_:
-        _refuse(f"its kind {kind} is unknown")
-    if arrays > MOST_ARRAYS or meta > LARGEST_META:
-        _refuse(f"it has {arrays} arrays and {meta} bytes of meta")
-    if _filled_up(meta) + payload > limit:
-        _refuse(f"it has {meta + payload} bytes; {limit} are taken")
+        _refuse("the head is damaged")
+    if kind not in KINDS:
+        _refuse(f"unknown kind {kind}")
+    if arrays > MAX_ARRAYS or meta > MAX_META:
+        _refuse(f"{arrays} arrays and {meta} bytes of meta are too many")
+    if _padded_size(meta) + payload > limit:
+        _refuse(f"{meta + payload} bytes; the limit is {limit}")
     return _Head(Kind(kind), arrays, request, sequence, meta, payload, body_sum)
 
 
 def _entry(array: Array) -> bytes:
     code = DTYPE_CODES.get(array.dtype)
-    if code is None or array.ndim > MOST_DIMENSIONS or max(array.shape, default=0) >= 2**32:
+    if code is None or array.ndim > MAX_DIMENSIONS or max(array.shape, default=0) >= 2**32:
         raise FrameError(f"an array of {array.dtype} and shape {array.shape} cannot be sent")
-    return ENTRY.pack(code, array.ndim, *array.shape, *[0] * (MOST_DIMENSIONS - array.ndim))
+    return ENTRY.pack(code, array.ndim, *array.shape, *[0] * (MAX_DIMENSIONS - array.ndim))
 
 
 def _parsed_entry(code: int, dimensions: int, *sizes: int) -> _Shape:
     if code not in DTYPES:
-        _refuse(f"an array is of the unknown type {code}")
-    if dimensions > MOST_DIMENSIONS or any(sizes[dimensions:]):
-        _refuse(f"an array has {dimensions} dimensions of {sizes}")
-    # An empty array may have any shape on paper; numpy has bounds even then.
-    if math.prod(size for size in sizes if size) > MOST_ELEMENTS:
-        _refuse(f"an array has the shape {sizes[:dimensions]}")
+        _refuse(f"an array of the unknown type {code}")
+    if dimensions > MAX_DIMENSIONS or any(sizes[dimensions:]):
+        _refuse(f"an array of {dimensions} dimensions and sizes {sizes}")
+    # numpy limits the shape of empty arrays too.
+    if math.prod(size for size in sizes if size) > MAX_ELEMENTS:
+        _refuse(f"an array of the impossible shape {sizes[:dimensions]}")
     return DTYPES[code], sizes[:dimensions]
 
 
@@ -256,9 +259,9 @@ def _encoded_meta(meta: dict[str, Any]) -> bytes:
     try:
         encoded = _TO_JSON.encode(meta).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise FrameError(f"a message's meta is no JSON: {error}") from None
-    if len(encoded) > LARGEST_META:
-        raise FrameError(f"a message's meta has {len(encoded)} bytes; {LARGEST_META} may be sent")
+        raise FrameError(f"a message's meta is not JSON: {error}") from None
+    if len(encoded) > MAX_META:
+        raise FrameError(f"a message's meta has {len(encoded)} bytes; the limit is {MAX_META}")
     return encoded
 
 
@@ -266,9 +269,9 @@ def _decoded_meta(data: bytes) -> dict[str, Any]:
     try:
         meta = _FROM_JSON.decode(data.decode())
     except (ValueError, RecursionError):
-        _refuse("its meta is no JSON")
+        _refuse("the meta is not JSON")
     if not isinstance(meta, dict):
-        _refuse("its meta is no object")
+        _refuse("the meta is not an object")
     return meta
 
 
@@ -276,17 +279,17 @@ def _bytes_of(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
     return dtype.itemsize * math.prod(shape)
 
 
-def _filled_up(count: int) -> int:
+def _padded_size(count: int) -> int:
     return -(-count // 8) * 8
 
 
-def _filling(count: int) -> bytes:
+def _padding(count: int) -> bytes:
     return bytes(-count % 8)
 
 
 def _number(number: int) -> int:
-    if not 0 <= number < MOST_NUMBER:
-        raise FrameError(f"{number} is no number of a request or a sequence")
+    if not 0 <= number < NUMBER_END:
+        raise FrameError(f"{number} is out of range for a request or a sequence")
     return number
 
 

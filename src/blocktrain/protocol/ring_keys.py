@@ -1,11 +1,11 @@
-"""The ring's own authority and its members' certificates: who may be a router, who a stage.
+"""A ring's certificate authority, and the certificates of its members: routers and stages.
 
-    FOLDER/ca.pem, ca.key        the authority; its key stays where it was made
-    FOLDER/NAME.pem, NAME.key    a member; these two and ca.pem are what its machine needs
+    FOLDER/ca.pem, ca.key        the authority; keep its key where it was made
+    FOLDER/NAME.pem, NAME.key    a member; its machine needs these two and ca.pem
 
-A member's role and name stand in its certificate, as the URI `blocktrain:ROLE/NAME`. Nobody
-is believed but this authority, in both directions, over TLS 1.3 only. Host names are not checked,
-because members move between addresses: the role is what counts, and `meeting` checks it.
+A certificate names its member's role and name in the URI `blocktrain:ROLE/NAME`. Both sides of a
+connection trust this authority alone, over TLS 1.3. Host names are not checked, because members
+move between addresses; `serve.ring.handshake` checks the role instead.
 """
 
 import re
@@ -50,33 +50,37 @@ class Keyring:
         self._issuer = self._loaded() if self._exists() else self._founded()
 
     def add(self, role: str, name: str) -> bool:
-        """A certificate for a new member; False where one is there that is good for a while."""
+        """Make a member's certificate; False if there is one that is valid for a while."""
         if not _NAME.fullmatch(name) or name == AUTHORITY:
-            raise ConfigError(f"{name!r} is no name for a {role}: a-z, 0-9, dots and dashes are")
-        if self._holds(role, name):
+            raise ConfigError(
+                f"{name!r} cannot be the name of a {role}; use a-z, 0-9, dots and dashes"
+            )
+        if self._has_valid(role, name):
             return False
         uri = x509.UniformResourceIdentifier(f"blocktrain:{role}/{name}")
         issued = self._issuer.issue(f"{role} {name}", [uri], PURPOSES[role], self._clock())
         self._write(name, issued.cert_pem, issued.key_pem)
         return True
 
-    def _holds(self, role: str, name: str) -> bool:
+    def _has_valid(self, role: str, name: str) -> bool:
         if not (self.folder / f"{name}.pem").exists():
             return False
         certificate = read_certificate(self.folder / f"{name}.pem")
         if _own_member(certificate)[0] != role:
-            raise ConfigError(f"{name} is the name of another member, who is no {role}")
+            raise ConfigError(
+                f"{name} is the name of a member that is not a {role}; choose another"
+            )
         soon = datetime.fromtimestamp(self._clock(), UTC) + RENEWED_BEFORE
         return certificate.not_valid_after_utc > soon
 
     def _exists(self) -> bool:
-        found = [(self.folder / f"{AUTHORITY}.{kind}").exists() for kind in ("pem", "key")]
-        if any(found) and not all(found):
+        exist = [(self.folder / f"{AUTHORITY}.{kind}").exists() for kind in ("pem", "key")]
+        if any(exist) and not all(exist):
             raise ConfigError(
-                f"{self.folder} has only half of an authority; "
-                "members are added where ca.pem and ca.key were made"
+                f"{self.folder} has only one of ca.pem and ca.key; add members in the folder where"
+                " both were made"
             )
-        return all(found)
+        return all(exist)
 
     def _loaded(self) -> Issuer:
         cert_pem, key_pem = (
@@ -91,7 +95,7 @@ class Keyring:
         return issuer
 
     def _write(self, name: str, cert_pem: str, key_pem: str) -> None:
-        # Cut off in between, there is no certificate, rather than one with another's key.
+        # If interrupted, leave no certificate rather than one with another key.
         (self.folder / f"{name}.pem").unlink(missing_ok=True)
         write_bytes(self.folder / f"{name}.key", key_pem.encode(), mode=0o600)
         write_bytes(self.folder / f"{name}.pem", cert_pem.encode(), mode=0o644)
@@ -110,7 +114,7 @@ def client_context(folder: Path, name: str, clock: Clock = time.time) -> ssl.SSL
 
 
 def member_of(certificate: dict[str, Any]) -> Member:
-    """Whose certificate it is, as the ssl module tells of it once it is verified."""
+    """The member named by a verified certificate, as the ssl module returns it."""
     alternatives = certificate.get("subjectAltName", ())
     return _member([value for kind, value in alternatives if kind == "URI"])
 
@@ -118,7 +122,7 @@ def member_of(certificate: dict[str, Any]) -> Member:
 def _member(uris: Sequence[str]) -> Member:
     matches = [_URI.fullmatch(uri) for uri in uris]
     if len(matches) != 1 or not matches[0]:
-        raise UntrustedError("a certificate that names no role")
+        raise UntrustedError("the certificate names no role in a ring")
     return matches[0][1], matches[0][2]
 
 
@@ -135,7 +139,7 @@ def _context(
     )
     for file in (authority, certificate, key):
         if not file.exists():
-            raise ConfigError(f"{file} is missing; `blocktrain keys` makes it")
+            raise ConfigError(f"{file} is missing; make it with `blocktrain keys`")
     _check(certificate, read_certificate(authority), roles, clock)
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -151,22 +155,22 @@ def _context(
 
 
 def _check(path: Path, authority: x509.Certificate, roles: Sequence[str], clock: Clock) -> None:
-    """Tell now, in words, what every other member would only refuse."""
+    """Report in words what other members would refuse without a reason."""
     certificate = read_certificate(path)
     try:
         certificate.verify_directly_issued_by(authority)
     except (InvalidSignature, ValueError, TypeError):
-        raise ConfigError(f"{path} was not signed by the ca.pem beside it") from None
+        raise ConfigError(f"{path} is not signed by the ca.pem in its folder") from None
     role, _ = _own_member(certificate)
     if role not in roles:
-        raise ConfigError(f"{path} is of a {role}; here a {' or a '.join(roles)} is needed")
+        raise ConfigError(f"{path} belongs to a {role}; this needs one of a {' or a '.join(roles)}")
     if certificate.not_valid_after_utc <= datetime.fromtimestamp(clock(), UTC):
         ended = f"{certificate.not_valid_after_utc:%Y-%m-%d}"
-        raise ConfigError(f"{path} expired on {ended}; `blocktrain keys` makes a new one")
+        raise ConfigError(f"{path} expired on {ended}; renew it with `blocktrain keys`")
 
 
 def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError:
-        raise ConfigError(f"{path} is no certificate") from None
+        raise ConfigError(f"{path} is not a certificate in PEM") from None

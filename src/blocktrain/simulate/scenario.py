@@ -6,10 +6,10 @@ coordinator's rules. [simulate] is not part of a run's settings and is never sen
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from blocktrain.codec.frames import codec_named, largest_encoded_size
+from blocktrain.codec.frames import largest_encoded_size
+from blocktrain.codec.registry import Codec, update_codec
 from blocktrain.config import Config, build, read_settings, setting
 
 MEGABYTE = 1e6
@@ -85,9 +85,7 @@ class Scenario(Config):
 
     @property
     def update_bytes(self) -> float:
-        share = self.simulate.update_share or encoded_share(
-            self.swarm.codec, self.swarm.top_k_per_4096
-        )
+        share = self.simulate.update_share or encoded_share(update_codec(self.swarm))
         return share * self.block_bytes
 
     def merge_seconds(self, updates: int) -> float:
@@ -96,15 +94,11 @@ class Scenario(Config):
         return read / (self.simulate.merge_megabytes * MEGABYTE)
 
 
-@cache
-def encoded_share(codec: str, top_k: int) -> float:
+def encoded_share(codec: Codec | None) -> float:
     """The largest size of a block's numbers with a codec, as a share of their size without one. For
     `sparse` the usual size is a little smaller."""
-    encoder = codec_named(codec, top_k)
     return (
-        largest_encoded_size(encoder, MANY_NUMBERS) / (NUMBER_BYTES * MANY_NUMBERS)
-        if encoder
-        else 1.0
+        largest_encoded_size(codec, MANY_NUMBERS) / (NUMBER_BYTES * MANY_NUMBERS) if codec else 1.0
     )
 
 

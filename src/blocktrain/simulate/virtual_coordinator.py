@@ -239,8 +239,9 @@ class VirtualCoordinator:
         """The updates that the next version is made of; none if it is better to wait."""
         due = merging_rules.due_updates(block, self.swarm, now)
         fresh, stale = merging_rules.split_stale(self.swarm, block.version, due)
-        if stale:
-            block.pending = list(fresh)
+        if stale:  # `due` may be a part of what is pending
+            refused = set(stale)
+            block.pending = [lease for lease in block.pending if lease not in refused]
         for lease in stale:
             count_down(block.workers, lease.worker)
             block.remove_unmerged(lease)
@@ -263,8 +264,8 @@ class VirtualCoordinator:
             self.staleness[block.version - lease.base_version] += 1
             block.merged_batches += lease.steps
         block.made_from = merged[0] if self._is_copy(block, merged) else None
-        top_k = merging_rules.top_k_down(self.swarm, block, len(merged))
-        block.publish(waiting, encoded_share(self.swarm.codec, top_k))
+        delta_codec = merging_rules.delta_codec(self.swarm, block, len(merged))
+        block.publish(waiting, encoded_share(delta_codec))
         block.finishing.clear()
         block.merging = False
         self._unfinished -= block.merged_batches == block.total_batches

@@ -1,26 +1,41 @@
 """Blobs: files of any size as recipes of chunks; the recipe is a chunk too, and names the blob.
 
-A recipe is canonical JSON ({"size":N,"chunks":[...]}), so equal files have equal names. Nothing
-is ever assembled: writing and reading hold a chunk or two in memory. A recipe that comes from
-elsewhere may lie about its chunks; whoever reads through it gets a `ProtocolError` then. Knows
-nothing of what is in a file.
+A recipe is canonical JSON ({"size":N,"chunks":[...]}), so equal files have equal names. No blob is
+ever assembled: writing and reading hold a chunk or two in memory. A recipe from elsewhere may lie
+about its chunks; reading through it raises a ProtocolError then.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from io import FileIO
-from typing import Self
+from pathlib import Path
+from typing import IO, Self
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from blake3 import blake3
 from pydantic import ValidationError
 
-from blocktrain.errors import ProtocolError, RunError
+from blocktrain.errors import ConfigError, ProtocolError, RunError
 from blocktrain.protocol.messages import CHUNK_BYTES, MOST_CHUNKS, Blob, Recipe
-from blocktrain.storage.chunks import Buffer, ChunkStore, Incoming, Opened, altered, verified
-from blocktrain.storage.shelf import CachedChunkFile
+from blocktrain.storage.chunks import Buffer, ChunkStore, IncomingChunk, LocalChunks, altered
+from blocktrain.storage.s3_chunks import open_s3
 
 SKIPPED_BYTES = 256 * 1024  # at a time, of what is only hashed
 KEPT_AT_ONCE = 4  # chunks of one file that are on their way to the disk
+
+
+def open_chunks(url: str) -> ChunkStore:
+    """The store at a path, a file:// URL, or s3://BUCKET/PREFIX?endpoint=URL&region=NAME."""
+    scheme, separator, _ = url.partition("://")
+    if not url:
+        raise ConfigError("the chunk store needs a path or an s3:// address")
+    if not separator:
+        return LocalChunks(Path(url).expanduser())
+    if scheme == "file":
+        return LocalChunks(_path_of_file_url(url))
+    if scheme == "s3":
+        return open_s3(url)
+    raise ConfigError(f"a chunk store is a path, file:// or s3://, not {scheme}://")
 
 
 class Blobs:
@@ -35,9 +50,8 @@ class Blobs:
                 writer.write(part)
             return writer.finish()
 
-    def writer(self, size: int | None = None) -> "BlobWriter":
-        """`size`: what the file will have, where that is known."""
-        return BlobWriter(self, size)
+    def writer(self) -> "BlobWriter":
+        return BlobWriter(self)
 
     def add_recipe(self, recipe: Recipe) -> Blob:
         """Name the file that these chunks make, whether or not they are stored yet."""
@@ -55,13 +69,11 @@ class Blobs:
         _check_fit(recipe)
         return recipe
 
-    def reader(self, blob: Blob | Recipe | str, *, checked: bool = True) -> "BlobReader":
-        """A file by its name, by name and the size it must have, or by what it is made of. Not
-        `checked`: its pieces were hashed a moment ago, and will be again before they matter."""
-        return BlobReader(self.chunks, self._recipe_of(blob), checked)
+    def reader(self, blob: Blob | Recipe | str) -> "BlobReader":
+        """A file by its name, by its name and the size it must have, or by its recipe."""
+        return BlobReader(self.chunks, self._recipe_of(blob))
 
     def forward_reader(self, blob: Blob | Recipe | str) -> "ForwardReader":
-        """The same for who reads a file from its start to its end."""
         return ForwardReader(self.chunks, self._recipe_of(blob))
 
     def chunks_of(self, name: str) -> set[str]:
@@ -80,15 +92,14 @@ class Blobs:
 
 
 class BlobWriter:
-    """A file that is written in parts of any length; it is one once `finish` has named it. Parts
-    go on to the store as they come, and while the next ones come the store makes its disk hold
-    what it has. Nothing is left of a chunk that does not come to its end."""
+    """Writes a file in parts of any length; `finish` names it. While parts arrive, earlier chunks
+    are synced to the disk. Nothing is left of a chunk that was not finished."""
 
-    def __init__(self, blobs: Blobs, expected: int | None = None) -> None:
-        self._blobs, self._expected = blobs, expected
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
         self._names: list[Future[str]] = []
         self._keeping = ThreadPoolExecutor(KEPT_AT_ONCE)
-        self._chunk: Incoming | None = None
+        self._chunk: IncomingChunk | None = None
         self._size = 0
 
     def __enter__(self) -> Self:
@@ -103,7 +114,7 @@ class BlobWriter:
         view = memoryview(part).cast("B")
         self._size += len(view)
         while view:
-            self._chunk = self._chunk or self._begun()
+            self._chunk = self._chunk or self._new_chunk()
             taken = view[: CHUNK_BYTES - self._chunk.size]
             self._chunk.write(taken)
             view = view[len(taken) :]
@@ -116,44 +127,44 @@ class BlobWriter:
         names = tuple(name.result() for name in self._names)
         return self._blobs.add_recipe(Recipe(size=self._size, chunks=names))
 
-    def _begun(self) -> Incoming:
+    def _new_chunk(self) -> IncomingChunk:
         if len(self._names) == MOST_CHUNKS:
             raise ProtocolError(f"a blob has at most {MOST_CHUNKS} chunks")
-        if len(self._names) > KEPT_AT_ONCE:  # a store that is slower than we are sets the pace
+        if len(self._names) > KEPT_AT_ONCE:  # wait for a store that is slower than the writer
             self._names[-1 - KEPT_AT_ONCE].result()
-        return self._blobs.chunks.incoming(self._expected)
+        return self._blobs.chunks.incoming()
 
-    def _store(self, chunk: Incoming) -> None:
+    def _store(self, chunk: IncomingChunk) -> None:
         self._names.append(self._keeping.submit(_kept, chunk))
         self._chunk = None
 
 
-def _kept(chunk: Incoming) -> str:
+def _kept(chunk: IncomingChunk) -> str:
     with chunk:
         return chunk.keep()
 
 
 class BlobReader:
-    """A file that is read in parts; remembers the last chunk. For one thread at a time."""
+    """Reads a file in any order, each chunk checked before a byte of it is returned. Remembers the
+    last chunk. For one thread at a time."""
 
-    def __init__(self, chunks: ChunkStore, recipe: Recipe, checked: bool = True) -> None:
-        self._checked = checked
+    def __init__(self, chunks: ChunkStore, recipe: Recipe) -> None:
         self.size = recipe.size
         self.chunk_count = len(recipe.chunks)
-        self._chunks = chunks
-        self._recipe = recipe
-        self._held: tuple[int, bytes] | None = None
+        self._chunks, self._recipe = chunks, recipe
+        self._last: tuple[int, bytes] | None = None
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly these bytes, which must lie inside the file."""
+        """Exactly these bytes, which must be inside the file."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ValueError(f"bytes {offset} to {offset + length} of a file of {self.size}")
         parts = []
         while length:
-            index, skipped = divmod(offset, CHUNK_BYTES)
-            parts.append(self._part(index, skipped, length))
-            offset += len(parts[-1])
-            length -= len(parts[-1])
+            index, start = divmod(offset, CHUNK_BYTES)
+            part = self._part(index, start, min(length, self._length(index) - start))
+            parts.append(part)
+            offset += len(part)
+            length -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def stream(self, start: int = 0) -> Iterator[bytes]:
@@ -164,121 +175,91 @@ class BlobReader:
             yield part
             start += len(part)
 
-    def parts(self, index: int, lengths: Sequence[int]) -> Iterator[memoryview]:
-        """One chunk, cut into parts of these lengths; a part lasts until the next one is asked for.
-        That the chunk was altered is noticed before its last part is given: what was made of those
-        before may not count until then."""
-        name = self._recipe.chunks[index]
-        file, size = self._chunks.open(name)
-        with file:
-            self._check_size(index, size)
-            if isinstance(file, CachedChunkFile):  # hashed when it came, and in memory ever since
-                yield from map(file.view, lengths)
-            else:
-                yield from self._read_parts(file, name, lengths)
-
-    def _read_parts(self, file: Opened, name: str, lengths: Sequence[int]) -> Iterator[memoryview]:
-        buffer, hashed, left = memoryview(bytearray(max(lengths))), blake3(), sum(lengths)
-        for length in lengths:
-            part = buffer[:length]
-            _read_into(file, part)
-            left -= length
-            if self._checked:
-                hashed.update(part)
-                if not left and hashed.hexdigest() != name:
-                    raise altered(name, self._chunks)
-            yield part
-
     def chunk(self, index: int) -> bytes:
         """One chunk, which is not remembered."""
         data = self._chunks.get(self._recipe.chunks[index])
         self._check_size(index, len(data))
         return data
 
-    def forget(self) -> None:
-        """Let go of the remembered chunk."""
-        self._held = None
-
     def _part(self, index: int, start: int, length: int) -> bytes:
-        """So much of a chunk as is there; of one in memory, no more than that is copied."""
-        if self._held and self._held[0] == index:
-            return self._held[1][start : start + length]
-        self._held = None  # two chunks at a time are one too many
-        file, size = self._chunks.open(self._recipe.chunks[index])
-        with file:
-            if isinstance(file, CachedChunkFile):
-                self._check_size(index, size)
-                file.seek(start)
-                return file.read(length)
-            return self._part_of_file(file, index, start, length)
+        """Bytes of one chunk."""
+        if not self._last or self._last[0] != index:
+            self._last = None  # so that there is only one chunk in memory
+            self._last = (index, self.chunk(index))
+        return self._last[1][start : start + length]
 
-    def _part_of_file(self, file: Opened, index: int, start: int, length: int) -> bytes:
-        data = verified(_read(file), self._recipe.chunks[index], self._chunks)
-        self._check_size(index, len(data))
-        self._held = (index, data)
-        return data[start : start + length]
-
-    def _check_size(self, index: int, found: int) -> None:
-        if found != self._length(index):
-            raise ProtocolError(f"chunk {index} of a blob has {found} bytes, not its recipe's")
+    def _check_size(self, index: int, size: int) -> None:
+        if size != self._length(index):
+            raise ProtocolError(
+                f"chunk {index} of a blob has {size} bytes, its recipe says {self._length(index)}"
+            )
 
     def _length(self, index: int) -> int:
         return min(CHUNK_BYTES, self.size - index * CHUNK_BYTES)
 
 
 class ForwardReader(BlobReader):
-    """A file that is read from its start to its end: of a chunk on a disk only the part that is
-    asked for is in memory, and hashed as it is read. Who goes back reads its chunk again from the
-    start. That a chunk was altered is
-    noticed when all of it was read, and of the last one by `finish`: what was made of it may not
-    count until then. A chunk that came over a network stays in memory until it is forgotten."""
+    """Reads a file from its start to its end. Only what is asked for is in memory, so a chunk is
+    checked when its last byte is read, and the last chunk by `finish`: what was made of the bytes
+    may not count until then. Going back reads the chunk again from its start. Holds a file open
+    until it is closed."""
 
     def __init__(self, chunks: ChunkStore, recipe: Recipe) -> None:
         super().__init__(chunks, recipe)
-        self._index, self._hashed, self._hash = 0, 0, blake3()
+        self._file: IO[bytes] | None = None
+        self._index, self._place, self._hash = -1, 0, blake3()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def finish(self) -> None:
-        """Notice whether the chunk that was read last was altered."""
-        if 0 < self._hashed < self._length(self._index):
-            file, _ = self._chunks.open(self._recipe.chunks[self._index])
-            with file:
-                self._read_up_to(self._length(self._index), file)
+        """Check the chunk that was read last."""
+        if self._file:
+            self._skip_to(self._length(self._index))
 
-    def _part_of_file(self, file: Opened, index: int, start: int, length: int) -> bytes:
-        if not isinstance(file, FileIO):
-            return super()._part_of_file(file, index, start, length)
-        if index != self._index or start < self._hashed:
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+            self._file = None
+
+    def _part(self, index: int, start: int, length: int) -> bytes:
+        if not self._file or index != self._index:
             self.finish()
-            self._index, self._hashed, self._hash = index, 0, blake3()
-        self._read_up_to(start, file)
-        return self._read_on(min(length, self._length(index) - start), file)
+            self.close()
+            self._file, size = self._chunks.open(self._recipe.chunks[index])
+            self._index, self._place, self._hash = index, 0, blake3()
+            if size != self._length(index):
+                self.chunk(index)  # raises: it was altered, or the recipe lies about it
+        elif start < self._place:
+            self.finish()
+            self._file.seek(0)
+            self._place, self._hash = 0, blake3()
+        self._skip_to(start)
+        return self._next(length)
 
-    def _read_up_to(self, end: int, file: Opened) -> None:
-        while self._hashed < end:
-            self._read_on(min(SKIPPED_BYTES, end - self._hashed), file)
+    def _skip_to(self, place: int) -> None:
+        while self._place < place:
+            self._next(min(SKIPPED_BYTES, place - self._place))
 
-    def _read_on(self, length: int, file: Opened) -> bytes:
-        """The next bytes, from where those end that were hashed."""
-        file.seek(self._hashed)
-        data = _read(file, length)
+    def _next(self, length: int) -> bytes:
+        assert self._file, "the chunk is open"
+        data = _read(self._file, length)
         self._hash.update(data)
-        self._hashed += length
-        name, is_whole = self._recipe.chunks[self._index], self._hashed == self._length(self._index)
-        if len(data) != length or (is_whole and self._hash.hexdigest() != name):
+        self._place += len(data)
+        name, is_read = self._recipe.chunks[self._index], self._place == self._length(self._index)
+        if len(data) != length or (is_read and self._hash.hexdigest() != name):
             raise altered(name, self._chunks)
         return data
 
 
-def _read_into(file: Opened, part: memoryview) -> None:
-    while part and (count := file.readinto(part)):
-        part = part[count:]
-
-
-def _read(file: Opened, length: int = -1) -> bytes:
+def _read(file: IO[bytes], length: int) -> bytes:
     try:
         return file.read(length)
     except OSError as error:
-        raise RunError(f"a chunk cannot be read: {error.strerror}") from None
+        raise RunError(f"cannot read a chunk: {error.strerror}") from None
 
 
 def _canonical(recipe: Recipe) -> bytes:
@@ -289,5 +270,12 @@ def _check_fit(recipe: Recipe) -> None:
     needed = -(-recipe.size // CHUNK_BYTES)
     if len(recipe.chunks) != needed:
         raise ProtocolError(
-            f"a recipe for {recipe.size} bytes has {needed} chunks, not {len(recipe.chunks)}"
+            f"a recipe for {recipe.size} bytes has {len(recipe.chunks)} chunks instead of {needed}"
         )
+
+
+def _path_of_file_url(url: str) -> Path:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.strip("/"):
+        raise ConfigError(f"{url} names no folder of this machine; write file:///PATH")
+    return Path(url2pathname(parts.path))

@@ -1,7 +1,7 @@
 """Chunks as objects of S3-compatible storage. Credentials come from the usual AWS_* variables.
 
-Workers put and get objects themselves, by presigned URLs; where the coordinator reaches the storage
-at another address than they do, the URLs are signed for theirs (`public`).
+Workers put and get objects themselves, by presigned URLs. If workers reach the storage at another
+address than the coordinator, the URLs are signed for that one (`public`).
 """
 
 import re
@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from io import BytesIO
-from tempfile import SpooledTemporaryFile
-from typing import TYPE_CHECKING, Literal, Self
+from tempfile import SpooledTemporaryFile, TemporaryFile, gettempdir
+from typing import IO, TYPE_CHECKING, Literal, Self
 from urllib.parse import parse_qs, urlsplit
 
 from blocktrain.errors import (
@@ -28,8 +27,8 @@ from blocktrain.protocol.messages import CHUNK_BYTES
 from blocktrain.storage.chunks import (
     NAME,
     Buffer,
-    checked_incoming,
-    checked_name_of,
+    check_size,
+    checked_name,
     name_of,
     not_found,
     place_of,
@@ -40,9 +39,9 @@ if TYPE_CHECKING:
     from obstore.store import S3Config, S3Store
 
 UPLOAD = re.compile(r"[0-9A-Za-z_-]{1,128}")
-REQUESTS = 16  # at a time, for one question about many chunks
-UPLOADS = threading.Semaphore(8)  # chunks whole in memory on their way to the store
-SPOOL_BYTES = 64 * 1024  # of a chunk on its way in; more of it is on disk
+REQUESTS = 16  # at a time, to look up many chunks
+UPLOADS = threading.Semaphore(8)  # chunks that are in memory as a whole, to be uploaded
+SPOOL_BYTES = 64 * 1024  # of an incoming chunk in memory; the rest is on disk
 OPTIONS = ("endpoint", "public", "region")
 
 
@@ -61,7 +60,7 @@ def open_s3(url: str) -> "S3Chunks":
 
 
 class S3Chunks:
-    takes_from_anyone = True
+    has_presigned_urls = True
 
     def __init__(
         self,
@@ -79,29 +78,34 @@ class S3Chunks:
         return self._name
 
     def put(self, data: Buffer, name: str | None = None) -> str:
-        name = checked_name_of(data, name)
-        with self._translated():
+        check_size(len(data))
+        name = name or name_of(data)
+        with self._errors():
             self._store.put(place_of(name), data, use_multipart=False)
         return name
 
-    def incoming(self, of: int | None = None) -> "_IncomingObject":
+    def incoming(self) -> "_IncomingObject":
         return _IncomingObject(self)
 
-    def open(self, name: str) -> tuple[BytesIO, int]:
+    def open(self, name: str) -> tuple[IO[bytes], int]:
         data = self.get(name)
-        return BytesIO(data), len(data)
+        file = TemporaryFile()  # noqa: SIM115  the caller closes it
+        with _disk_errors():
+            file.write(data)
+            file.seek(0)
+        return file, len(data)
 
     def get(self, name: str) -> bytes:
         data = self._read(place_of(name), name, CHUNK_BYTES)
         if data is None:
-            raise CorruptFileError(f"chunk {name} in {self} was altered: it is too long")
+            raise CorruptFileError(f"chunk {name} in {self} was altered: it is longer than a chunk")
         return verified(data, name, self)
 
     def has(self, names: Iterable[str]) -> set[str]:
-        asked = list(set(names))
-        with ThreadPoolExecutor(max(1, min(REQUESTS, len(asked)))) as pool:
-            there = pool.map(lambda name: self._size(place_of(name)) is not None, asked)
-            return {name for name, found in zip(asked, there, strict=True) if found}
+        unique = list(set(names))
+        with ThreadPoolExecutor(max(1, min(REQUESTS, len(unique)))) as pool:
+            sizes = pool.map(lambda name: self._size(place_of(name)), unique)
+            return {name for name, size in zip(unique, sizes, strict=True) if size is not None}
 
     def delete(self, name: str) -> None:
         self._delete([place_of(name)])
@@ -119,17 +123,17 @@ class S3Chunks:
         return self._sign("PUT", _quarantined(upload, name), seconds)
 
     def admit(self, upload: str, name: str, size: int) -> bool:
-        waiting = _quarantined(upload, name)
-        found = self._size(waiting)
-        if found is None:
+        uploaded = _quarantined(upload, name)
+        uploaded_size = self._size(uploaded)
+        if uploaded_size is None:
             return name in self.has([name])
-        # Whoever has the URL can still change what waits there. What is checked is a copy that
+        # The uploader can still change the object through its URL. What is checked is a copy that
         # no URL reaches.
-        held = f"{waiting}-{secrets.token_hex(16)}"
+        copy = f"{uploaded}-{secrets.token_hex(16)}"
         try:
-            return found == size <= CHUNK_BYTES and self._admit(waiting, held, name, size)
+            return uploaded_size == size <= CHUNK_BYTES and self._admit(uploaded, copy, name, size)
         finally:
-            self._delete([waiting, held])
+            self._delete([uploaded, copy])
 
     def clear_quarantine(self, upload: str) -> None:
         _check_upload(upload)
@@ -139,59 +143,59 @@ class S3Chunks:
         listed = self._list("quarantine")
         self._delete([path for path, changed in listed if changed < before])
 
-    def _admit(self, waiting: str, held: str, name: str, size: int) -> bool:
+    def _admit(self, uploaded: str, copy: str, name: str, size: int) -> bool:
         try:
-            with self._translated(name):
-                self._store.copy(waiting, held)
-            data = self._read(held, name, size)
+            with self._errors(name):
+                self._store.copy(uploaded, copy)
+            data = self._read(copy, name, size)
             if data is None or name_of(data) != name:
                 return False
-            with self._translated(name):
-                self._store.copy(held, place_of(name))
-        except NotFoundError:  # somebody else admitted or removed it meanwhile
+            with self._errors(name):
+                self._store.copy(copy, place_of(name))
+        except NotFoundError:  # another request admitted or removed it meanwhile
             return name in self.has([name])
         return True
 
     def _read(self, path: str, name: str, most: int) -> bytes | None:
-        """An object's bytes; None, unread, where there are more than that."""
-        with self._translated(name):
+        """An object's bytes; None, without reading it, if there are more than `most`."""
+        with self._errors(name):
             result = self._store.get(path)
             return bytes(result.bytes()) if result.meta["size"] <= most else None
 
     def _size(self, path: str) -> int | None:
         try:
-            with self._translated(path):
+            with self._errors(path):
                 return self._store.head(path)["size"]
         except NotFoundError:
             return None
 
     def _list(self, prefix: str | None) -> Iterator[tuple[str, float]]:
-        with self._translated():
+        with self._errors():
             for batch in self._store.list(prefix, chunk_size=1000):
                 for entry in batch:
                     yield entry["path"], entry["last_modified"].timestamp()
 
     def _delete(self, paths: list[str]) -> None:
         if paths:
-            with self._translated():
+            with self._errors():
                 self._store.delete(paths)
 
     def _sign(self, method: Literal["GET", "PUT"], path: str, seconds: int) -> str:
         import obstore
 
-        with self._translated():
+        with self._errors():
             url: str = obstore.sign(self._signing, method, path, timedelta(seconds=seconds))
         return url
 
     @contextmanager
-    def _translated(self, wanted: str | None = None) -> Iterator[None]:
+    def _errors(self, name: str | None = None) -> Iterator[None]:
         from obstore import exceptions
 
         refusals = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
         try:
             yield
         except FileNotFoundError:
-            raise not_found(wanted, self) if wanted else ConfigError(f"no bucket {self}") from None
+            raise not_found(name, self) if name else ConfigError(f"no bucket {self}") from None
         except refusals:
             raise ConfigError(
                 f"{self} refuses these credentials; see AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
@@ -202,7 +206,7 @@ class S3Chunks:
 
 
 class _IncomingObject:
-    """On disk while it comes: a slow line takes up no memory."""
+    """On disk while it arrives, so that a slow line takes up no memory."""
 
     def __init__(self, store: S3Chunks) -> None:
         self.size = 0
@@ -216,17 +220,25 @@ class _IncomingObject:
         self._arrived.close()
 
     def write(self, part: Buffer) -> None:
+        check_size(self.size + len(part))
         self.size += len(part)
-        try:
+        with _disk_errors():
             self._arrived.write(part)
-        except OSError as error:
-            raise RunError(f"no room for a chunk on its way in: {error.strerror}") from None
 
     def keep(self, name: str | None = None) -> str:
         with UPLOADS:
             self._arrived.seek(0)
             data = self._arrived.read()
-            return self._store.put(data, checked_incoming(name_of(data), name))
+            return self._store.put(data, checked_name(name_of(data), name))
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Chunks pass through temporary files on their way in and out."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{gettempdir()} has no room for a chunk: {error.strerror}") from None
 
 
 def _store(bucket: str, prefix: str, endpoint: str | None, region: str | None) -> "S3Store":

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
 
-from blocktrain.codec.frames import top_k_of_final_update
+from blocktrain.codec import registry
+from blocktrain.codec.registry import Codec
 from blocktrain.config import SwarmConfig, TrainConfig
 from blocktrain.swarm.state import BlockView, UpdateView
 
+MOST_MERGED = 256  # updates in one merge, which keeps their files open
 QUORUM_LEASES = 2.0  # lease times that the first update waits for a quorum
 
 Update = TypeVar("Update", bound=UpdateView)
@@ -61,8 +63,8 @@ def effective_base(base_version: int, continued_into: int | None) -> int:
 
 
 def due_updates(block: BlockView[Update], swarm: SwarmConfig, now: float) -> Sequence[Update]:
-    """The updates to merge now: all that are pending, or none while it is better to wait."""
-    return block.pending if now >= due_at(block, swarm) else ()
+    """The updates to merge now: those that are pending, or none while it is better to wait."""
+    return block.pending[:MOST_MERGED] if now >= due_at(block, swarm) else ()
 
 
 def due_at(block: BlockView[UpdateView], swarm: SwarmConfig) -> float:
@@ -116,13 +118,10 @@ def makes_last_version(block: BlockView[Any], updates: Sequence[UpdateView]) -> 
     return merged == block.total_batches
 
 
-def top_k_down(swarm: SwarmConfig, block: BlockView[Any], updates: int) -> int:
-    """How many of every 4096 numbers a sparse delta between versions keeps: enough for all that
-    its updates contain, or what the run's settings say. Once all text is handed out, updates are
-    final updates, which contain more."""
-    if block.to_hand_out == 0:
-        return top_k_of_final_update(swarm.top_k_per_4096 * updates)
-    return swarm.top_k_per_4096_down or min(swarm.top_k_per_4096 * updates, 4096)
+def delta_codec(swarm: SwarmConfig, block: BlockView[Any], updates: int) -> Codec | None:
+    """The codec of the delta to a version made of this many updates. Once all text is handed out,
+    they are the final updates of their workers, which contain more."""
+    return registry.delta_codec(swarm, updates, final=block.to_hand_out == 0)
 
 
 def useful_deltas(sizes: Mapping[int, int], whole: int) -> set[int]:

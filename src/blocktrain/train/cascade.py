@@ -1,8 +1,9 @@
-"""The blocks before this one, frozen: bytes in, features out, forward only.
+"""The frozen blocks before a block of a cascade: ids in, features out, forward only.
 
-Held in bf16 or int8 without gradients, optimizer state, tails or heads. They are snapshots: newer
-versions are taken over when the trainer looks for them, and in between the block trains on
-features that are some steps stale.
+They are stored in bf16 or int8, without gradients, optimizer state, tails and heads. They are
+snapshots: every so many steps the trainer looks for newer versions, and until then the block trains
+on features that are some steps stale. A feature cache computes them ahead, so that the blocks
+before leave memory.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,22 +21,23 @@ from blocktrain.errors import ConfigError, RunError
 from blocktrain.model.causal import Trunk
 from blocktrain.model.int8 import Int8Linear, in_8_bits
 from blocktrain.model.stack import initial_block
-from blocktrain.storage.run_dir import RunDir, Tensors
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import Compute
 
 
 class Published(Protocol):
-    """Where the newest version of every block is to be had."""
+    """A source of the newest version of every block."""
 
     def version(self, block: int) -> int | None:
-        """The step it stands at; None where there is nothing but what the seed gives."""
+        """The step of the newest version; None if there is only the seed's untrained block."""
         ...
 
     def weights(self, block: int) -> Mapping[str, Tensor]: ...
 
 
 class Prefix(nn.Module):
-    """Blocks 0 to count - 1; untrained until they are refreshed."""
+    """The trunks of blocks 0 to count - 1; untrained until they are refreshed."""
 
     def __init__(self, config: Config, count: int, compute: Compute) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class Prefix(nn.Module):
         self._compute, self._compiles = compute, config.train.compile
 
     def refresh(self, published: Published) -> None:
-        """Take over what is published, where it is another version than what is held."""
+        """Load the weights of blocks that have a newer version."""
         for block, trunk in enumerate(self.trunks):
             version = published.version(block)
             if version != self.versions[block]:
@@ -66,7 +68,7 @@ class Prefix(nn.Module):
 
 @torch.no_grad()
 def take_weights(trunk: Trunk, weights: Mapping[str, Tensor]) -> None:
-    """Copy what the trunk needs of a block's weights, in the number type it holds."""
+    """Copy the weights that the trunk needs of a block, in the trunk's number type."""
     for name, parameter in trunk.named_parameters():
         parameter.copy_(weights[name])
     for name, module in trunk.named_modules():
@@ -76,7 +78,7 @@ def take_weights(trunk: Trunk, weights: Mapping[str, Tensor]) -> None:
 
 def _frozen_trunk(config: Config, block: int, compute: Compute) -> Trunk:
     start = initial_block(config, block)
-    trunk = Trunk(config.model, config.depths[block], reads_bytes=block == 0)
+    trunk = Trunk(config, block)
     if config.objective.frozen == "int8":
         in_8_bits(trunk)
     trunk.requires_grad_(False)
@@ -87,17 +89,19 @@ def _frozen_trunk(config: Config, block: int, compute: Compute) -> Trunk:
 
 
 def _rounded(trunk: Trunk) -> Trunk:
-    """Parameters to bf16; scales and rotary tables stay exact."""
+    """Round parameters to bf16; scales and rotary tables stay exact."""
     for parameter in trunk.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     return trunk
 
 
-WARM_START = -1  # the version of a block that has none yet but does not start from nothing
+WARM_START = -1  # the version of a block that has none of its own but starts from another run's
 READ_ATTEMPTS = 5
 
 
 class PublishedRun:
+    """The versions of blocks that a run on this machine has saved."""
+
     def __init__(self, run: RunDir) -> None:
         self.run = run
 
@@ -114,7 +118,7 @@ class PublishedRun:
         return _tensors(self._current(block))
 
     def _current(self, block: int) -> Tensors:
-        """A process that trains the block may replace the file between our looking and reading."""
+        """Read again if a process that trains the block replaced the file after it was chosen."""
         for _ in range(READ_ATTEMPTS - 1):
             try:
                 return self.run.block(block).load_weights()
@@ -134,7 +138,7 @@ FILE = "features.bin"
 
 
 def cache_bytes(config: Config) -> int:
-    """What one worker's cache takes when it is full."""
+    """Bytes of one worker's cache."""
     objective = config.objective
     reads = config.kind.reads_predecessors and config.block_count > 1
     if not reads or objective.feature_cache == "off":
@@ -143,8 +147,10 @@ def cache_bytes(config: Config) -> int:
 
 
 class FeatureCache:
+    """The features of the steps up to the next refresh, in bf16."""
+
     def __init__(self, config: Config, path: Path | None) -> None:
-        """In the file at path, or in RAM where there is none."""
+        """In the file at `path`, or in RAM if that is None."""
         self._steps = range(0)
         self._path = path
         self._shape = (_steps(config), *_shape(config))
@@ -156,7 +162,7 @@ class FeatureCache:
         return row.view(torch.bfloat16)
 
     def fill(self, steps: range, compute: Callable[[int], Tensor]) -> None:
-        """Compute and keep the features of these steps, and of no others."""
+        """Compute and store the features of these steps, in place of all others."""
         if self._rows is None:
             self._rows = self._new_rows()
         for index, step in enumerate(steps):
@@ -165,7 +171,7 @@ class FeatureCache:
         self._steps = steps
 
     def close(self) -> None:
-        """Give the memory, or the file, back."""
+        """Free the memory or remove the file."""
         self._steps = range(0)
         self._rows = None
         if self._path:
@@ -183,7 +189,9 @@ def new_cache(config: Config, folder: Path | None) -> FeatureCache | None:
     if where == "off":
         return None
     if where == "disk" and folder is None:
-        raise ConfigError("objective.feature_cache = disk needs a run directory to lie in")
+        raise ConfigError(
+            "objective.feature_cache = disk needs a run directory for its file; use ram instead"
+        )
     return FeatureCache(config, folder / FILE if folder and where == "disk" else None)
 
 
@@ -196,6 +204,8 @@ def _shape(config: Config) -> tuple[int, int, int]:
 
 
 class Predecessors:
+    """What a block reads at each step: features of the blocks before it."""
+
     def __init__(
         self,
         config: Config,
@@ -212,30 +222,31 @@ class Predecessors:
         self._prefix: Prefix | None = None
         self._cache = new_cache(config, folder)
 
-    def features(self, step: int) -> Tensor:
-        """What the blocks before make of the context of one step."""
+    def features(self, step: int, context_BT: Tensor) -> Tensor:
+        """The features of a step's context, which is on the device already."""
         if step >= self._next_look:
             self._look(step)
         if self._cache:
             return self._cache[step].to(self.compute.device)
         assert self._prefix
-        return self._prefix.features(self._context(step))
+        return self._prefix.features(context_BT)
 
     def look_now(self) -> None:
-        """Take over newer versions before the next step, whenever the last look was."""
+        """Look for newer versions at the next step, even if that is not due yet."""
         self._next_look = 0
 
     def prefix(self) -> Prefix:
-        """The blocks before as they are held, or where they are not, the newest."""
+        """The blocks before as they were last loaded; the newest if a cache replaced them."""
         return self._prefix or self._newest()
 
     def close(self) -> None:
+        """Free a feature cache; the next step looks for newer versions again."""
         self._next_look = 0
         if self._cache:
             self._cache.close()
 
     def _look(self, step: int) -> None:
-        """Take over newer versions; with a cache, use them now for every step until next time."""
+        """Load newer versions; fill a cache with the features of all steps up to the next look."""
         prefix = self._newest()
         self.versions = prefix.versions
         every = self.config.objective.refresh_every
@@ -252,4 +263,6 @@ class Predecessors:
         return prefix
 
     def _context(self, step: int) -> Tensor:
-        return torch.tensor(shifted(self.windows[step])).to(self.compute.device)
+        return torch.tensor(shifted(self.windows[step], self.config.vocabulary)).to(
+            self.compute.device
+        )

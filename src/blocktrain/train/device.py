@@ -1,15 +1,16 @@
-"""Which device and number type a run computes with here, and whether it is compiled for it."""
+"""The device and number type that a run computes with here; compiled steps and CUDA graphs."""
 
 import gc
 import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,20 +33,20 @@ class Compute:
 
     @property
     def compiles(self) -> bool:
-        """Whether compiling is faster, and this machine can do it: a CPU gains nothing, and a GPU
-        needs Triton, which needs a C compiler."""
+        """Whether compiling is faster and possible here: a CPU gains nothing, and a GPU needs
+        Triton, which needs a C compiler."""
         return self.device.type == "cuda" and _has_triton()
 
     def compiled(self, module: nn.Module) -> nn.Module:
-        """The module as torch.compile has it, where there is anything to gain."""
+        """The module, compiled if that is faster and possible here."""
         if not self.compiles:
             return module
         compiled: nn.Module = torch.compile(module)  # type: ignore[assignment]
         return compiled
 
     def seed(self, seed: int) -> None:
-        """Seed the device's own generator. torch.manual_seed seeds every device there could be,
-        which costs more than a small model's forward pass."""
+        """Seed the generator of this device alone: torch.manual_seed seeds those of all devices,
+        which takes longer than a small model's forward pass."""
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
         elif self.device.type == "mps":
@@ -80,7 +81,7 @@ def _device(name: str) -> torch.device:
 
 @cache
 def _has_triton() -> bool:
-    """Its own parts are compiled where it is used, with Python's headers."""
+    """Triton compiles its launcher at run time, against Python's headers."""
     compilers = (os.environ.get("CC", ""), "gcc", "clang")
     headers = Path(sysconfig.get_path("include"), "Python.h")
     has_compiler = headers.exists() and any(map(shutil.which, compilers))
@@ -90,18 +91,20 @@ def _has_triton() -> bool:
 def _fast_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # Without matrix units for it, bf16 on a CPU is no faster than fp32.
-    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())
+    # Without matrix units for it, bf16 on a CPU is no faster than fp32. A torch before
+    # get_capabilities is taken to have none.
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return device.type == "cpu" and bool(capabilities.get("amx_tile"))
 
 
-EAGER_STEPS = 3  # libraries allocate and choose algorithms in the first steps; capture after
+EAGER_STEPS = 3  # in the first steps libraries allocate memory and choose algorithms
 
 
 class GraphedStep:
-    """Runs a few steps as they come, then captures one and replays it ever after.
+    """Runs a few steps eagerly, then captures one as a CUDA graph and replays it.
 
-    The step is handed in at every call, not kept: a trainer that held something that holds the
-    trainer would keep its memory until the garbage collector comes by.
+    It is given the step at every call and holds no reference to it: a reference cycle with the
+    trainer would keep the trainer's memory until the garbage collector runs.
     """
 
     def __init__(self) -> None:
@@ -117,12 +120,12 @@ class GraphedStep:
         if self._graph is None:
             self._capture(step, batch)
         assert self._graph and self._inputs
-        for held, new in zip(self._inputs, batch, strict=True):
-            held.copy_(new, non_blocking=True)
+        for captured, new in zip(self._inputs, batch, strict=True):
+            captured.copy_(new, non_blocking=True)
         self._graph.replay()
 
     def _capture(self, step: Callable[[Batch], None], batch: Batch) -> None:
-        """Record a step on buffers of its own; recording runs nothing, so no step is lost."""
+        """Record a step on input buffers of the graph; recording computes nothing."""
         self._inputs = Batch(*(part.clone() for part in batch))
         self._graph = torch.cuda.CUDAGraph()
         with _no_collection(), torch.cuda.graph(self._graph):
@@ -130,7 +133,7 @@ class GraphedStep:
 
 
 def _on_side_stream(step: Callable[[Batch], None], batch: Batch) -> None:
-    """Steps that warm up for a capture may not run on the default stream."""
+    """Steps before a capture must not run on the default stream."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -140,7 +143,7 @@ def _on_side_stream(step: Callable[[Batch], None], batch: Batch) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Freeing an earlier model's device memory in the middle of a capture would spoil it."""
+    """Without garbage collection: freeing device memory during a capture would break it."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""How fast devices train: sustained bf16 FLOP/s at these widths, not the datasheet's peak."""
+"""What a run needs, before it starts: parameters, memory, arithmetic and traffic per worker."""
 
 import math
 from dataclasses import dataclass
@@ -6,13 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from blocktrain.codec.frames import codec_named, largest_encoded_size
+from blocktrain.codec.frames import largest_encoded_size
+from blocktrain.codec.registry import delta_codec, update_codec
 from blocktrain.config import Config
+from blocktrain.model.block import layer_class
 from blocktrain.model.stack import new_block
 from blocktrain.train.cascade import cache_bytes
 from blocktrain.train.optimizer import moment_shapes
-from blocktrain.vocabulary import BYTES
 
+# Sustained bf16 FLOP/s of devices at these widths, not the peak of their data sheets.
 FLOPS = {
     "laptop-cpu": 1.0e11,
     "server-cpu": 1.0e12,
@@ -35,14 +37,14 @@ class Estimate:
     end_to_end_parameters: int
     fixed_bytes_per_worker: int
     activation_bytes_per_worker: int
-    feature_cache_bytes: int  # in RAM or on disk, beside the memory of the device
+    feature_cache_bytes: int  # in RAM or on disk, not in the memory of the device
     flops_per_step: float
     wire_bytes_per_round: int
     steps: int
     bytes_per_block: int
 
     def seconds(self, flops_per_s: float) -> float:
-        """Time for one worker to train one block to the end."""
+        """Time in which one worker trains one block to the end."""
         return self.flops_per_step * self.steps / flops_per_s
 
     @property
@@ -51,7 +53,7 @@ class Estimate:
 
 
 def estimate(config: Config) -> Estimate:
-    """For the worker that has the most to do: in a cascade they differ."""
+    """For the worker with the most to do; in a cascade blocks differ."""
     blocks = [_on_meta(config, index) for index in range(config.block_count)]
     end_to_end = _on_meta(config.end_to_end(), 0)
     largest = max(map(_count, blocks))
@@ -69,22 +71,19 @@ def estimate(config: Config) -> Estimate:
         flops_per_step=max(_flops_per_step(config, blocks, index) for index in range(len(blocks))),
         wire_bytes_per_round=_wire_bytes(config, largest),
         steps=config.train.steps,
-        bytes_per_block=config.train.steps * config.train.batch * config.model.window,
+        bytes_per_block=config.train.steps * config.bytes_per_step,
     )
 
 
 def _wire_bytes(config: Config, numbers: int) -> int:
-    """Of an update up and a version down that a quorum made, for a worker that has the version
-    before."""
+    """Bytes of an update up and a version's delta down, if a quorum's updates make the version."""
     swarm = config.swarm
-    up = swarm.top_k_per_4096
-    down = swarm.top_k_per_4096_down or min(up * swarm.quorum, 4096)
-    codecs = (codec_named(swarm.codec, top_k) for top_k in (up, down))
+    codecs = (update_codec(swarm), delta_codec(swarm, swarm.quorum))
     return sum(largest_encoded_size(codec, numbers) if codec else 4 * numbers for codec in codecs)
 
 
 def memory_of(config: Config, index: int) -> int:
-    """What one block's worker needs: in a cascade they differ."""
+    """Memory of a worker that trains this block; in a cascade blocks differ."""
     blocks = [_on_meta(config, index) for index in range(config.block_count)]
     return _fixed_bytes(config, blocks, index) + _activation_bytes(
         config, index, _count(blocks[index])
@@ -110,12 +109,12 @@ def _positions(config: Config) -> int:
 
 
 def _before(config: Config, index: int) -> int:
-    """Frozen layers a worker runs before its own."""
+    """Frozen layers that run before a worker's own."""
     return sum(config.depths[:index]) if config.kind.reads_predecessors else 0
 
 
 def _fixed_bytes(config: Config, blocks: list[nn.Module], index: int) -> int:
-    """Weights, gradients and moments of the worker's own, and the frozen weights before them."""
+    """Weights, gradients and moments of the block, and the weights of frozen blocks before it."""
     moments = sum(
         math.prod(shape) for shape in moment_shapes(blocks[index], config.train).values() if shape
     )
@@ -132,28 +131,28 @@ def _trunk_parameters(block: nn.Module) -> int:
 
 
 def stream_layers(config: Config, index: int) -> int:
-    """Layers times streams that are trained: a denoising block has two streams, but in its last
-    layer only one runs in full."""
+    """Layers times streams that are trained; in the last layer only one stream runs in full."""
     layers = config.depths[index] + config.tail_layers(index)
-    return 2 * layers - 1 if config.kind.denoises else layers
+    return config.kind.streams * (layers - 1) + 1
 
 
 def _activation_bytes(config: Config, index: int, parameters: int) -> int:
-    """What the backward pass keeps: about 8 + 3 x mlp_ratio widths per stream and layer.
+    """What the backward pass keeps of each stream and layer, logits, and weights in bf16.
 
-    With layers recomputed, only their inputs stay, and one layer at a time in full; a second
-    stream, without keys and values of its own, adds about half of one.
+    If layers are recomputed, only their inputs stay, and one layer at a time in full; a second
+    stream, which has no keys and values of its own, adds about half of that.
     """
     model = config.model
     element = 4 if config.train.precision == "fp32" else 2
     streams = stream_layers(config, index)
-    widths = streams * (8 + 3 * model.mlp_ratio)
+    per_layer = layer_class(model).costs(model).activations
+    numbers = streams * per_layer
     if config.train.checkpoint_layers:
-        at_once = 1.5 if config.kind.denoises else 1.0
-        widths = streams + at_once * (8 + 3 * model.mlp_ratio)
-    logits = 4 * BYTES * 4
+        at_once = 1.5 if config.kind.streams > 1 else 1.0
+        numbers = streams * model.width + at_once * per_layer
+    logits = 4 * config.vocabulary.size * 4
     weights_in_bf16 = parameters * 2 if element == 2 else 0
-    return int(_positions(config) * (widths * model.width * element + logits)) + weights_in_bf16
+    return int(_positions(config) * (numbers * element + logits)) + weights_in_bf16
 
 
 def _flops_per_step(config: Config, blocks: list[nn.Module], index: int) -> float:
@@ -164,17 +163,15 @@ def _flops_per_step(config: Config, blocks: list[nn.Module], index: int) -> floa
     streams = stream_layers(config, index)
     layers = config.depths[index] + config.tail_layers(index)
     per_layer = _per_layer(blocks[index])
-    attention = model.width * model.window  # causal: half of T keys, two products
-    # Keys and values are computed by the clean stream alone.
-    kv = 2 * model.width**2
-    own = streams * (per_layer - kv + attention) + layers * kv
-    frozen = _before(config, index) * (per_layer + attention) / 3
+    costs = layer_class(model).costs(model)
+    own = streams * (per_layer - costs.context + costs.attention) + layers * costs.context
+    frozen = _before(config, index) * (per_layer + costs.attention) / 3
     return float(6 * positions * (own + frozen + _outside_layers(config)))
 
 
 def _outside_layers(config: Config) -> int:
     """Weights of the products around the layers: the head, or z in and F out with the table."""
-    width = config.model.width
+    width, tokens = config.model.width, config.vocabulary.size
     if not config.kind.denoises:
-        return BYTES * width
-    return 2 * BYTES * width + 3 * BYTES * config.objective.target_dim
+        return tokens * width
+    return 2 * tokens * width + 3 * tokens * config.objective.target_dim

@@ -1,8 +1,8 @@
-"""An honest cross entropy: teacher-forced context, z started from nothing it could copy.
+"""An honest cross entropy: the context is teacher-forced, and z starts without the target in it.
 
-Scores non-overlapping windows, every byte predicted once, and names the windows by a digest so
-that only scores on the same bytes are ever compared. Per start (`mean`, `noise`), per block and
-per readout; noise starts also as the mixture over K draws.
+Scores non-overlapping windows, in which every token is predicted once, and names the windows by a
+digest, so that scores are only compared if they are of the same text. There is a score per start
+(`mean`, `noise`), per block and per readout, and for noise starts also of the mixture over K draws.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from blocktrain.config import Config
 from blocktrain.data.corpus import Bytes
 from blocktrain.data.windows import Ids, evaluation_windows, shifted
 from blocktrain.model import readout
-from blocktrain.model.block import target_table
+from blocktrain.model.block import run_targets
 from blocktrain.model.denoising import NoiseLevel
 from blocktrain.model.stack import DenoisingStack, Stack
 from blocktrain.numerics.noise import precondition
@@ -26,7 +26,7 @@ from blocktrain.train.cascade import Prefix
 
 Reading = tuple[str, str, int]  # start, readout, draws
 
-NO_START = "none"  # where no z is handed on
+NO_START = "none"  # of models whose blocks hand on no z
 POSITIONS_PER_BATCH = 1 << 15
 FITTED_BYTES = 1 << 16
 
@@ -61,8 +61,8 @@ class Evaluation:
 
     @property
     def default(self) -> ModelScore:
-        """The reading a user gets when none is named: product, from the mean where there is a
-        start; or the one there is."""
+        """The reading that users get by default: product, from the mean start if there are starts;
+        otherwise the only one."""
         for score in self.scores:
             if score.readout == "product" and score.start in ("mean", NO_START):
                 return score
@@ -102,13 +102,16 @@ def evaluate(
 
 
 def fit_product_weights(stack: Stack, valid: Bytes) -> list[float]:
-    """Weights of the product that suit the start of valid best; never fit on what is reported."""
+    """Weights of the product that fit the beginning of valid best; never fit them on the windows
+    whose score is reported."""
     window = stack.config.model.window
     windows = evaluation_windows(valid, window, max(1, FITTED_BYTES // window))
     log_probs: list[list[Tensor]] = []
     targets: list[Tensor] = []
     for batch in _batches(windows):
-        log_probs.append(stack.log_probs(to_device(shifted(batch), stack.device)))
+        log_probs.append(
+            stack.log_probs(to_device(shifted(batch, stack.config.vocabulary), stack.device))
+        )
         targets.append(to_device(batch, stack.device))
     blocks = [torch.cat(parts) for parts in zip(*log_probs, strict=True)]
     return readout.fit_weights(blocks, torch.cat(targets))
@@ -118,31 +121,34 @@ def fit_product_weights(stack: Stack, valid: Bytes) -> list[float]:
 def solo_ce(
     config: Config, block: int, module: nn.Module, windows: Bytes, prefix: Prefix | None = None
 ) -> float:
-    """One block's honest score by itself. A denoising block is asked at its own highest sigma, z
-    at the mean; a block of a cascade reads the blocks before it and predicts through its tail."""
+    """The cross entropy of one block alone. A denoising block starts from the mean at its own
+    highest sigma; a block of a cascade reads the blocks before it and predicts through its tail."""
     module.eval()
     device = next(module.parameters()).device
     if not config.kind.denoises:
-        return _causal_ce(module, windows, prefix, device)
-    target_dim = config.objective.target_dim
-    table = target_table(config.train.seed, target_dim).to(device)
+        return _causal_ce(config, module, windows, prefix, device)
+    table = run_targets(config, device)
     sigma = config.partition().owned_range(block)[1]
     level = precondition(sigma, config.objective.sigma_data)
     total = 0.0
     for batch in _batches(windows):
-        ids = to_device(shifted(batch), device)
-        z = torch.zeros(*ids.shape, target_dim, device=device)
+        ids = to_device(shifted(batch, config.vocabulary), device)
+        z = torch.zeros(*ids.shape, config.state_width, device=device)
         logits = module(ids, z, NoiseLevel.constant(level, len(ids), device), table)
         total += _summed_ce(logits, batch)
     return total / windows.size
 
 
 def _causal_ce(
-    module: nn.Module, windows: Bytes, prefix: Prefix | None, device: torch.device
+    config: Config,
+    module: nn.Module,
+    windows: Bytes,
+    prefix: Prefix | None,
+    device: torch.device,
 ) -> float:
     total = 0.0
     for batch in _batches(windows):
-        ids = to_device(shifted(batch), device)
+        ids = to_device(shifted(batch, config.vocabulary), device)
         total += _summed_ce(module(prefix(ids) if prefix else ids), batch)
     return total / windows.size
 
@@ -155,7 +161,7 @@ def _summed_ce(logits: Tensor, batch: Bytes) -> float:
 def _readings(
     stack: Stack, batch: Bytes, seeds: list[int], weights: list[float] | None
 ) -> list[tuple[Reading, Tensor]]:
-    ids = to_device(shifted(batch), stack.device)
+    ids = to_device(shifted(batch, stack.config.vocabulary), stack.device)
     if not isinstance(stack, DenoisingStack):
         return _causal_readings(stack.log_probs(ids), weights)
     contexts = stack.read_contexts(ids)
@@ -194,15 +200,15 @@ def _causal_readings(
 
 
 def _agreed(readings: list[tuple[Reading, Tensor]]) -> int:
-    """Positions where the first block's likeliest byte is the last block's: what a draft by the
-    first block alone would get right."""
-    found: dict[str, Tensor] = {}
+    """Positions at which the first and the last block agree on the likeliest token: drafts of the
+    first block that the model would accept."""
+    likeliest: dict[str, Tensor] = {}
     for (start, name, _), log_probs in readings:
         if start in ("mean", NO_START) and name in ("block 0", "final"):
-            found[name] = log_probs.argmax(dim=-1)
-    if len(found) < 2:
+            likeliest[name] = log_probs.argmax(dim=-1)
+    if len(likeliest) < 2:
         return 0
-    return int((found["block 0"] == found["final"]).sum())
+    return int((likeliest["block 0"] == likeliest["final"]).sum())
 
 
 def _named(blocks: list[Tensor]) -> list[tuple[str, Tensor]]:

@@ -1,5 +1,6 @@
-"""Version 0 of every block, as files: made once, in a process of its own, because a coordinator
-never loads torch.
+"""Writes version 0 of every block of a new run to files.
+
+A coordinator, which never loads torch, runs this once in another process:
 
     python -m blocktrain.train.initial_weights CONFIG FOLDER
 """
@@ -12,7 +13,7 @@ from blocktrain.errors import BlocktrainError
 from blocktrain.model.stack import initial_block
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.storage.tensor_file import encode
-from blocktrain.train.assemble import load_block
+from blocktrain.train.loading import load_block
 
 
 def write_first_weights(config_path: Path, folder: Path) -> None:

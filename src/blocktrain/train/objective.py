@@ -1,6 +1,6 @@
-"""What a block learns by: the same next-byte target, through a loss of its own.
+"""What a block learns by: the next token as the target, through a loss of its own.
 
-An objective turns a batch of target bytes into a loss for one block. Its randomness (noise
+An objective turns a batch of target tokens into a loss for one block. Its randomness (noise
 levels, noise, hidden context) comes from a seed per step, so that a step can be repeated
 anywhere. Knows nothing of optimizers, files or clocks.
 """
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from blocktrain.config import Config
 from blocktrain.data.corpus import Bytes
 from blocktrain.data.windows import Ids, shifted
-from blocktrain.model.block import target_table
+from blocktrain.model.block import run_targets
 from blocktrain.model.denoising import NoiseLevel
 from blocktrain.numerics.noise import mean_weight, precondition
-from blocktrain.vocabulary import BYTES, MASK
+from blocktrain.vocabulary import Vocabulary
 
-WRONG_BYTES_RATE = 0.3  # of the bytes after the cut, in a sequence whose context is corrupted
+WRONG_RATE = 0.3  # share of wrong tokens after the cut, in a sequence with a corrupted context
 
 
 class Loss(NamedTuple):
@@ -52,15 +52,19 @@ class Objective(Protocol):
         ...
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """Device work only, nothing that waits for the host: a CUDA graph can hold it."""
+        """Only work on the device, nothing that waits for the host: a CUDA graph can contain it."""
         ...
 
 
 class NextByte:
-    """The plain loss: of end-to-end training, and of every block of a cascade."""
+    """The plain cross entropy, for end-to-end training and every block of a cascade."""
+
+    def __init__(self, config: Config) -> None:
+        self.vocabulary = config.vocabulary
 
     def prepare(self, targets: Bytes, seed: int) -> Batch:
-        return Batch(torch.tensor(targets), torch.tensor(shifted(targets)), torch.empty(0))
+        context = shifted(targets, self.vocabulary)
+        return Batch(torch.tensor(targets), torch.tensor(context), torch.empty(0))
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
         logits = module(batch.inputs)
@@ -69,17 +73,21 @@ class NextByte:
 
 
 class Denoise:
+    """The cross entropy of a noisy target at random noise levels of the block's range."""
+
     def __init__(self, config: Config, block: int, device: torch.device) -> None:
         self.block = block
         self.settings = config.objective
         self.partition = config.partition()
-        self.table = target_table(config.train.seed, self.settings.target_dim).to(device)
+        self.vocabulary = config.vocabulary
+        self.table = run_targets(config, device)
         self.mean_weight = mean_weight(self.partition, block, self.settings.sigma_data)
 
     def prepare(self, targets: Bytes, seed: int) -> Batch:
         draws = np.random.Generator(np.random.Philox(seed))
         sigmas = self.partition.sample(self.block, draws.random(len(targets)).tolist())
-        context = hide_context(shifted(targets), draws, self.settings.hidden_share)
+        context = shifted(targets, self.vocabulary)
+        context = hide_context(context, draws, self.settings.hidden_share, self.vocabulary)
         return self.batch_at(targets, context, sigmas)
 
     def batch_at(self, targets: Bytes, context: Ids, sigmas: list[float]) -> Batch:
@@ -101,11 +109,14 @@ class Denoise:
 def new_objective(config: Config, block: int, device: torch.device) -> Objective:
     if config.kind.denoises:
         return Denoise(config, block, device)
-    return NextByte()
+    return NextByte(config)
 
 
-def hide_context(context: Ids, draws: np.random.Generator, share: float) -> Ids:
-    """After a random cut, in a share of the sequences: MASK, or bytes with errors, half each."""
+def hide_context(
+    context: Ids, draws: np.random.Generator, share: float, vocabulary: Vocabulary
+) -> Ids:
+    """In a share of the sequences, replace the context after a random cut: by masks in half of
+    them, by tokens of which some are wrong in the others."""
     if share == 0.0:
         return context
     count, length = context.shape
@@ -113,7 +124,7 @@ def hide_context(context: Ids, draws: np.random.Generator, share: float) -> Ids:
     cuts = draws.integers(1, length, (count, 1))
     after = chosen & (np.arange(length) >= cuts)
     masked = draws.random((count, 1)) < 0.5
-    wrong = draws.random(context.shape) < WRONG_BYTES_RATE
-    noise = draws.integers(0, BYTES, context.shape)
-    hidden = np.where(after & masked, MASK, context)
+    wrong = draws.random(context.shape) < WRONG_RATE
+    noise = draws.integers(0, vocabulary.size, context.shape)
+    hidden = np.where(after & masked, vocabulary.mask, context)
     return np.where(after & ~masked & wrong, noise, hidden).astype(context.dtype)

@@ -1,8 +1,8 @@
-"""The adaptive partition: a pilot block over the whole range of sigma tells where the cuts go.
+"""The adaptive partition: a pilot block measures where the range of sigma should be cut.
 
 The pilot trains for a few steps on all sigmas, its loss is measured on a grid of them, and the
-cuts are placed so that each block answers for an equal share of the change. The result is an
-ordinary config with explicit bounds, so that every machine of a run agrees on it.
+cuts are placed so that the loss changes by the same amount over each block's range. The result is
+an ordinary config with explicit bounds, so that every machine of a run agrees on it.
 """
 
 import math
@@ -24,7 +24,7 @@ GRID_STREAM = 4
 
 
 def with_fitted_bounds(config: Config, corpus: Corpus, compute: Compute) -> Config:
-    """The config with its cuts fixed by a pilot; unchanged where nothing is to be fitted."""
+    """The config with the cuts of a pilot; unchanged unless the partition is adaptive."""
     objective = config.objective
     if not config.kind.denoises or objective.partition != "adaptive" or objective.bounds:
         return config
@@ -42,7 +42,7 @@ def with_fitted_bounds(config: Config, corpus: Corpus, compute: Compute) -> Conf
 def loss_by_sigma(
     config: Config, corpus: Corpus, compute: Compute
 ) -> tuple[list[float], list[float]]:
-    """Train a pilot on the whole range; its held-out loss on an even grid of ln(sigma)."""
+    """Train a pilot on the whole range; its loss on held-out text, on an even grid of ln(sigma)."""
     pilot_config = _pilot_config(config)
     trainer = BlockTrainer(pilot_config, 0, corpus, compute, store=None)
     trainer.train(lambda progress: None)
@@ -60,7 +60,9 @@ def loss_by_sigma(
     for sigma in sigmas:
         torch.manual_seed(mixed_seed(config.train.seed, GRID_STREAM))
         with torch.no_grad():
-            batch = objective.batch_at(targets, shifted(targets), [sigma] * len(targets))
+            batch = objective.batch_at(
+                targets, shifted(targets, config.vocabulary), [sigma] * len(targets)
+            )
             loss = objective.loss(trainer.module, batch.to(compute.device))
         losses.append(float(loss.ce))
     return sigmas, losses

@@ -1,13 +1,12 @@
-"""A run on one machine: its blocks one after another, or as processes side by side.
+"""A run on one machine: its blocks are trained one after another, or as processes side by side.
 
-One after another, only one block and its optimizer are ever in memory. Side by side, each block
-is a process of its own that reports JSON lines. Blocks exchange no gradient; those of a cascade
-read the versions that the blocks before them have saved in the run.
+One after another, only one block and its optimizer are in memory at a time. Side by side, each
+block is a process that reports JSON lines. Blocks exchange no gradient; those of a cascade read the
+versions that the blocks before them have saved in the run.
 """
 
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,47 +23,48 @@ from blocktrain.data.corpus import Corpus, load_corpus
 from blocktrain.errors import BlocktrainError, DeviceError, RunError
 from blocktrain.storage.run_dir import BlockDir, RunDir
 from blocktrain.train.cascade import PublishedRun, cache_bytes
+from blocktrain.train.checkpoints import Progress
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.pilot import with_fitted_bounds
-from blocktrain.train.trainer import BlockTrainer, Progress
+from blocktrain.train.trainer import BlockTrainer
 
 OnProgress = Callable[[Progress], None]
 ShouldStop = Callable[[], bool]
 
-INTERRUPTED = 130  # the exit code of a process that stopped because it was asked to
+INTERRUPTED = 130  # the exit code of a process that a signal stopped
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class LocalRun:
-    """An open run, its text, and what it computes with here."""
+    """An open run, its text, and the device and number type it computes with here."""
 
     run: RunDir
     corpus: Corpus
     compute: Compute
 
     def notes(self, blocks: Sequence[int]) -> list[str]:
-        """What whoever trains these blocks should know before they do."""
-        config, found = self.run.config, self._resumed(blocks)
+        """What a person should know before these blocks are trained."""
+        config, notes = self.run.config, self._resumed(blocks)
         if max(blocks) > 0 and (size := cache_bytes(config)):
             where = config.objective.feature_cache
-            found.append(f"feature cache: {size / 1e6:,.0f} MB per block, {where}")
+            notes.append(f"feature cache: {size / 1e6:,.0f} MB per block, {where}")
         if config.kind.reads_predecessors:
             before = set(range(max(blocks))) - set(blocks)
             missing = [block for block in sorted(before) if not self.run.block(block).versions()]
             if missing:
-                found.append(
-                    f"warning: block {max(blocks)} reads blocks that have no version yet:"
-                    f" {', '.join(map(str, missing))}"
+                notes.append(
+                    f"warning: block {max(blocks)} reads features of blocks that have no version"
+                    f" yet: {', '.join(map(str, missing))}; train those first"
                 )
-        return found
+        return notes
 
     def _resumed(self, blocks: Sequence[int]) -> list[str]:
         stores = [self.run.block(block) for block in blocks]
         done = [str(store.index) for store in stores if store.finished()]
-        found = [f"finished before: block {', '.join(done)}"] if done else []
-        return found + [
-            f"block {store.index} goes on from step {store.versions()[-1].step}"
+        finished = [f"already finished: block {', '.join(done)}"] if done else []
+        return finished + [
+            f"block {store.index} resumes at step {store.versions()[-1].step}"
             for store in stores
             if store.versions() and not store.finished()
         ]
@@ -72,15 +72,20 @@ class LocalRun:
     def train_in_turn(
         self, blocks: Sequence[int], on_progress: OnProgress, stop: ShouldStop
     ) -> bool:
-        """Train blocks one after another in this process. False: stopped before the end."""
+        """Train blocks one after another in this process. False: `stop` ended it early."""
         return all(self._train(block, on_progress, stop) for block in blocks)
 
     def train_side_by_side(
-        self, blocks: Sequence[int], jobs: int, on_progress: OnProgress, stop: ShouldStop
+        self,
+        blocks: Sequence[int],
+        jobs: int,
+        on_progress: OnProgress,
+        stop: ShouldStop,
+        program: Sequence[str],
     ) -> bool:
         """Train each block in a process of its own, `jobs` at a time; in a cascade each begins when
-        the one before has its lead. False: stopped before the end. When one fails, the others are
-        stopped and its error is raised."""
+        the one before has its lead. `program` starts the blocktrain command. False: `stop` ended it
+        early. If one fails, the others are stopped and its error is raised."""
         share = max(1, torch.get_num_threads() // jobs)
         failed = threading.Event()
         stopped: set[int] = set()
@@ -89,7 +94,7 @@ class LocalRun:
             return stop() or failed.is_set()
 
         def begins(block: int) -> bool:
-            """Once the block before has its lead; never, if that was stopped without one."""
+            """Wait until the block before has its lead; False if that will not happen."""
             while block - 1 in blocks and not self._has_lead(block - 1):
                 if halt() or block - 1 in stopped:
                     return False
@@ -97,7 +102,8 @@ class LocalRun:
             return not halt()
 
         def train(block: int) -> bool:
-            done = begins(block) and _train_in_child(self.run, block, share, on_progress, halt)
+            command = [*program, *_child_options(self.run, block, share)]
+            done = begins(block) and _train_in_child(command, block, on_progress, halt)
             if not done:
                 stopped.add(block)
             return done
@@ -106,7 +112,7 @@ class LocalRun:
             tasks = [pool.submit(train, block) for block in sorted(blocks)]
             if any(task.exception() for task in wait(tasks, return_when=FIRST_EXCEPTION).done):
                 failed.set()
-        finished = [task.result() for task in tasks]  # raises what a block raised
+        finished = [task.result() for task in tasks]  # raises the error of a block that failed
         return all(finished)
 
     def _has_lead(self, block: int) -> bool:
@@ -136,13 +142,13 @@ class LocalRun:
                 return trainer.train(report, stop)
             except torch.OutOfMemoryError:
                 raise DeviceError(
-                    f"block {block} does not fit into the memory of {self.compute.device}: raise"
+                    f"block {block} does not fit into the memory of {self.compute.device}; raise"
                     " train.accumulate, lower train.batch, or set train.checkpoint_layers=true"
                 ) from None
 
 
 def open_session(config: Config, out: Path) -> LocalRun:
-    """Start or reopen a run; an adaptive partition is fitted once, when the run starts."""
+    """Create a run, or open it to resume; an adaptive partition is fitted when it is created."""
     compute = resolve(config.train.device, config.train.precision)
     corpus = load_corpus(config.data)
     with RunDir(out, config).lock():
@@ -150,19 +156,25 @@ def open_session(config: Config, out: Path) -> LocalRun:
             config = with_fitted_bounds(config, corpus, compute)
         run = RunDir.create(out, config)
     if run.exported:
-        raise RunError(f"{out} is an exported model: it can be used, or warm-start another run")
+        raise RunError(
+            f"{out} is an exported model, which cannot be trained on; name it in the"
+            " train.warm_start of another run instead"
+        )
     return LocalRun(run, corpus, compute)
 
 
+def _child_options(run: RunDir, block: int, threads: int) -> list[str]:
+    settings = run.config.train
+    options = ["train", "--json", "--block", str(block), "--threads", str(threads)]
+    options += ["--config", str(run.path / "config.toml"), "--out", str(run.path)]
+    options += ["--set", f"train.device={settings.device}"]
+    return [*options, "--set", f"train.tensorboard={str(settings.tensorboard).lower()}"]
+
+
 def _train_in_child(
-    run: RunDir, block: int, share: int, on_progress: OnProgress, halt: ShouldStop
+    command: Sequence[str], block: int, on_progress: OnProgress, halt: ShouldStop
 ) -> bool:
-    """Train one block in a process. False: it stopped because it, or all of this, was asked to."""
-    command = [sys.executable, "-m", "blocktrain.cli.main", "train", "--json"]
-    command += ["--config", str(run.path / "config.toml"), "--out", str(run.path)]
-    command += ["--block", str(block), "--threads", str(share)]
-    command += ["--set", f"train.device={run.config.train.device}"]
-    command += ["--set", f"train.tensorboard={str(run.config.train.tensorboard).lower()}"]
+    """Train one block in a process. False: a signal or `halt` stopped it early."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     errors: list[str] = []
     readers = [
@@ -188,15 +200,15 @@ def _report(process: "subprocess.Popen[str]", on_progress: OnProgress) -> None:
 
 
 def _wait(process: "subprocess.Popen[str]", halt: ShouldStop) -> int:
-    """Wait for a child; pass on a stop that was asked of this process alone, once."""
-    told = False
+    """Wait for a child process; `halt` terminates it, once, since it may be saving."""
+    terminated = False
     while True:
         try:
             return process.wait(POLL_SECONDS)
         except subprocess.TimeoutExpired:
-            if halt() and not told:
+            if halt() and not terminated:
                 process.terminate()
-                told = True
+                terminated = True
 
 
 @contextmanager
@@ -205,12 +217,14 @@ def training_lock(store: BlockDir) -> Iterator[None]:
         with store.lock():
             yield
     except filelock.Timeout:
-        raise RunError(f"{store.path} is being trained by another process") from None
+        raise RunError(
+            f"another process is training {store.path}; wait for it, or stop it first"
+        ) from None
 
 
 @contextmanager
 def tensorboard_writer(run: RunDir, block: int) -> Iterator[OnProgress]:
-    """TensorBoard events beside the run, where the settings ask for them."""
+    """Writes TensorBoard events beside the run if train.tensorboard is set."""
     if not run.config.train.tensorboard:
         yield lambda progress: None
         return

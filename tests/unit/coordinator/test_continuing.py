@@ -17,7 +17,9 @@ from tests.support.coordinator import (
 )
 from tests.support.frugal import KEPT, block_weights, frugal
 
-from blocktrain.codec.frames import codec_named, encode, top_k_of_final_update
+from blocktrain.codec.dense import Bf16
+from blocktrain.codec.frames import encode
+from blocktrain.codec.sparse import FINAL_UPDATE, Sparse
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import Finished, Lease, LeaseProgress, Wait
 
@@ -38,9 +40,7 @@ def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
 
 def learned(member: Member, lease: Lease, by: float) -> str:
     """Send an update in which every number has grown; what became of it."""
-    coder = codec_named("bf16")
-    assert coder is not None
-    data = b"".join(encode(np.full(NUMBERS, by, np.float32), coder))
+    data = b"".join(encode(np.full(NUMBERS, by, np.float32), Bf16()))
     return member.send(member.signer.update_of_bytes(lease, data, codec="bf16")).state
 
 
@@ -158,7 +158,7 @@ def test_last_words_are_asked_for_again_when_the_answer_was_lost(service: Servic
             service.merger.merge_due()
     asked = {"held_block": 0, "trained": trained.lease, "steps_per_second": 1.0}
     answers = [member.ask(**asked) for _ in range(2)]
-    assert [answer.last_words for answer in answers] == [True, True]
+    assert [answer.final_update for answer in answers] == [True, True]
     assert answers[0].answer.block == answers[1].answer.block == 1
 
 
@@ -179,14 +179,14 @@ def test_the_last_words_of_a_block_are_asked_for(service: Service):
     done = lease.steps
     while done < batches:
         answer = member.ask(held_block=0, trained=lease.lease, steps_per_second=1.0, blocks=(0,))
-        assert not answer.last_words
+        assert not answer.final_update
         learned(member, lease, 0.1)
         service.merger.merge_due()
         assert isinstance(answer.answer, Lease)
         lease = answer.answer
         done += lease.steps
     answer = member.ask(held_block=0, trained=lease.lease, blocks=(0,))
-    assert answer.last_words
+    assert answer.final_update
     assert isinstance(answer.answer, Wait)
 
 
@@ -195,8 +195,7 @@ def test_last_words_are_taken_while_others_go_on_with_the_block(tmp_path: Path, 
     with frugal(tmp_path, clock) as service:
         member = join(service)
         lease = member.lease(blocks=(0,), **STEPS)
-        coder = codec_named("sparse", top_k_of_final_update(KEPT))
-        assert coder is not None
+        coder = Sparse(FINAL_UPDATE * KEPT)
         data = b"".join(encode(block_weights(1)["w"], coder))
         made = member.signer.update_of_bytes(lease, data, codec="sparse")
         assert member.send(made).state == "pending"
@@ -211,8 +210,7 @@ def test_a_last_version_owes_nothing(tmp_path: Path, clock: SetClock):
         "swarm__quorum": 1,
         "train__steps": 8,
     }
-    coder = codec_named("sparse", 16)
-    assert coder is not None
+    coder = Sparse(16)
     with running(tmp_path, clock, **settings) as service:
         member, total = join(service), np.zeros(NUMBERS)
         for number in range(8):

@@ -1,32 +1,34 @@
+"""Waking coroutines from other threads."""
+
 import asyncio
 import threading
 
 from blocktrain.coordinator.executor import Notifier
 
 
-def test_news_from_another_thread_is_heard_by_all_who_wait():
+def test_a_notification_from_another_thread_wakes_all_that_wait():
     async def wait() -> None:
-        news = Notifier()
-        expected = [news.next() for _ in range(3)]
-        thread = threading.Thread(target=news.notify)
+        notifier = Notifier()
+        futures = [notifier.next() for _ in range(3)]
+        thread = threading.Thread(target=notifier.notify)
         thread.start()
         async with asyncio.timeout(10):
-            await asyncio.gather(*expected)
+            await asyncio.gather(*futures)
         thread.join()
-        later = news.next()
+        later = notifier.next()
         await asyncio.sleep(0.01)
-        assert not later.done(), "what was told before is no news"
+        assert not later.done(), "notified before it was made"
 
     asyncio.run(wait())
 
 
-def test_whoever_waits_no_longer_is_forgotten():
+def test_a_cancelled_future_is_forgotten():
     async def leave() -> Notifier:
-        news = Notifier()
-        news.next().cancel()
+        notifier = Notifier()
+        notifier.next().cancel()
         await asyncio.sleep(0)
-        assert news.waiting == 0
-        news.next()
-        return news
+        assert notifier.waiting == 0
+        notifier.next()
+        return notifier
 
     asyncio.run(leave()).notify()  # to a loop that has ended

@@ -1,4 +1,4 @@
-"""Updates that are being verified: few at once, each once."""
+"""Verification of updates: a few at a time, each once."""
 
 import asyncio
 import threading
@@ -31,7 +31,7 @@ class Settling:
         return RECEIPT
 
 
-def test_a_thousand_who_ask_for_one_update_wait_for_one_receipt():
+def test_a_thousand_requests_for_one_update_wait_for_one_receipt():
     async def story() -> None:
         verifying, settling = VerificationQueue(2), Settling()
         asking = [asyncio.create_task(verifying.run_once("a", settling)) for _ in range(1000)]
@@ -45,7 +45,7 @@ def test_a_thousand_who_ask_for_one_update_wait_for_one_receipt():
     asyncio.run(story())
 
 
-def test_a_refusal_reaches_all_who_wait_and_is_not_remembered():
+def test_a_refusal_reaches_all_requests_and_is_not_remembered():
     async def story() -> None:
         verifying, settling = (
             VerificationQueue(2),
@@ -63,7 +63,7 @@ def test_a_refusal_reaches_all_who_wait_and_is_not_remembered():
     asyncio.run(story())
 
 
-def test_it_goes_on_when_whoever_asked_has_left():
+def test_it_goes_on_if_the_first_request_is_cancelled():
     async def story() -> None:
         verifying, settling = VerificationQueue(2), Settling()
         first = asyncio.create_task(verifying.run_once("a", settling))
@@ -79,7 +79,7 @@ def test_it_goes_on_when_whoever_asked_has_left():
     asyncio.run(story())
 
 
-def test_no_more_at_once_than_there_are_places():
+def test_no_more_at_a_time_than_there_are_places():
     async def story() -> None:
         verifying, lock, running, most = VerificationQueue(2), threading.Lock(), 0, 0
         met = threading.Barrier(2)  # passed only where two are at work together

@@ -10,7 +10,8 @@ import pytest
 import sqlalchemy as sql
 from tests.support.coordinator import Made, Member, SetClock, join, running
 
-from blocktrain.codec.frames import codec_named, encode
+from blocktrain.codec.dense import Bf16
+from blocktrain.codec.frames import encode
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import Lease, LeaseProgress, LeaseReturn, Receipt, Score
 
@@ -44,7 +45,7 @@ def statements(service: Service) -> set[str]:
 
 
 def made(member: Member, lease: Lease) -> Made:
-    coder = codec_named("bf16")
+    coder = Bf16()
     assert coder is not None
     data = b"".join(encode(np.ones(NUMBERS, np.float32), coder))
     return member.signer.update_of_bytes(lease, data, codec="bf16")

@@ -23,7 +23,8 @@ from tests.support.coordinator import (
 
 from blocktrain.codec import frames
 from blocktrain.codec.dense import Bf16, Int8
-from blocktrain.codec.sparse import Sparse
+from blocktrain.codec.registry import Codec
+from blocktrain.codec.sparse import FINAL_UPDATE, Sparse
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.identity import WorkerKey
@@ -241,7 +242,7 @@ def test_bytes_must_have_their_hash(service: Service, member: Member, lease: Lea
     made = member.make(lease)
     offer(member, made)
     ((name, data),) = made.chunks.items()
-    for wrong in (b"", data[:-1], data + b"x", bytes(len(data)), bytes(CHUNK_BYTES + 1)):
+    for wrong in (b"", data[:-1], data + b"x", bytes(len(data)), bytes(CHUNK_BYTES)):
         assert refusal(lambda wrong=wrong: put(member, made, name, wrong)).code == "malformed"
     assert offer(member, made) == (name,)
 
@@ -493,9 +494,7 @@ def frugal(tmp_path_factory: pytest.TempPathFactory, clock: SetClock) -> Iterato
         yield service
 
 
-def encoded(
-    member: Member, lease: Lease, delta: Any, by: frames.Codec = FEW, **changes: Any
-) -> Made:
+def encoded(member: Member, lease: Lease, delta: Any, by: Codec = FEW, **changes: Any) -> Made:
     data = b"".join(frames.encode(delta, by))
     return member.signer.update_of_bytes(lease, data, **{"codec": "sparse", **changes})
 
@@ -541,8 +540,8 @@ def test_an_encoded_update_that_does_not_decode_is_refused(frugal: Service, bad:
 @pytest.mark.parametrize(
     ("claimed", "by", "state"),
     [
-        ("sparse", Sparse(frames.top_k_of_final_update(FEW.kept)), "pending"),
-        ("sparse", Sparse(frames.top_k_of_final_update(FEW.kept) + 1), "refused"),
+        ("sparse", Sparse(FINAL_UPDATE * FEW.top_k), "pending"),
+        ("sparse", Sparse(FINAL_UPDATE * FEW.top_k + 1), "refused"),
         ("sparse", Int8(), "refused"),
         ("bf16", Bf16(), "pending"),
         ("bf16", Int8(), "refused"),
@@ -551,10 +550,10 @@ def test_an_encoded_update_that_does_not_decode_is_refused(frugal: Service, bad:
     ids=str,
 )
 def test_an_encoded_update_is_what_its_claim_says(
-    tmp_path: Path, clock: SetClock, claimed: str, by: frames.Codec, state: str
+    tmp_path: Path, clock: SetClock, claimed: str, by: Codec, state: str
 ):
     """A worker's last words keep more than other updates do, and nothing keeps more than they."""
-    with running(tmp_path, clock, swarm__codec=claimed, swarm__top_k_per_4096=FEW.kept) as service:
+    with running(tmp_path, clock, swarm__codec=claimed, swarm__top_k_per_4096=FEW.top_k) as service:
         member = join(service)
         lease = member.lease(blocks=(0,))
         nothing = np.zeros(24, np.float32)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.data.sources import Source, open_source
-from blocktrain.data.splits import split_of
+from blocktrain.data.corpus import open_source
+from blocktrain.data.sources import Source, split_of
 from blocktrain.errors import DataError
 
 LIMIT = 10_000_000
@@ -140,7 +140,7 @@ def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
 
 def test_a_test_split_alone_is_nothing_to_train_on(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text("text")
-    assert "test.txt; no file to train on" in refusal(f"text:{tmp_path}/*", tmp_path)
+    assert f"no file to train on, only {tmp_path}" in refusal(f"text:{tmp_path}/*", tmp_path)
 
 
 @pytest.mark.parametrize("spec", ["", "text:", "hf:", "wikitext", "stdlib:x", "file:book.txt"])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from blocktrain.data.windows import TrainingWindows, evaluation_windows, permute, shifted
 from blocktrain.numerics.sampling import mixed_seed
-from blocktrain.vocabulary import BOS
+from blocktrain.vocabulary import BYTE_VOCABULARY
 
 WINDOW = 8
 # Long enough that no 8 bytes of it occur twice: a window's content tells where it starts.
@@ -137,5 +137,5 @@ def test_evaluation_stops_at_the_most_windows_asked_for() -> None:
 def test_the_context_starts_with_bos_and_lags_by_one(count: int) -> None:
     targets = evaluation_windows(TEXT, WINDOW, count)
     context = shifted(targets)
-    assert (context[:, 0] == BOS).all()
+    assert (context[:, 0] == BYTE_VOCABULARY.bos).all()
     assert np.array_equal(context[:, 1:], targets[:, :-1])

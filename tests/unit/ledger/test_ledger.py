@@ -1,5 +1,6 @@
 """Every rule of the ledger, on SQLite and on PostgreSQL."""
 
+import dataclasses
 import itertools
 import math
 import os
@@ -83,7 +84,7 @@ def submit(tx: Transaction, lease: LeaseRow, now: float = NOW) -> PendingUpdate:
     """A lease's update, verified and waiting."""
     update = UpdateRow(
         lease=lease.id, worker=lease.worker, block=lease.block, base_version=lease.base_version,
-        steps=lease.steps, offer="{}", signature="", loss=1.0,
+        steps=lease.steps, offer="{}", signature="", loss=1.0, continues=lease.continues,
     )  # fmt: skip
     tx.updates.add(update)
     assert tx.leases.move(lease.id, "submitted")
@@ -235,7 +236,7 @@ def test_fencing_tokens_rise(ledger: Ledger):
     assert fences == [1, 2, 3, 4]
 
 
-def test_a_lease_moves_on_only_while_it_is_somebodys(ledger: Ledger):
+def test_a_lease_gets_another_state_only_while_it_is_held(ledger: Ledger):
     with ledger.write() as tx:
         lease = claim(tx, 10)
         assert tx.leases.move(lease.id, "sending")
@@ -244,7 +245,7 @@ def test_a_lease_moves_on_only_while_it_is_somebodys(ledger: Ledger):
         assert tx.leases.get(lease.id).state == "expired"
 
 
-def test_one_lease_is_ended_by_one_of_many(ledger: Ledger):
+def test_of_many_that_end_a_lease_one_does(ledger: Ledger):
     with ledger.write() as tx:
         lease = claim(tx, 10)
 
@@ -269,10 +270,59 @@ def test_leases_are_overdue_after_their_deadline(ledger: Ledger):
         assert not tx.leases.of_worker("w1", HELD)
 
 
+def test_an_open_lease_that_was_trained_is_sending(ledger: Ledger):
+    with ledger.write() as tx:
+        lease, other = claim(tx, 10), claim(tx, 10, worker="w1")
+        assert tx.leases.open_of("w0") == lease
+        tx.leases.mark_trained(lease.id, "w1")  # is not its worker
+        assert tx.leases.get(lease.id).state == "open"
+        tx.leases.mark_trained(lease.id, "w0")
+        assert tx.leases.get(lease.id).state == "sending"
+        assert tx.leases.open_of("w0") is None and tx.leases.open_of("w1") == other
+
+
+def test_a_restarted_worker_gets_its_leases_without_an_update_again(ledger: Ledger):
+    with ledger.write() as tx:
+        unsent, offered, of_another = claim(tx, 1), claim(tx, 1), claim(tx, 1, worker="w1")
+        submit(tx, offered)
+        for lease in (unsent, of_another):
+            tx.leases.move(lease.id, "sending")
+        tx.leases.reopen_unsent("w0")
+        states = [tx.leases.get(lease.id).state for lease in (unsent, offered, of_another)]
+    assert states == ["open", "submitted", "sending"]
+
+
+def test_an_expired_lease_is_returned_once(ledger: Ledger):
+    with ledger.write() as tx:
+        lease = claim(tx, 10)
+        assert not tx.leases.return_expired(lease.id)
+        tx.leases.move(lease.id, "expired")
+        assert tx.leases.return_expired(lease.id) and not tx.leases.return_expired(lease.id)
+
+
 # Versions and updates
 
 
-def test_a_difference_and_a_debt_come_with_their_version_or_not_at_all(ledger: Ledger):
+def test_an_update_that_continues_a_merged_one_counts_as_trained_from_its_version(ledger: Ledger):
+    with ledger.write() as tx:
+        first, second, other = claim(tx, 10), claim(tx, 10), claim(tx, 10, worker="w1")
+        merged = submit(tx, first)
+        for lease, continues in ((second, first.id), (other, None)):
+            submit(tx, dataclasses.replace(lease, continues=continues))
+        assert tx.publish(0, 0, OTHERS, None, [merged], NOW)
+        pending = {update.lease: update for update in tx.blocks.states()[0].pending}
+    assert (pending[second.id].continues, pending[second.id].base_version) == (first.id, 1)
+    assert pending[other.id].base_version == 0
+
+
+def test_a_lost_residual_is_forgotten(ledger: Ledger):
+    with ledger.write() as tx:
+        tx.publish(0, 0, OTHERS, None, [submit(tx, claim(tx, 1))], NOW, residual=WEIGHTS)
+        tx.versions.forget_residual(0, 1)
+        assert tx.versions.get(0).residual is None and tx.versions.get(0).weights == OTHERS
+
+
+def test_a_delta_and_a_residual_come_with_their_version_or_not_at_all(ledger: Ledger):
     with ledger.write() as tx:
         update = submit(tx, claim(tx, 10))
         assert tx.publish(0, 0, OTHERS, None, [update], NOW, delta=WEIGHTS, residual=OTHERS)
@@ -285,7 +335,7 @@ def test_a_difference_and_a_debt_come_with_their_version_or_not_at_all(ledger: L
         assert tx.versions.deltas(0) == {}
 
 
-def test_what_was_moved_adds_up_by_worker_and_block(ledger: Ledger):
+def test_bytes_moved_add_up_by_worker_and_block(ledger: Ledger):
     with ledger.write() as tx:
         for worker, block in (("w0", 0), ("w0", 0), ("w0", 1), ("w1", 0)):
             tx.events.count_traffic(worker, block, Moved(up=2, down_raw=2**40))
@@ -312,7 +362,7 @@ def test_a_version_is_published_on_top_of_the_one_it_was_made_from(ledger: Ledge
     assert (merged.state, merged.merged_into) == ("merged", 1)
 
 
-def test_of_two_mergers_racing_on_one_version_exactly_one_wins(ledger: Ledger):
+def test_of_several_mergers_racing_on_one_version_exactly_one_wins(ledger: Ledger):
     with ledger.write() as tx:
         update = submit(tx, claim(tx, 10))
 
@@ -454,7 +504,7 @@ def test_a_block_is_busy_until_the_last_of_those_who_train_it_is_expected(ledger
     assert (state.busy_until, other.busy_until) == (NOW + 25, -math.inf)
 
 
-def test_an_update_of_an_older_version_keeps_nobody_from_going_on(ledger: Ledger):
+def test_an_update_of_an_older_version_is_not_finishing(ledger: Ledger):
     with ledger.write() as tx:
         first, late = claim(tx, 10, worker="w0"), claim(tx, 10, worker="w1")
         tx.publish(0, 0, OTHERS, None, [submit(tx, first)], NOW)
@@ -496,10 +546,10 @@ def test_block_states_add_up_whatever_happens(ledger: Ledger):
     assert version > 5
 
 
-# People, events, scores
+# Members, events, scores
 
 
-def test_an_invite_has_so_many_uses_however_many_ask_at_once(ledger: Ledger):
+def test_an_invite_has_its_number_of_uses_however_many_ask_at_once(ledger: Ledger):
     with ledger.write() as tx:
         tx.members.add_invite(INVITE)
 
@@ -513,6 +563,30 @@ def test_an_invite_has_so_many_uses_however_many_ask_at_once(ledger: Ledger):
         assert tx.members.invite("another") is None
 
 
+def test_a_worker_is_lost_while_nothing_is_heard_after_its_lease_expired(ledger: Ledger):
+    with ledger.write() as tx:
+        lease = claim(tx, 10)
+        assert tx.members.lost_workers() == set()
+        tx.leases.move(lease.id, "expired")
+        assert tx.members.lost_workers() == {"w0"}
+        tx.members.touch_worker("w0", lease.deadline + 1)
+        assert tx.members.lost_workers() == set()
+
+
+def test_workers_of_an_invite_are_those_that_are_not_banned(ledger: Ledger):
+    with ledger.write() as tx:
+        for number in range(2):
+            worker = tx.members.worker(f"w{number}")
+            joined = dataclasses.replace(
+                worker, id=f"v{number}", public_key=f"v{number}", invite="i"
+            )
+            tx.members.add_worker(joined)
+        tx.members.ban_worker("v0")
+        tx.members.rename_worker("v1", "another name", "cuda")
+        (worker,) = tx.members.workers_of_invite("i")
+    assert (worker.id, worker.name, worker.device) == ("v1", "another name", "cuda")
+
+
 def test_leases_met_and_missed_are_counted(ledger: Ledger):
     with ledger.write() as tx:
         for met in (True, True, False):
@@ -521,7 +595,7 @@ def test_leases_met_and_missed_are_counted(ledger: Ledger):
     assert (row.leases_met, row.leases_missed) == (2, 1)
 
 
-def test_events_come_in_order_from_where_one_left_off(ledger: Ledger):
+def test_events_come_in_order_after_a_number(ledger: Ledger):
     with ledger.read() as tx:
         assert tx.events.last_number() == 0
     for number in range(5):
@@ -563,7 +637,7 @@ def test_a_run_finishes_once(ledger: Ledger):
         assert tx.run().finished == NOW + 1
 
 
-def test_ban_and_revoke_say_whether_there_was_anyone(ledger: Ledger):
+def test_ban_and_revoke_tell_whether_there_was_one(ledger: Ledger):
     with ledger.write() as tx:
         assert tx.members.ban_worker("w0") and not tx.members.ban_worker("w9")
         tx.members.add_invite(INVITE)
@@ -671,7 +745,7 @@ def test_readers_do_not_wait_for_a_writer(ledger: Ledger):
             assert other.blocks.states()[0].next_batch == 0
 
 
-def test_what_is_no_database_is_refused(tmp_path: Path):
+def test_an_url_of_no_database_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError):
         Ledger("no url")
     (tmp_path / "folder").mkdir()

@@ -25,13 +25,13 @@ def test_the_clean_stream_never_sees_sigma_or_z(config: Config):
     ids = torch.randint(0, 256, (2, 16))
     context = block.read_context(ids)
     table = target_table(0, 256)
-    kept = [(layer.held.k_BHTK.clone(), layer.held.v_BHTK.clone()) for layer in context.layers]
+    kept = [(layer.cached.k_BHTK.clone(), layer.cached.v_BHTK.clone()) for layer in context.layers]
     for sigma in (1.0, 9.0):
         level = NoiseLevel.constant(precondition(sigma, 0.5), 2, torch.device("cpu"))
         block.denoise(context, sigma * torch.randn(2, 16, 256), level, table)
     for layer, (k, v) in zip(context.layers, kept, strict=True):
-        assert torch.equal(layer.held.k_BHTK, k)
-        assert torch.equal(layer.held.v_BHTK, v)
+        assert torch.equal(layer.cached.k_BHTK, k)
+        assert torch.equal(layer.cached.v_BHTK, v)
 
 
 def test_sigma_and_z_do_change_the_answer(config: Config):

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from tests.support.models import awake_block
 from torch import Tensor
 
+from blocktrain.config import LAYERS as LAYER_NAMES
 from blocktrain.config import Config, load_config
-from blocktrain.model.block import target_table
-from blocktrain.model.cache import BlockCache, SlotCache
+from blocktrain.model.block import LAYERS, layer_class, target_table
+from blocktrain.model.cache import BlockCache, CacheShape, SlotCache
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock, NoiseLevel
 from blocktrain.numerics.noise import precondition
@@ -32,7 +33,8 @@ BLOCKS = {kind: awake_block(tiny(kind)).eval() for kind in ("end_to_end", "denoi
 
 
 def slots_of(config: Config) -> SlotCache:
-    return SlotCache(config.model, [(config.model.layers, 0)], CPU, torch.float32)
+    layer = layer_class(config.model).cache_shape(config.model)
+    return SlotCache(config.model.window, layer, [(config.model.layers, 0)], CPU, torch.float32)
 
 
 def read(block: torch.nn.Module, ids_BT: Tensor, memory: BlockCache | None) -> Tensor:
@@ -64,7 +66,7 @@ STEPS = st.lists(
 @pytest.mark.parametrize("kind", BLOCKS)
 @settings(max_examples=25, deadline=None)
 @given(steps=STEPS)
-def test_ragged_rows_with_roll_back_are_what_each_is_alone(
+def test_ragged_rows_with_roll_back_give_each_its_own_result(
     kind: str, steps: list[dict[int, tuple[float, list[int]]]]
 ):
     """A row may start anywhere in what its slot holds: the rest is written over."""
@@ -130,3 +132,23 @@ def test_a_slot_that_held_nan_is_clean_for_the_next_sequence(kind: str):
     found = read(block, torch.tensor([[first[2]], [5]]), view)
     torch.testing.assert_close(found[0, 0], alone(block, first[:3])[2], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found[1, 0], alone(block, [*other, 5])[30], atol=1e-5, rtol=1e-4)
+
+
+def test_a_layer_caches_what_it_asks_for():
+    """Fewer heads of keys and values than of queries, values and inputs of other widths."""
+    layer = CacheShape(heads=1, key_width=8, value_width=4, input_width=3, inputs_before=2)
+    assert SlotCache.slot_bytes(32, layer, [(1, 0)], torch.float32) == 4 * 32 * (8 + 4 + 3)
+    cache = SlotCache(32, layer, [(1, 0)], CPU, torch.float32)
+    k, v, inputs = torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 4), torch.randn(1, 5, 3)
+    for start, end in ((0, 3), (3, 5)):
+        (block,) = cache.view([0], [start], [end - start])
+        read = block.layers[0].extend_inputs(inputs[:, start:end])
+        cached = block.layers[0].append(k[:, :, start:end], v[:, :, start:end])
+        before = torch.cat([torch.zeros(1, 2, 3), inputs], dim=1)
+        assert torch.equal(read, before[:, start : end + 2])
+    assert torch.equal(cached.k_BHTK, k)
+    assert torch.equal(cached.v_BHTK, v)
+
+
+def test_every_choice_of_a_layer_exists():
+    assert tuple(LAYERS) == LAYER_NAMES

@@ -9,7 +9,7 @@ from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.stack import CausalStack, Stack, assemble, initial_block, new_block
-from blocktrain.vocabulary import BOS
+from blocktrain.vocabulary import BYTE_VOCABULARY
 
 
 @pytest.fixture
@@ -23,7 +23,10 @@ def three(cascade: Config) -> Config:
 @pytest.fixture
 def ids() -> Tensor:
     torch.manual_seed(9)
-    return torch.cat([torch.full((2, 1), BOS), torch.randint(0, 256, (2, 19))], dim=1)
+    return torch.cat(
+        [torch.full((2, 1), BYTE_VOCABULARY.bos), torch.randint(0, BYTE_VOCABULARY.size, (2, 19))],
+        dim=1,
+    )
 
 
 def joined(stack: Stack) -> CausalBlock:
@@ -113,7 +116,7 @@ def test_no_more_blocks_can_be_used_than_there_are(three: Config, kind: str):
     stack = awake_stack(three.with_settings(objective__kind=kind))
     count = len(stack.blocks)
     assert stack.first(None).blocks == stack.first(count).blocks == stack.blocks
-    with pytest.raises(ConfigError, match=f"has {count} blocks, not {count + 1}"):
+    with pytest.raises(ConfigError, match=f"has {count} blocks; it cannot exit after {count + 1}"):
         stack.first(count + 1)
 
 

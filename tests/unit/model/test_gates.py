@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from bench.lockstep import train_in_lockstep
 from tests.support.models import awake_stack, leak, untrained_stack
 from tests.support.serving import stepped
 
@@ -15,7 +16,6 @@ from blocktrain.model import readout
 from blocktrain.model.stack import Stack, assemble
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
-from blocktrain.train.lockstep import train_in_lockstep
 from blocktrain.train.trainer import BlockTrainer
 
 UNIFORM = math.log(256)

@@ -13,9 +13,9 @@ from hypothesis.extra import numpy as arrays
 from blocktrain.errors import FrameError
 from blocktrain.protocol.framing import (
     DTYPES,
-    LARGEST_META,
     MAGIC,
-    MOST_ARRAYS,
+    MAX_ARRAYS,
+    MAX_META,
     STAGING_BYTES,
     FrameDecoder,
     FrameMessage,
@@ -144,15 +144,15 @@ def test_received_arrays_lie_in_one_buffer_aligned_and_writable():
         FrameMessage(Kind.STEP, sequence=2**64),
         FrameMessage(Kind.STEP, meta={"x": float("nan")}),
         FrameMessage(Kind.STEP, meta={"x": object()}),
-        FrameMessage(Kind.STEP, meta={"x": "y" * LARGEST_META}),
+        FrameMessage(Kind.STEP, meta={"x": "y" * MAX_META}),
         FrameMessage(Kind.STEP, arrays=(np.zeros(1, np.float64),)),
         FrameMessage(Kind.STEP, arrays=(np.array([None]),)),
         FrameMessage(Kind.STEP, arrays=(np.zeros(2, ">f4"),)),
         FrameMessage(Kind.STEP, arrays=(np.zeros((1, 1, 1, 1, 1), np.uint8),)),
-        FrameMessage(Kind.STEP, arrays=(np.zeros(1, np.uint8),) * (MOST_ARRAYS + 1)),
+        FrameMessage(Kind.STEP, arrays=(np.zeros(1, np.uint8),) * (MAX_ARRAYS + 1)),
     ],
 )
-def test_what_no_frame_can_hold_is_refused_before_it_is_sent(message: FrameMessage):
+def test_messages_too_large_for_a_frame_are_refused(message: FrameMessage):
     with pytest.raises(FrameError):
         encode(message)
 
@@ -228,8 +228,8 @@ def test_a_forged_frame_with_nothing_wrong_is_taken():
         forged(version=2),
         forged(kind=0),
         forged(kind=max(Kind) + 1),
-        forged(count=MOST_ARRAYS + 1),
-        forged(meta_bytes=LARGEST_META + 1),
+        forged(count=MAX_ARRAYS + 1),
+        forged(meta_bytes=MAX_META + 1),
         forged(payload=LIMIT),
         forged(payload=2**64 - 1),
         forged(payload=8),
@@ -287,7 +287,7 @@ def test_no_head_makes_the_decoder_allocate_beyond_its_limit(data: Any):
 
 def test_the_limit_holds_from_the_next_frame_on():
     decoder = FrameDecoder(1000)
-    with pytest.raises(FrameError, match="1000 are taken"):
+    with pytest.raises(FrameError, match="the limit is 1000"):
         decoder.feed(frame(BIG))
     decoder = FrameDecoder(1000)
     decoder.feed(frame(SMALL))

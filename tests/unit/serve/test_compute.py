@@ -10,22 +10,11 @@ from blocktrain.config import Config
 from blocktrain.errors import CacheFullError, MissingPrefixError, ProtocolError
 from blocktrain.model import readout
 from blocktrain.model.stack import Stack
+from blocktrain.serve.activations import Activations, Refinement, Row, initial, joined, split_rows
 from blocktrain.serve.router.decode import Sampling
-from blocktrain.serve.router.front import FirstBlock
-from blocktrain.serve.stage.batch import (
-    Refinement,
-    Row,
-    Share,
-    SlotLimits,
-    SlotOwner,
-    Work,
-    apart,
-    joined,
-    like_length,
-    started,
-)
-from blocktrain.serve.stage.compute import StageCompute
-from blocktrain.serve.stage.served_blocks import StoredBlocks
+from blocktrain.serve.router.first_block import FirstBlock
+from blocktrain.serve.stage.batch import RowSpan, SlotLimits, SlotOwner, grouped_by_length
+from blocktrain.serve.stage.compute import RunBlockSource, StageCompute
 from blocktrain.storage.run_dir import RunDir, Snapshot
 
 KINDS = ("denoise", "cascade")
@@ -48,65 +37,65 @@ def split_up(stack: Stack) -> list[StageCompute]:
     return [stage(stack, range(1)), stage(stack, range(1, 3))]
 
 
-def through(stages: list[StageCompute], work: Work) -> Work:
+def through(stages: list[StageCompute], work: Activations) -> Activations:
     for each in stages:
         work = each.step(work)
     return work
 
 
-def test_ragged_rows_are_what_each_is_alone_and_what_the_whole_model_says(stack: Stack):
+def test_ragged_rows_give_each_the_result_of_the_whole_model_alone(stack: Stack):
     texts = [b"a", b"bcd", b"a longer one than those", b"efgh"]
-    together = through(split_up(stack), started(rows(*texts)))
+    together = through(split_up(stack), initial(rows(*texts)))
     for number, text in enumerate(texts):
-        alone = through(split_up(stack), started(rows(text)))
+        alone = through(split_up(stack), initial(rows(text)))
         assert np.allclose(together.readout_RV[number], alone.readout_RV[0], atol=1e-4)
         whole = readout.product(stack.log_probs(torch.tensor([list(text)])))[0, -1]
         found = torch.log_softmax(torch.from_numpy(together.readout_RV[number]) / 3, dim=-1)
         assert torch.allclose(found, whole, atol=1e-5)
 
 
-def test_a_row_rolls_back_what_it_starts_before(stack: Stack):
+def test_a_row_rolls_back_the_positions_from_its_start_on(stack: Stack):
     stages = split_up(stack)
-    through(stages, started(rows(b"abcdXYZ", read=4)))
-    again = through(stages, started([Row(0, 4, ids(b"efg"), 2)]))
-    fresh = through(split_up(stack), started(rows(b"abcdefg", read=2)))
+    through(stages, initial(rows(b"abcdXYZ", read=4)))
+    again = through(stages, initial([Row(0, 4, ids(b"efg"), 2)]))
+    fresh = through(split_up(stack), initial(rows(b"abcdefg", read=2)))
     assert np.allclose(again.readout_RV, fresh.readout_RV, atol=1e-4)
-    assert [each.held(0) for each in stages] == [7, 7]
+    assert [each.cached(0) for each in stages] == [7, 7]
 
 
-def test_stages_that_prefill_by_themselves_need_only_what_is_read(config: Config):
+def test_a_prefilled_stage_needs_only_the_positions_read(config: Config):
     stack = awake_stack(of_kind(config, "denoise"))
     stages = split_up(stack)
     for each in stages:
         each.prefill([Row(0, 0, ids(b"abcd"), 0), Row(1, 0, ids(b"x"), 0)])
-    work = started([Row(0, 4, ids(b"ef"), 2), Row(1, 1, ids(b"yz"), 1)])
+    work = initial([Row(0, 4, ids(b"ef"), 2), Row(1, 1, ids(b"yz"), 1)])
     found = through(stages, work)
     assert len(found.state) == 3
-    fresh = [through(split_up(stack), started(rows(b"abcdef", read=2))),
-             through(split_up(stack), started(rows(b"xyz")))]  # fmt: skip
+    fresh = [through(split_up(stack), initial(rows(b"abcdef", read=2))),
+             through(split_up(stack), initial(rows(b"xyz")))]  # fmt: skip
     assert np.allclose(found.readout_RV, joined(fresh).readout_RV, atol=1e-4)
 
 
 def test_works_join_and_come_apart(stack: Stack):
     first = stage(stack, range(1))
-    work = first.step(started(rows(b"abc", b"defgh", read=2)))
-    parts = apart(work, [first.carried(row) for row in work.rows])
+    work = first.step(initial(rows(b"abc", b"defgh", read=2)))
+    parts = split_rows(work, [first.carried(row) for row in work.rows])
     assert [part.rows[0].request for part in parts] == [0, 1]
     assert np.array_equal(joined(parts).state, work.state)
     assert np.array_equal(joined(parts).readout_RV, work.readout_RV)
 
 
-def test_a_refined_row_reads_in_each_block_what_the_one_before_guessed(config: Config):
+def test_in_a_refined_row_each_block_reads_the_guesses_of_the_one_before(config: Config):
     """Greedy, two stages of which one has two blocks: against the same by hand."""
     stack = awake_stack(of_kind(config, "denoise"))
     text = ids(b"abc?????")
     refined = Row(0, 0, text, 6, Refinement(Sampling(), 3))
-    found = through(split_up(stack), started([refined, Row(1, 0, ids(b"beside"), 1)]))
-    context, total, work = text, np.zeros((6, 256), np.float32), started([Row(0, 0, text, 6)])
+    found = through(split_up(stack), initial([refined, Row(1, 0, ids(b"beside"), 1)]))
+    context, total, work = text, np.zeros((6, 256), np.float32), initial([Row(0, 0, text, 6)])
     for block in range(3):
         row = Row(0, 0, context, 6)
         work = stage(stack, range(block, block + 1)).step(
-            Work((row,), work.state, np.zeros_like(total))
+            Activations((row,), work.state, np.zeros_like(total))
         )
         total = total + work.readout_RV
         if block < 2:
@@ -118,32 +107,32 @@ def test_a_refined_row_reads_in_each_block_what_the_one_before_guessed(config: C
 
 def test_readout_final_is_the_last_blocks_alone(stack: Stack):
     stages = [stage(stack, range(2), "final"), stage(stack, range(2, 3), "final")]
-    between = stages[0].step(started(rows(b"abc")))
+    between = stages[0].step(initial(rows(b"abc")))
     assert not between.readout_RV.any()
     last = stack.log_probs(torch.tensor([list(b"abc")]))[-1][0, -1]
     assert np.allclose(stages[1].step(between).readout_RV[0], last.numpy(), atol=1e-4)
 
 
-def test_no_step_without_what_comes_before(stack: Stack):
+def test_a_step_needs_its_context_in_the_cache(stack: Stack):
     stages = split_up(stack)
-    through(stages, started(rows(b"abc", b"def")))
+    through(stages, initial(rows(b"abc", b"def")))
     stages[1].release(1)
     assert stages[1].requests == (0,)
-    work = stages[0].step(started([Row(0, 3, ids(b"g"), 1), Row(1, 3, ids(b"g"), 1)]))
+    work = stages[0].step(initial([Row(0, 3, ids(b"g"), 1), Row(1, 3, ids(b"g"), 1)]))
     with pytest.raises(MissingPrefixError) as missing:
         stages[1].step(work)
     assert missing.value.requests == (1,)
-    assert stages[1].held(0) == 3
+    assert stages[1].cached(0) == 3
 
 
 def test_cache_bytes_are_whole_windows(stack: Stack):
     layers = sum(stack.config.depths) + sum(map(stack.config.tail_layers, range(3)))
     window = 3 * layers * stack.config.model.window * stack.config.model.width * 4
     full = stage(stack, range(3), limits=SlotLimits(cache_bytes=2 * window + 1))
-    assert full.most_requests == 2
-    full.step(started(rows(b"a", b"b")))
+    assert full.max_requests == 2
+    full.step(initial(rows(b"a", b"b")))
     with pytest.raises(CacheFullError):
-        full.step(started([Row(2, 0, ids(b"c"), 1)]))
+        full.step(initial([Row(2, 0, ids(b"c"), 1)]))
     with pytest.raises(CacheFullError, match=f"{window} bytes"):
         stage(stack, range(3), limits=SlotLimits(cache_bytes=window - 1))
 
@@ -163,16 +152,16 @@ def test_cache_bytes_are_whole_windows(stack: Stack):
 def test_rows_that_make_no_sense_are_refused(stack: Stack, bad: list[Row]):
     first = stage(stack, range(1))
     with pytest.raises(ProtocolError):
-        first.step(started(bad))
+        first.step(initial(bad))
     assert first.requests == ()
 
 
 def test_arrays_that_do_not_fit_their_rows_are_refused(stack: Stack):
     first, second = split_up(stack)
-    work = first.step(started(rows(b"abc")))
+    work = first.step(initial(rows(b"abc")))
     for state, read in ((work.state[:, 1:], work.readout_RV), (work.state, work.readout_RV[:0])):
         with pytest.raises(ProtocolError, match="of shape"):
-            second.step(Work(work.rows, state, read))
+            second.step(Activations(work.rows, state, read))
 
 
 def test_a_stage_reads_the_files_of_its_own_blocks_alone(tmp_path: Path, config: Config):
@@ -180,24 +169,24 @@ def test_a_stage_reads_the_files_of_its_own_blocks_alone(tmp_path: Path, config:
     run = RunDir.create(tmp_path / "run", stack.config)
     for number in (1, 2):
         run.block(number).save(Snapshot(1, 1, None, weights_of(stack, number), {}, {}))
-    loaded = StageCompute.load(StoredBlocks(run), range(1, 3), CPU)
-    expected = through(split_up(stack), started(rows(b"abc")))
-    work = stage(stack, range(1)).step(started(rows(b"abc")))
+    loaded = StageCompute.load(RunBlockSource(run), range(1, 3), CPU)
+    expected = through(split_up(stack), initial(rows(b"abc")))
+    work = stage(stack, range(1)).step(initial(rows(b"abc")))
     assert np.allclose(loaded.step(work).readout_RV, expected.readout_RV, atol=1e-4)
     exported = RunDir.create(tmp_path / "exported", stack.config)
     exported.write_exported([weights_of(stack, number) for number in range(3)])
-    front = FirstBlock.load(StoredBlocks(exported), CPU)
-    assert np.allclose(front.first.step(started(rows(b"abc"))).state, work.state, atol=1e-4)
+    front = FirstBlock.load(RunBlockSource(exported), CPU)
+    assert np.allclose(front.first.step(initial(rows(b"abc"))).state, work.state, atol=1e-4)
 
 
-def test_weights_in_8_bits_say_nearly_the_same_and_are_known_by_the_same_name(
+def test_weights_in_8_bits_are_nearly_the_same_with_the_same_fingerprint(
     tmp_path: Path, stack: Stack
 ):
     run = RunDir.create(tmp_path / "run", stack.config)
     run.write_exported([weights_of(stack, number) for number in range(3)])
-    sources = [StoredBlocks(run, held) for held in ("full", "int8")]
+    sources = [RunBlockSource(run, held) for held in ("full", "int8")]
     full, int8 = (
-        through([StageCompute.load(source, range(3), CPU)], started(rows(b"abcdef", read=6)))
+        through([StageCompute.load(source, range(3), CPU)], initial(rows(b"abcdef", read=6)))
         for source in sources
     )
     assert not np.array_equal(full.readout_RV, int8.readout_RV)
@@ -215,15 +204,15 @@ def weights_of(stack: Stack, number: int) -> dict[str, np.ndarray]:
 def test_single_bytes_are_not_padded_to_a_prompt():
     lengths = [1, 40, 1, 3, 30, 5, 1]
     shares = [
-        Share(
+        RowSpan(
             Row(n, 0, np.zeros(length, np.uint16), 1), SlotOwner(6 - n, 0, 0.0), range(0), range(0)
         )
         for n, length in enumerate(lengths)
     ]
-    groups = like_length(shares)
+    groups = grouped_by_length(shares)
     assert [sorted(share.length for share in group) for group in groups] == [
         [1, 1, 1, 3],
         [5],
         [30, 40],
     ]
-    assert [share.tenant.slot for share in groups[0]] == [0, 3, 4, 6]
+    assert [span.owner.slot for span in groups[0]] == [0, 3, 4, 6]

@@ -24,11 +24,12 @@ from blocktrain.errors import (
 )
 from blocktrain.protocol.framing import FrameDecoder, FrameMessage, Kind, encode, largest_frame
 from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring, client_context, server_context
-from blocktrain.serve.ring.connection import LARGEST_HELLO, RingConnection, Terms, window_for
-from blocktrain.serve.ring.handshake import MOST_GREETINGS, RingListener, dial
+from blocktrain.serve.ring.connection import MAX_HELLO_BYTES, RingConnection, Terms
+from blocktrain.serve.ring.flow import window_for
+from blocktrain.serve.ring.handshake import MAX_GREETINGS, RingListener, dial
 
 HELLO = {"role": "router", "name": "r", "model": "m1"}
-QUICK = Terms(beat=0.05, slack=0.1, limit=LARGEST_HELLO, padding=0)
+QUICK = Terms(beat=0.05, slack=0.1, limit=MAX_HELLO_BYTES, padding=0)
 HASTY = replace(QUICK, greeting_seconds=0.5)
 WINDOW = window_for(largest_frame(QUICK.limit))
 BOTH = (ROUTER, STAGE)
@@ -182,14 +183,14 @@ def test_only_members_of_the_ring_get_in(keys: Path, other_keys: Path, new_loop:
             with pytest.raises(UntrustedError):
                 await dialled(address, client_context(other_keys, "router"))
             for context in (without_certificate, None):
-                with pytest.raises(UnreachableError, match=r"without a greeting|lost"):
+                with pytest.raises(UnreachableError, match=r"before a greeting|lost"):
                     await dialled(address, context)
             assert await dialled(address, client_context(keys, "router"))
 
     run(scene(), new_loop)
 
 
-def test_a_stage_of_another_ring_is_not_believed(keys: Path, other_keys: Path):
+def test_a_stage_of_another_ring_is_refused(keys: Path, other_keys: Path):
     trusting = server_context(other_keys, "stage-1")
     trusting.verify_mode = ssl.CERT_NONE
 
@@ -201,20 +202,20 @@ def test_a_stage_of_another_ring_is_not_believed(keys: Path, other_keys: Path):
     run(scene())
 
 
-def test_the_role_decides_who_is_expected(keys: Path):
+def test_only_expected_roles_may_connect(keys: Path):
     async def scene() -> None:
         context = client_context(keys, "router")
         async with serving(echo, server_context(keys, "stage-1"), roles=[STAGE]) as address:
-            with pytest.raises(RefusedError, match="a router is not expected here"):
+            with pytest.raises(RefusedError, match="a router may not connect here"):
                 await dialled(address, context)
             assert await dialled(address, client_context(keys, "stage-1"))
-            with pytest.raises(RefusedError, match="a stage is not expected here"):
+            with pytest.raises(RefusedError, match="a stage may not connect here"):
                 await dialled(address, client_context(keys, "stage-1"), roles=[ROUTER])
 
     run(scene())
 
 
-def test_either_side_may_refuse_what_the_other_says():
+def test_either_side_may_refuse_the_others_hello():
     def check(hello: dict[str, Any]) -> str | None:
         return None if hello["model"] == "m2" else "another model"
 
@@ -251,7 +252,9 @@ def test_garbage_on_the_port_is_dropped_and_others_are_served(keys: Path, tls: b
 @on_every_loop
 @pytest.mark.parametrize("said", [b"", b"BTfr\x01"])
 @pytest.mark.parametrize("tls", [False, True])
-def test_who_never_greets_is_dropped_in_time(keys: Path, tls: bool, said: bytes, new_loop: NewLoop):
+def test_a_peer_that_never_greets_is_dropped_in_time(
+    keys: Path, tls: bool, said: bytes, new_loop: NewLoop
+):
     async def scene() -> None:
         context = server_context(keys, "stage-1") if tls else None
         async with serving(echo, context, terms=HASTY) as address, stranger(address) as silent:
@@ -263,7 +266,7 @@ def test_who_never_greets_is_dropped_in_time(keys: Path, tls: bool, said: bytes,
     run(scene(), new_loop)
 
 
-def test_who_listens_but_never_answers_is_given_up_in_time(keys: Path):
+def test_a_listener_that_never_answers_is_given_up_in_time(keys: Path):
     async def scene() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             for context in (None, client_context(keys, "router")):
@@ -273,12 +276,11 @@ def test_who_listens_but_never_answers_is_given_up_in_time(keys: Path):
     run(scene())
 
 
-def test_those_who_never_greet_keep_no_one_out():
+def test_silent_connections_do_not_keep_others_out():
     async def scene() -> None:
         async with serving(terms=Terms(greeting_seconds=60)) as address:
             callers = [
-                await asyncio.open_connection(*address.split(":"))
-                for _ in range(MOST_GREETINGS + 5)
+                await asyncio.open_connection(*address.split(":")) for _ in range(MAX_GREETINGS + 5)
             ]
             assert await dialled(address)
             for _, writer in callers:
@@ -287,9 +289,9 @@ def test_those_who_never_greet_keep_no_one_out():
     run(scene())
 
 
-def test_there_are_only_so_many_connections():
+def test_the_number_of_connections_is_limited():
     async def scene() -> None:
-        async with serving(most_connections=1) as address:
+        async with serving(max_connections=1) as address:
             first = await dialled(address)
             with pytest.raises(UnreachableError):
                 await dialled(address)
@@ -300,7 +302,7 @@ def test_there_are_only_so_many_connections():
     run(scene())
 
 
-def test_nobody_there():
+def test_dialling_a_closed_port_is_unreachable():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         closed = f"127.0.0.1:{listener.getsockname()[1]}"
 
@@ -345,7 +347,7 @@ def test_messages_of_all_sizes_come_back_in_order(keys: Path, tls: bool, new_loo
     run(scene(), new_loop)
 
 
-def test_padding_takes_nothing_from_messages_and_reaches_nobody():
+def test_padding_uses_no_message_credit_and_is_not_received():
     padding = replace(QUICK, limit=1 << 20, padding=1 << 18)
 
     async def scene() -> None:
@@ -391,11 +393,11 @@ def test_what_was_sent_before_closing_still_arrives(new_loop: NewLoop):
     run(scene(), new_loop)
 
 
-def test_more_than_the_other_side_takes_is_not_sent():
+def test_a_message_over_the_other_sides_limit_is_not_sent():
     async def scene() -> None:
         async with serving() as address:
             near = await dialled(address)
-            with pytest.raises(ProtocolError, match="more than"):
+            with pytest.raises(ProtocolError, match="too large"):
                 await near.send(
                     FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(QUICK.limit, np.float32),))
                 )
@@ -471,7 +473,7 @@ def too_large(peer: Stranger) -> None:
 
 
 def too_large_a_hello(peer: Stranger) -> None:
-    peer.say(FrameMessage(Kind.HELLO, arrays=(np.zeros(LARGEST_HELLO, np.uint8),)))
+    peer.say(FrameMessage(Kind.HELLO, arrays=(np.zeros(MAX_HELLO_BYTES, np.uint8),)))
 
 
 def no_hello(peer: Stranger) -> None:
@@ -496,22 +498,22 @@ def pong_from_the_future(peer: Stranger) -> None:
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (overrun, "more than it was allowed"),
-        (too_large, "are taken"),
-        (too_large_a_hello, "are taken"),
+        (overrun, "more than its credit allows"),
+        (too_large, "the limit is"),
+        (too_large_a_hello, "the limit is"),
         (no_hello, "HELLO"),
         (two_hellos, "HELLO"),
         (credit_from_nothing, "more credit"),
         (pong_from_the_future, "without a PING"),
-        (lambda peer: peer.greet(hello=[]), "has hello, limit and beat"),
-        (lambda peer: peer.greet(limit=True), "has hello, limit and beat"),
-        (lambda peer: peer.greet(limit=2**60), "not possible"),
-        (lambda peer: peer.greet(limit=1), "not possible"),
-        (lambda peer: peer.greet(beat=1e9), "not possible"),
-        (lambda peer: peer.greet(hello={"role": "king"}), "king is not expected"),
+        (lambda peer: peer.greet(hello=[]), "needs hello, limit and beat"),
+        (lambda peer: peer.greet(limit=True), "needs hello, limit and beat"),
+        (lambda peer: peer.greet(limit=2**60), "out of range"),
+        (lambda peer: peer.greet(limit=1), "out of range"),
+        (lambda peer: peer.greet(beat=1e9), "out of range"),
+        (lambda peer: peer.greet(hello={"role": "king"}), "king may not connect"),
     ],
 )
-def test_who_breaks_the_rules_is_cut_off_and_told_why(
+def test_a_peer_that_breaks_the_protocol_is_disconnected_with_the_reason(
     wrong: Callable[[Stranger], None], reason: str
 ):
     async def scene() -> None:

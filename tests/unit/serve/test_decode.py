@@ -1,5 +1,6 @@
 """Every mode that loses nothing gives the text of the reference without a cache."""
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,17 +14,18 @@ from tests.support.serving import answers, of_kind, reference_text, ring, stage
 from blocktrain.config import load_config
 from blocktrain.model.stack import Stack
 from blocktrain.numerics.sampling import log_softmax
+from blocktrain.serve.activations import Row
 from blocktrain.serve.router.decode import (
-    Account,
+    AnswerCost,
     Decoding,
-    Request,
+    GenerationRequest,
     Sampling,
     TraversalCost,
     new_decoding,
 )
-from blocktrain.serve.router.front import FirstBlock
+from blocktrain.serve.router.first_block import FirstBlock
 from blocktrain.serve.router.local import run_locally
-from blocktrain.serve.stage.batch import Row, SlotLimits
+from blocktrain.serve.stage.batch import SlotLimits
 from blocktrain.vocabulary import BOS, MASK
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,12 +40,13 @@ def model(kind: str) -> Stack:
     return awake_stack(of_kind(load_config(ROOT / "configs" / "tiny.toml", tiny), kind))
 
 
-def exact(prompt: bytes, count: int, sampling: Sampling) -> list[Request]:
+def exact(prompt: bytes, count: int, sampling: Sampling) -> list[GenerationRequest]:
     """A request in every mode whose text is the sequential one."""
     modes = [("ar", 1, "head"), ("speculative", 1, "head"), ("speculative", 1, "ngram"),
              ("sweep", 0, ""), ("sweep", 0, "head")]  # fmt: skip
     return [
-        Request(prompt, count, mode, passes, drafts, sampling) for mode, passes, drafts in modes
+        GenerationRequest(prompt, count, mode, passes, drafts, sampling)
+        for mode, passes, drafts in modes
     ]
 
 
@@ -56,7 +59,7 @@ def exact(prompt: bytes, count: int, sampling: Sampling) -> list[Request]:
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
     seed=st.integers(0, 2**32),
 )
-def test_modes_that_lose_nothing_say_what_the_model_says_without_a_cache(
+def test_exact_modes_give_the_models_text_without_a_cache(
     kind: str, readout: str, prompt: bytes, count: int, temperature: float, seed: int
 ):
     """Together in ragged batches; past the window; from no prompt and from one that is too long."""
@@ -84,7 +87,7 @@ def test_filtered_sampling_is_the_same_in_every_mode_and_company(
 ):
     stack = model(kind)
     together = [request for prompt in prompts for request in exact(prompt, 9, sampling)]
-    alone = [answers(stack, [Request(p, 9, "ar", sampling=sampling)])[0] for p in prompts]
+    alone = [answers(stack, [GenerationRequest(p, 9, "ar", sampling=sampling)])[0] for p in prompts]
     assert answers(stack, together) == [text for text in alone for _ in range(MODES)]
 
 
@@ -94,7 +97,9 @@ def test_however_a_sweep_starts_it_ends_the_same(kind: str, drafted: bool):
     stack = model(kind)
     front = FirstBlock(stage(stack, range(1)), drafts_sweeps=drafted)
     sampling = Sampling(1.0, seed=4)
-    requests = [Request(b"abc", 20, mode, 0, sampling=sampling) for mode in ("sweep", "ar")]
+    requests = [
+        GenerationRequest(b"abc", 20, mode, 0, sampling=sampling) for mode in ("sweep", "ar")
+    ]
     (swept, account), (sequential, _) = run_locally(front, [stage(stack, range(1, 3))], requests)
     assert swept == sequential
     assert account.traversals < 20
@@ -104,20 +109,20 @@ def test_however_a_sweep_starts_it_ends_the_same(kind: str, drafted: bool):
 @pytest.mark.parametrize("drafts", ["", "head"])
 def test_a_sweep_is_as_many_traversals_as_it_is_asked_for(kind: str, drafts: str):
     stack = model(kind)
-    requests = [Request(b"abc", 10, "sweep", passes, drafts) for passes in (1, 2, 4)]
+    requests = [GenerationRequest(b"abc", 10, "sweep", passes, drafts) for passes in (1, 2, 4)]
     found = run_locally(*ring(stack), requests)
     assert [account.traversals for _, account in found] == [1, 2, 4]
     assert [len(data) for data, _ in found] == [10, 10, 10]
-    sequential = answers(stack, [Request(b"abc", 10, "ar")])[0]
+    sequential = answers(stack, [GenerationRequest(b"abc", 10, "ar")])[0]
     for passes, (data, _) in zip((1, 2, 4), found, strict=True):
         assert data[:passes] == sequential[:passes]
 
 
 def test_a_sweep_keeps_drafts_that_are_likely_behind_the_first_that_is_wrong():
     """The model would say `abcde` after drafts `aXYZ`: Y is likely enough, Z is not."""
-    asked = Request(b"", 5, "sweep", passes=1, drafts="head")
-    decoding = new_decoding(asked, 32, TraversalCost(), Account())
-    step = decoding.step()
+    asked = GenerationRequest(b"", 5, "sweep", passes=1, drafts="head")
+    decoding = new_decoding(asked, 32, TraversalCost(), AnswerCost())
+    step = decoding.propose()
     assert step is not None and (step.drafts, step.refine) == (4, False)
     log_probs = np.full((5, 256), np.log(1e-4), np.float32)
     log_probs[np.arange(5), list(b"abcde")] = np.log(0.5)
@@ -129,16 +134,18 @@ def test_a_sweep_keeps_drafts_that_are_likely_behind_the_first_that_is_wrong():
 
 def test_a_model_that_agrees_with_its_first_block_takes_all_drafts():
     """With one block, a draft is what the whole model says."""
-    [(_, account)] = run_locally(*ring(model("end_to_end")), [Request(b"", 14, "speculative")])
+    [(_, account)] = run_locally(
+        *ring(model("end_to_end")), [GenerationRequest(b"", 14, "speculative")]
+    )
     assert account.accepted == account.drafted == 12
     assert (account.traversals, account.bytes_per_traversal) == (2, 7.0)
 
 
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
-def test_what_a_stage_lost_is_replayed_and_nothing_changes(kind: str):
+def test_a_context_that_a_stage_lost_is_replayed(kind: str):
     """Room for two of three requests: every step of the third drives one out."""
     stack = model(kind)
-    requests = [Request(text, 6, mode) for text, mode in
+    requests = [GenerationRequest(text, 6, mode) for text, mode in
                 ((b"one", "ar"), (b"twotwo", "speculative"), (b"", "ar"))]  # fmt: skip
     expected = answers(stack, requests)
     front, small = (
@@ -151,22 +158,23 @@ def test_what_a_stage_lost_is_replayed_and_nothing_changes(kind: str):
         ),
     )
     decodings = {
-        n: new_decoding(each, WINDOW, TraversalCost(), Account()) for n, each in enumerate(requests)
+        n: new_decoding(each, WINDOW, TraversalCost(), AnswerCost())
+        for n, each in enumerate(requests)
     }
     found = dict.fromkeys(decodings, b"")
     while going := [n for n in decodings if not decodings[n].finished]:
         for number in going:
             decoding = decodings[number]
-            step = decoding.step()
+            step = decoding.propose()
             if number not in small.requests:
                 step = decoding.replay()
             assert step
             if prefills := front.prefills({number: step}):
                 small.prefill(prefills)
-            [(row, log_probs)] = front.answers(small.step(front.work({number: step})))
+            [(row, log_probs)] = front.answers(small.step(front.step({number: step})))
             found[number] += decoding.take(row, log_probs).data
     assert list(found.values()) == expected
-    assert decodings[0].account.replays > 2
+    assert decodings[0].cost.replays > 2
 
 
 def certain(data: bytes) -> np.ndarray:
@@ -177,14 +185,16 @@ def certain(data: bytes) -> np.ndarray:
 
 
 def sent(decoding: Decoding, drafts: bytes = b"") -> Row:
-    step = decoding.step()
+    step = decoding.propose()
     assert step
     ids = np.concatenate([step.ids, np.frombuffer(drafts, np.uint8)])
     return Row(0, step.start, ids, step.read + len(drafts))
 
 
 def test_steps_carry_on_where_the_answer_left_off():
-    decoding = new_decoding(Request(b"ab", 9, "speculative"), 32, TraversalCost(), Account())
+    decoding = new_decoding(
+        GenerationRequest(b"ab", 9, "speculative"), 32, TraversalCost(), AnswerCost()
+    )
     first = sent(decoding, b"cdX")
     assert (first.start, first.ids.tolist(), first.read) == (0, [BOS, *b"abcdX"], 4)
     assert decoding.take(first, certain(b"cdef")).data == b"cde"
@@ -197,32 +207,36 @@ def test_steps_carry_on_where_the_answer_left_off():
 
 
 def test_a_sweep_starts_from_masks_and_goes_on_from_guesses():
-    decoding = new_decoding(Request(b"ab", 4, "sweep", passes=0), 32, TraversalCost(), Account())
-    step = decoding.step()
+    decoding = new_decoding(
+        GenerationRequest(b"ab", 4, "sweep", passes=0), 32, TraversalCost(), AnswerCost()
+    )
+    step = decoding.propose()
     assert step and step.refine
     assert step.ids.tolist() == [BOS, *b"ab", MASK, MASK, MASK]
     assert decoding.take(sent(decoding), certain(b"wxyz")).data == b"w"
-    step = decoding.step()
+    step = decoding.propose()
     assert step and not step.refine
     assert (step.start, step.ids.tolist(), step.read) == (3, [*b"wxy"], 3)
     assert decoding.take(sent(decoding), certain(b"xyz")).data == b"xyz"
-    assert decoding.finished and decoding.step() is None
+    assert decoding.finished and decoding.propose() is None
 
 
 def test_a_stop_string_ends_the_answer_wherever_its_bytes_came_from():
     stack = model("denoise")
-    whole = answers(stack, [Request(b"stop", 30, "ar")])[0]
+    whole = answers(stack, [GenerationRequest(b"stop", 30, "ar")])[0]
     stop = whole[11:14]
     end = whole.find(stop)
-    requests = [Request(b"stop", 30, each.mode, each.passes, each.drafts, stop=(stop, b"\0\0\0\0"))
-                for each in exact(b"", 1, Sampling())]  # fmt: skip
+    stops = (stop, b"\0\0\0\0")
+    requests = [replace(request, stop=stops) for request in exact(b"stop", 30, Sampling())]
     for data, account in run_locally(*ring(stack), requests):
         assert data == whole[:end]
         assert (account.reason, account.output_bytes) == ("stop", end)
 
 
 def test_log_probabilities_come_with_the_bytes():
-    decoding = new_decoding(Request(b"", 2, "ar", top_log_probs=3), 32, TraversalCost(), Account())
+    decoding = new_decoding(
+        GenerationRequest(b"", 2, "ar", top_log_probs=3), 32, TraversalCost(), AnswerCost()
+    )
     log_probs = log_softmax(np.random.default_rng(0).standard_normal((1, 256)).astype(np.float32))
     piece = decoding.take(sent(decoding), log_probs)
     best = int(log_probs.argmax())

@@ -3,7 +3,7 @@ survive."""
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -21,12 +21,13 @@ from blocktrain.protocol.addresses import bound_socket
 from blocktrain.protocol.framing import FrameMessage, Kind
 from blocktrain.protocol.ring_keys import ROUTER, STAGE
 from blocktrain.serve.ring.connection import RingConnection
+from blocktrain.serve.ring.envelope import READS_BARE_STEPS
 from blocktrain.serve.ring.handshake import RingListener, dial
-from blocktrain.serve.router.decode import Account, Request, Sampling
-from blocktrain.serve.router.engine import MOST_UNREAD, Engine, EngineLimits
-from blocktrain.serve.router.front import FirstBlock
+from blocktrain.serve.router.decode import AnswerCost, GenerationRequest, Sampling
+from blocktrain.serve.router.engine import MAX_UNREAD, EngineLimits, RingEngine
+from blocktrain.serve.router.first_block import FirstBlock
 from blocktrain.serve.router.pipeline import Pipeline
-from blocktrain.serve.stage.batch import SlotLimits as CacheLimits
+from blocktrain.serve.stage.batch import SlotLimits
 from blocktrain.serve.stage.stage import PATIENCE_SECONDS, Stage
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,29 +52,37 @@ def expected(kind: str) -> bytes:
     return reference_text(model(kind), PROMPT, LONG, SAMPLING)
 
 
-def request(mode: str = "ar", **more: object) -> Request:
-    return Request(PROMPT, LONG, mode, 0, sampling=SAMPLING, **more)  # type: ignore[arg-type]
+def request(mode: str = "ar", **more: object) -> GenerationRequest:
+    return GenerationRequest(PROMPT, LONG, mode, 0, sampling=SAMPLING, **more)  # type: ignore[arg-type]
 
 
 class Ring:
     """Stages at their ports; one may be stopped, and stages kept from reaching each other."""
 
-    def __init__(self, kind: str, stack: Stack | None = None) -> None:
+    def __init__(self, kind: str, stack: Stack | None = None, readout: str = "product") -> None:
         self.stack = stack or model(kind)
+        self.readout = readout
         self.stages: dict[str, Stage] = {}
         self.servers: dict[str, RingListener] = {}
         self.runs: dict[str, asyncio.Task[None]] = {}
         self.cut: set[str] = set()  # addresses that no stage reaches
 
-    def start(self, blocks: range, limits: CacheLimits | None = None, announced: str = "") -> str:
+    def start(
+        self,
+        blocks: range,
+        limits: SlotLimits | None = None,
+        announced: str = "",
+        features: Mapping[str, bool] = READS_BARE_STEPS,
+    ) -> str:
         listener = bound_socket("127.0.0.1", 0)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        computing = stage(self.stack, blocks, limits=limits or CacheLimits(16))
+        computing = stage(self.stack, blocks, self.readout, limits or SlotLimits(16))
         hello = {"role": STAGE, "name": address, "blocks": list(blocks), "address": announced}
+        hello |= {"readout": self.readout, **features}
         held = Stage(f"block {blocks[0]}", computing, self._reach(hello, self.cut))
         self.stages[address] = held
         self.servers[address] = RingListener(
-            listener, None, lambda: hello, held.attend, roles=[ROUTER, STAGE]
+            listener, None, lambda: hello, held.serve, roles=[ROUTER, STAGE]
         )
         self.runs[address] = asyncio.create_task(held.run())
         return address
@@ -84,11 +93,11 @@ class Ring:
 
     def engine(
         self, limits: EngineLimits = PATIENT, wire: str = "fp32", reach: Reach | None = None
-    ) -> Engine:
+    ) -> RingEngine:
         count = len(self.stack.blocks)
         pipeline = Pipeline(list(self.servers), count, reach or self.reach)
-        front = FirstBlock(stage(self.stack, range(1)))
-        return Engine("a model", front, pipeline, "a router", wire, limits)
+        front = FirstBlock(stage(self.stack, range(1), self.readout))
+        return RingEngine("a model", front, pipeline, "a router", wire, limits)
 
     async def reach(self, address: str) -> RingConnection:
         """As a router does."""
@@ -109,7 +118,7 @@ class Ring:
 
 
 @asynccontextmanager
-async def running(ring: Ring, engine: Engine) -> AsyncIterator[Engine]:
+async def running(ring: Ring, engine: RingEngine) -> AsyncIterator[RingEngine]:
     task = asyncio.create_task(engine.run())
     try:
         await until(lambda: not engine.status()["missing"])
@@ -127,8 +136,10 @@ async def until(happened: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def answer(engine: Engine, asked: Request, account: Account | None = None) -> bytes:
-    pieces = engine.generate(asked, account or Account())
+async def answer(
+    engine: RingEngine, asked: GenerationRequest, account: AnswerCost | None = None
+) -> bytes:
+    pieces = engine.generate(asked, account or AnswerCost())
     return b"".join([piece.data async for piece in pieces])
 
 
@@ -140,13 +151,32 @@ def test_requests_of_every_mode_at_once_leave_nothing_behind(kind: str) -> None:
         ring.start(range(2, 3))
         async with running(ring, ring.engine()) as engine:
             modes = ["ar", "speculative", "sweep"] * 2
-            accounts = [Account() for _ in modes]
+            accounts = [AnswerCost() for _ in modes]
             asked = [answer(engine, request(m), a) for m, a in zip(modes, accounts, strict=True)]
             assert await asyncio.gather(*asked) == [expected(kind)] * len(modes)
             assert [account.reason for account in accounts] == ["length"] * len(modes)
             assert {"block 0", "block 1", "block 2"} == set(accounts[0].stage_seconds)
             await until(lambda: ring.held() == 0)
             assert engine.status()["requests"] == engine.status()["in_the_ring"] == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["denoise", "cascade"])
+@pytest.mark.parametrize("old", [0, 1, 2, 3])
+def test_the_readout_final_works_with_stages_of_both_releases(kind: str, old: int) -> None:
+    """Bit 0 of `old`: the first stage is of release 0.1, which reads no step without a readout; bit
+    1: the second."""
+
+    async def scenario() -> None:
+        ring = Ring(kind, readout="final")
+        for index in (0, 1):
+            features = {} if old >> index & 1 else READS_BARE_STEPS
+            ring.start(range(index + 1, index + 2), features=features)
+        text = reference_text(model(kind), PROMPT, LONG, SAMPLING, "final")
+        async with running(ring, ring.engine()) as engine:
+            for mode in ("ar", "speculative"):
+                assert await answer(engine, request(mode)) == text
 
     asyncio.run(scenario())
 
@@ -161,7 +191,7 @@ def test_one_block_needs_no_ring() -> None:
     asyncio.run(scenario())
 
 
-def test_stages_that_say_the_same_address_do_not_end_the_router() -> None:
+def test_stages_that_announce_one_address_do_not_end_the_router() -> None:
     async def scenario() -> None:
         ring = Ring("denoise")
         first = ring.start(range(1, 3))
@@ -229,7 +259,7 @@ def test_stages_that_leave_after_their_hello_do_not_end_the_router() -> None:
         async def reach(dialled: str) -> RingConnection:
             connection = await ring.reach(dialled)
             if dialled == address:
-                await connection.closed.wait()  # when it is introduced it is gone
+                await connection.wait_closed()  # when it is introduced it is gone
             return connection
 
         async with running(ring, ring.engine(reach=reach)) as engine, asyncio.timeout(SECONDS):
@@ -240,9 +270,8 @@ def test_stages_that_leave_after_their_hello_do_not_end_the_router() -> None:
 
 
 @pytest.mark.parametrize(("kind", "block"), [("denoise", 1), ("cascade", 0), ("end_to_end", 0)])
-def test_what_is_no_number_fails_its_own_request_and_no_other(kind: str, block: int) -> None:
-    """A block that makes nothing of one byte, met by one request among others, again and again in
-    the same slots."""
+def test_a_nan_fails_its_own_request_and_no_other(kind: str, block: int) -> None:
+    """A block that computes NaN for one byte; requests with and without it share slots."""
 
     async def scenario() -> None:
         assert POISON not in expected(kind)
@@ -275,7 +304,7 @@ def test_a_request_that_is_closed_early_is_forgotten_everywhere() -> None:
         ring = Ring("denoise")
         ring.start(range(1, 3))
         async with running(ring, ring.engine()) as engine:
-            pieces = engine.generate(request(), Account())
+            pieces = engine.generate(request(), AnswerCost())
             await anext(pieces)
             assert ring.held() == 1
             await pieces.aclose()
@@ -284,17 +313,17 @@ def test_a_request_that_is_closed_early_is_forgotten_everywhere() -> None:
     asyncio.run(scenario())
 
 
-def test_a_client_that_reads_nothing_lets_its_request_rest() -> None:
+def test_a_client_that_reads_nothing_pauses_its_request() -> None:
     async def scenario() -> None:
         ring = Ring("denoise")
         ring.start(range(1, 3))
         async with running(ring, ring.engine()) as engine:
-            account = Account()
+            account = AnswerCost()
             pieces = engine.generate(request(), account)
             text = (await anext(pieces)).data
-            await until(lambda: account.output_bytes == MOST_UNREAD + 1)
+            await until(lambda: account.output_bytes == MAX_UNREAD + 1)
             await asyncio.sleep(0.2)
-            assert account.output_bytes == MOST_UNREAD + 1
+            assert account.output_bytes == MAX_UNREAD + 1
             text += b"".join([piece.data async for piece in pieces])
             assert text == expected("denoise")
 
@@ -302,17 +331,17 @@ def test_a_client_that_reads_nothing_lets_its_request_rest() -> None:
 
 
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
-def test_what_a_stage_had_to_drop_is_replayed(kind: str) -> None:
+def test_a_context_that_a_stage_dropped_is_replayed(kind: str) -> None:
     """A stage with room for one context, which is not safe, and two requests."""
 
     async def scenario() -> None:
         ring = Ring(kind)
-        ring.start(range(1, 3), CacheLimits(1, idle_seconds=0.0))
+        ring.start(range(1, 3), SlotLimits(1, idle_seconds=0.0))
         async with running(ring, ring.engine()) as engine:
-            account = Account()
+            account = AnswerCost()
             first = engine.generate(request(), account)
             head = (await anext(first)).data
-            await until(lambda: account.output_bytes == MOST_UNREAD + 1)  # now it rests
+            await until(lambda: account.output_bytes == MAX_UNREAD + 1)  # now it rests
             assert await answer(engine, request("speculative")) == expected(kind)
             rest = b"".join([piece.data async for piece in first])
             assert head + rest == expected(kind)
@@ -321,15 +350,15 @@ def test_what_a_stage_had_to_drop_is_replayed(kind: str) -> None:
     asyncio.run(scenario())
 
 
-def test_a_stage_without_room_says_so_at_once() -> None:
+def test_a_full_stage_refuses_at_once() -> None:
     async def scenario() -> None:
         ring = Ring("denoise")
-        ring.start(range(1, 3), CacheLimits(1))
+        ring.start(range(1, 3), SlotLimits(1))
         async with running(ring, ring.engine()) as engine:
-            first = engine.generate(request(), Account())
+            first = engine.generate(request(), AnswerCost())
             await anext(first)
             async with asyncio.timeout(PATIENCE_SECONDS / 2):
-                with pytest.raises(OverloadedError, match="room for 1 requests"):
+                with pytest.raises(OverloadedError, match="all 1 slots"):
                     await answer(engine, request())
             await first.aclose()
             await until(lambda: ring.held() == 0)
@@ -347,7 +376,7 @@ def test_stages_that_do_not_reach_each_other_are_passed_by() -> None:
         ring.start(range(2, 3))
         async with running(ring, ring.engine()) as engine:
             await until(lambda: len(engine.status()["stages"]) == 3)
-            account = Account()
+            account = AnswerCost()
             texts = await asyncio.gather(
                 answer(engine, request(), account), answer(engine, request())
             )
@@ -362,13 +391,13 @@ def test_too_many_requests_are_refused_and_no_stage_is_an_error_in_bounded_time(
         address = ring.start(range(1, 3))
         engine = ring.engine(EngineLimits(requests=1, patience_seconds=0.5))
         async with running(ring, engine):
-            pieces = engine.generate(request(), Account())
+            pieces = engine.generate(request(), AnswerCost())
             await anext(pieces)
             with pytest.raises(OverloadedError):
                 await answer(engine, request())
             await ring.stop(address)
             async with asyncio.timeout(SECONDS):
-                with pytest.raises(UnavailableError, match="no stage holds block 1, 2"):
+                with pytest.raises(UnavailableError, match="no stage has block 1, 2"):
                     async for _ in pieces:
                         pass
 

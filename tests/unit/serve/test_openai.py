@@ -10,19 +10,9 @@ from hypothesis import strategies as st
 from blocktrain.errors import RequestError
 from blocktrain.serve.http import openai
 from blocktrain.serve.http.openai import CompletionRequest, RequestLimits, conversation
-from blocktrain.serve.http.replies import (
-    Chat,
-    Completions,
-    Fragment,
-    Reply,
-    TokenText,
-    cost,
-    token_text,
-    usage,
-)
-from blocktrain.serve.router.decode import Account, Request, Sampling
+from blocktrain.serve.router.decode import GenerationRequest, Sampling
 
-LIMITS = RequestLimits(prompt_bytes=100, output_bytes=50, usual_bytes=20, choices=4)
+LIMITS = RequestLimits(prompt_bytes=100, output_bytes=50, default_bytes=20, choices=4)
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -34,22 +24,23 @@ def chat(**fields: Any) -> CompletionRequest:
     return openai.chat(json.dumps({"messages": HELLO, **fields}).encode(), LIMITS, lambda: 7)
 
 
-def test_what_is_left_out_is_openais_default_and_a_new_seed():
+def test_defaults_are_openais_with_a_new_seed():
     ask = completion()
     assert ask == CompletionRequest(
-        chat=False, model=None, requests=(Request(b"p", 20, sampling=Sampling(1.0, seed=7)),),
+        chat=False, model=None,
+        generations=(GenerationRequest(b"p", 20, sampling=Sampling(1.0, seed=7)),),
         prompt_bytes=1, log_probs=False, stream=False, include_usage=False,
     )  # fmt: skip
     assert completion(seed=None, stop=None, n=None, temperature=None) == ask
 
 
-def test_everything_a_request_may_say():
+def test_all_fields_of_a_request():
     ask = completion(
         model="m", prompt="né", max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, seed=5,
         stop=["a", "é"], stream=True, stream_options={"include_usage": True}, logprobs=2,
         mode="sweep", passes=0, drafts="ngram", user="somebody",
     )  # fmt: skip
-    request = Request(
+    request = GenerationRequest(
         "né".encode(), 9, "sweep", 0, "ngram", Sampling(0.5, 3, 0.9, 5), (b"a", "é".encode()), 2
     )
     assert ask == CompletionRequest(False, "m", (request,), 3, True, True, True)
@@ -66,20 +57,20 @@ def test_everything_a_request_may_say():
     ],
 )
 def test_a_prompt_is_text_or_bytes_one_or_several(prompt: Any, expected: list[bytes]):
-    assert [request.prompt for request in completion(prompt=prompt).requests] == expected
+    assert [request.prompt for request in completion(prompt=prompt).generations] == expected
 
 
 def test_several_choices_have_seeds_one_after_another():
     ask = completion(prompt=["a", "b"], n=2, seed=2**63 - 1)
-    assert [(each.prompt, each.sampling.seed) for each in ask.requests] == [
+    assert [(each.prompt, each.sampling.seed) for each in ask.generations] == [
         (b"a", 2**63 - 1), (b"a", 0), (b"b", 2**63 - 1), (b"b", 0),
     ]  # fmt: skip
     assert ask.prompt_bytes == 2
 
 
 @pytest.mark.parametrize("temperature", [0, -0.0, 5e-324, 1e-5])
-def test_what_is_too_cold_to_compute_is_greedy(temperature: float):
-    assert completion(temperature=temperature).requests[0].sampling.temperature == 0.0
+def test_tiny_temperatures_are_greedy(temperature: float):
+    assert completion(temperature=temperature).generations[0].sampling.temperature == 0.0
 
 
 def test_a_chat_is_a_plain_text_with_speakers():
@@ -88,8 +79,8 @@ def test_a_chat_is_a_plain_text_with_speakers():
         b"System: Be brief.\nUser: Hi\nAssistant: Hello\nUser: Bye\nAssistant: "
     )
     ask = chat(stop="x", max_tokens=3, max_completion_tokens=4)
-    assert ask.requests[0].prompt == b"User: Hello\nAssistant: "
-    assert (ask.requests[0].stop, ask.requests[0].most_bytes) == ((b"x", b"\nUser:"), 4)
+    assert ask.generations[0].prompt == b"User: Hello\nAssistant: "
+    assert (ask.generations[0].stop, ask.generations[0].max_bytes) == ((b"x", b"\nUser:"), 4)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert (
         chat(messages=[{"role": "user", "content": parts}]).prompt_bytes == len("User: ab\n") + 11
@@ -98,10 +89,10 @@ def test_a_chat_is_a_plain_text_with_speakers():
 
 def test_log_probabilities_in_both_dialects():
     assert not chat(logprobs=False).log_probs
-    assert chat(logprobs=True).requests[0].top_log_probs == 0
-    assert chat(logprobs=True, top_logprobs=20).requests[0].top_log_probs == 20
+    assert chat(logprobs=True).generations[0].top_log_probs == 0
+    assert chat(logprobs=True, top_logprobs=20).generations[0].top_log_probs == 20
     zero = completion(logprobs=0)
-    assert zero.log_probs and zero.requests[0].top_log_probs == 0
+    assert zero.log_probs and zero.generations[0].top_log_probs == 0
 
 
 @pytest.mark.parametrize(
@@ -159,19 +150,21 @@ def test_what_a_chat_cannot_be(fields: dict[str, Any], param: str):
     assert refused.value.field == param
 
 
-def test_what_asks_for_nothing_is_let_through():
+def test_neutral_values_of_unsupported_fields_are_accepted():
     completion(logit_bias={}, presence_penalty=0, frequency_penalty=0.0, echo=False, best_of=1)
     chat(tools=[], response_format={"type": "text"}, logit_bias=None)
 
 
-def test_what_openai_has_and_no_answer_depends_on_is_let_through():
+def test_openais_fields_without_effect_are_accepted():
     completion(user="me")
     chat(user="me", metadata={}, store=False, service_tier="auto", parallel_tool_calls=False)
 
 
-def test_a_field_that_nobody_knows_is_refused_by_name():
+def test_an_unknown_field_is_refused_by_name():
     for asked in (completion, chat):
-        with pytest.raises(RequestError, match="no field max_token; did you mean max_tokens") as no:
+        with pytest.raises(
+            RequestError, match="unknown field max_token; did you mean max_tokens"
+        ) as no:
             asked(max_token=40)
         assert (no.value.field, no.value.code) == ("max_token", "unknown_parameter")
 
@@ -180,55 +173,3 @@ def test_a_field_that_nobody_knows_is_refused_by_name():
 def test_no_body_breaks_the_parser(body: bytes):
     with pytest.raises(RequestError):
         openai.completion(body, LIMITS, lambda: 0)
-
-
-TOKENS = (TokenText(65, -0.5, {65: -0.5, 200: -1.5}, 0), TokenText(200, float("-inf"), {}, 1))
-
-
-def test_log_probabilities_as_completions_have_them():
-    assert Completions().choice(1, Fragment("A\ufffd", TOKENS), "stop") == {
-        "index": 1,
-        "text": "A\ufffd",
-        "finish_reason": "stop",
-        "logprobs": {
-            "tokens": ["A", "bytes:\\xc8"],
-            "token_logprobs": [-0.5, -9999.0],
-            "top_logprobs": [{"A": -0.5, "bytes:\\xc8": -1.5}, {}],
-            "text_offset": [0, 1],
-        },
-    }
-
-
-def test_log_probabilities_as_chats_have_them():
-    delta = Chat().delta(0, Fragment("A", TOKENS[:1]))
-    assert delta["delta"] == {"content": "A"}
-    (row,) = delta["logprobs"]["content"]
-    assert (row["token"], row["logprob"], row["bytes"]) == ("A", -0.5, [65])
-    assert row["top_logprobs"][1] == {"token": "bytes:\\xc8", "logprob": -1.5, "bytes": [200]}
-
-
-def test_every_byte_has_a_name_of_its_own():
-    assert len({token_text(byte) for byte in range(256)}) == 256
-
-
-def test_what_several_answers_cost_together():
-    accounts = [
-        Account(output_bytes=6, traversals=2, drafted=5, accepted=4, stage_seconds={"a": 1.0}),
-        Account(output_bytes=3, traversals=1, replays=1, stage_seconds={"a": 0.5, "b": 2.0}),
-    ]
-    assert cost(accounts) == {
-        "traversals": 3, "bytes_per_traversal": 3.0, "drafted": 5, "accepted": 4, "replays": 1,
-        "stage_seconds": {"a": 1.5, "b": 2.0},
-    }  # fmt: skip
-    assert cost([Account()])["bytes_per_traversal"] == 0.0
-
-
-def test_a_whole_answer_and_a_part_of_one():
-    reply = Reply(Chat(), "chatcmpl-1", 12, "m")
-    head = {"id": "chatcmpl-1", "created": 12, "model": "m"}
-    assert reply.whole([], usage(1, 2), {}) == {
-        **head, "object": "chat.completion", "choices": [], "blocktrain": {},
-        "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
-    }  # fmt: skip
-    part = {**head, "object": "chat.completion.chunk", "choices": [{}], "usage": None}
-    assert reply.part([{}], usage=None) == part

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from blocktrain.errors import ProtocolError
-from blocktrain.serve.ring.wire import KINDS, LEAST_SCALE, STEPS, arrays_of, pack, unpack
+from blocktrain.numerics.quantization import LEAST_SCALE, STEPS
+from blocktrain.serve.ring.wire import KINDS, arrays_of, pack, unpack
 
 SHAPES = arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=6)
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -99,7 +100,7 @@ def test_what_does_not_fit_is_refused(kind: str, sent: tuple[np.ndarray, ...]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unpacking_takes_what_the_numbers_take_and_little_more(kind: str):
+def test_unpacking_allocates_little_more_than_its_result(kind: str):
     numbers = np.random.default_rng(0).standard_normal((512, 512), np.float32)
     sent = pack(numbers, kind)
     tracemalloc.start()

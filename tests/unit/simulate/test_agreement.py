@@ -22,7 +22,9 @@ from tests.support.coordinator import (
 )
 from tests.support.scenarios import scenario
 
-from blocktrain.codec.frames import codec_named, encode
+from blocktrain.codec.frames import encode
+from blocktrain.codec.registry import update_codec
+from blocktrain.config import SwarmConfig
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import Lease, LeaseProgress, LeaseReturn, Wait
 from blocktrain.simulate.scenario import Scenario
@@ -75,7 +77,7 @@ LIVES: dict[str, dict[str, Any]] = {
 
 def learned(member: Member, lease: Lease, codec: str) -> Made:
     """An update in which every number has grown by 1."""
-    coder = codec_named(codec)
+    coder = update_codec(SwarmConfig(codec=codec))
     if coder is None:
         return member.make(lease)
     count = sum(array.size for array in tensors_of(member.service.run, lease.base).values())

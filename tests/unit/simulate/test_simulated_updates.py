@@ -1,4 +1,4 @@
-"""What arrives of updates: with a codec, what is left out is owed, and told in the end."""
+"""What arrives of updates: with a codec, the rest is sent with later updates."""
 
 import numpy as np
 
@@ -17,25 +17,25 @@ def lease(worker: str = "ann") -> VirtualLease:
 
 
 def test_without_a_codec_weights_arrive_as_they_are():
-    parcels = SimulatedUpdates(SwarmConfig())
-    assert parcels.begun(lease(), BASE) is BASE
+    updates = SimulatedUpdates(SwarmConfig())
+    assert updates.starting_weights(lease(), BASE) is BASE
     end = {name: array + 1 for name, array in BASE.items()}
     fresh, late = lease(), lease()
     late.block.version = 1
-    assert parcels.sent(fresh, BASE, end).start is None
-    assert parcels.sent(late, BASE, end).start is BASE
-    assert parcels.sent(late, BASE, end).end is end
+    assert updates.send(fresh, BASE, end).start is None
+    assert updates.send(late, BASE, end).start is BASE
+    assert updates.send(late, BASE, end).values is end
 
 
-def test_what_a_codec_leaves_out_is_what_its_worker_begins_the_next_lease_with():
-    parcels = SimulatedUpdates(SwarmConfig(codec="sparse"))
+def test_what_a_codec_leaves_out_is_part_of_the_weights_the_next_lease_starts_with():
+    updates = SimulatedUpdates(SwarmConfig(codec="sparse"))
     draws = np.random.default_rng(0)
     end = {
         name: array + draws.standard_normal(array.shape, np.float32) for name, array in BASE.items()
     }
-    told = parcels.sent(lease(), BASE, end).end
-    again = parcels.begun(lease(), BASE)
-    assert any(told[name].any() for name in told)
+    sent = updates.send(lease(), BASE, end).values
+    again = updates.starting_weights(lease(), BASE)
+    assert any(sent[name].any() for name in sent)
     for name, array in end.items():
-        assert np.allclose(again[name] + told[name], array, atol=1e-5)
-    assert parcels.begun(lease("bob"), BASE) is BASE
+        assert np.allclose(again[name] + sent[name], array, atol=1e-5)
+    assert updates.starting_weights(lease("bob"), BASE) is BASE

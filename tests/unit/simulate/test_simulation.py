@@ -11,10 +11,11 @@ from tests.support.scenarios import scenario, scenes
 
 from blocktrain.simulate.report import Report
 from blocktrain.simulate.scenario import Scenario
-from blocktrain.simulate.simulation import simulate
+from blocktrain.simulate.simulation import new_coordinator, simulate
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
 from blocktrain.simulate.virtual_coordinator import BECAME_STALE, VirtualCoordinator
 from blocktrain.swarm.assignment import WorkRequest
+from blocktrain.swarm.merging_rules import MOST_MERGED
 
 
 class Bookkeeper(VirtualCoordinator):
@@ -350,3 +351,24 @@ def test_ten_thousand_workers_and_a_hundred_thousand_leases_take_seconds():
     assert time.process_time() - began < 15.0
     assert report.finished
     assert report.leases_given > 100_000
+
+
+def test_updates_beyond_the_most_of_one_merge_stay_pending_when_stale_ones_are_refused():
+    scene = scenario(
+        model__layers=1, model__blocks=1, train__steps=10_000, swarm__first_steps=1,
+        swarm__quorum=1, swarm__grace_seconds=0.0, swarm__most_stale=0,
+    )  # fmt: skip
+    coordinator = new_coordinator(scene)
+    (block,) = coordinator.blocks
+
+    def send_updates(count: int) -> None:
+        leases = [coordinator.claim(WorkRequest(f"worker {n}"), 0.0) for n in range(count)]
+        for lease in filter(None, leases):
+            coordinator.settle(lease, 1.0)
+
+    send_updates(MOST_MERGED + 40)
+    coordinator.publish(block, coordinator.begin_merge(block, 2.0), 2.0)
+    assert len(block.pending) == 40  # of version 0, so that they are stale now
+    send_updates(MOST_MERGED)
+    assert len(coordinator.begin_merge(block, 3.0)) == MOST_MERGED - 40
+    assert len(block.pending) == MOST_MERGED

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import textwrap
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,9 +30,9 @@ from blocktrain.errors import (
     UnreachableError,
 )
 from blocktrain.protocol.messages import CHUNK_BYTES
-from blocktrain.storage.chunks import ChunkStore, LocalChunks, name_of, open_chunks, place_of
+from blocktrain.storage.blobs import open_chunks
+from blocktrain.storage.chunks import ChunkStore, LocalChunks, name_of
 from blocktrain.storage.s3_chunks import SPOOL_BYTES, S3Chunks
-from blocktrain.storage.shelf import CachedChunkFile, ChunkCache
 
 ABSENT = "0" * 64
 UPLOAD = "upload01"
@@ -172,7 +174,7 @@ def test_parts_that_do_not_have_their_name_leave_nothing(store: ChunkStore, sent
             arriving.write(sent)
             arriving.keep(name_of(b"right."))
 
-    with pytest.raises(ProtocolError, match="do not have the hash"):
+    with pytest.raises(ProtocolError, match="have the hash"):
         send()
     assert left(store) == set()
 
@@ -191,6 +193,14 @@ def test_a_wrong_name_does_not_touch_the_chunk_that_has_it(store: ChunkStore):
 def test_parts_that_nobody_keeps_leave_nothing(store: ChunkStore, size: int):
     with store.incoming() as arriving:
         arriving.write(bytes(size))
+    assert left(store) == set()
+
+
+def test_parts_that_are_longer_than_a_chunk_are_refused(store: ChunkStore):
+    with store.incoming() as arriving:
+        arriving.write(bytes(CHUNK_BYTES))
+        with pytest.raises(ProtocolError, match="at most"):
+            arriving.write(b"x")
     assert left(store) == set()
 
 
@@ -256,6 +266,19 @@ def test_a_chunk_that_is_deleted_while_it_is_read_is_read_to_its_end(store: Chun
         begun = file.read(7)
         store.delete(name)
         assert begun + file.read() == b"hello" * 1000
+
+
+def test_an_open_chunk_takes_no_memory(store: ChunkStore):
+    names = [store.put(bytes([i]) * CHUNK_BYTES) for i in range(4)]
+    tracemalloc.start()
+    try:
+        with ExitStack() as files:
+            for name in names:
+                file, _ = store.open(name)
+                files.enter_context(file)
+            assert tracemalloc.get_traced_memory()[0] < CHUNK_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 def left(store: ChunkStore) -> set[str]:
@@ -556,152 +579,3 @@ def test_a_bucket_without_its_extra_names_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)  # as where it was never installed
     with pytest.raises(ConfigError, match=r"pip install 'blocktrain\[s3\]'"):
         open_chunks("s3://bucket/prefix")
-
-
-def test_files_of_deleted_chunks_are_written_over(tmp_path: Path):
-    chunks = LocalChunks(tmp_path, sync=False, spares=1)
-    names = [chunks.put(data) for data in (b"long" * 1000, b"other")]
-    was = (tmp_path / place_of(names[0])).stat().st_ino
-    for name in names:
-        chunks.delete(name)
-        chunks.delete(name)
-    assert chunks.has(names) == set() == set(dict(chunks.stored()))
-    again = LocalChunks(tmp_path, sync=False, spares=1)  # as found by whoever comes next
-    short, new = again.put(b"short"), again.put(b"new")
-    assert (tmp_path / place_of(short)).stat().st_ino == was
-    assert (again.get(short), again.get(new)) == (b"short", b"new")
-
-
-def test_what_is_begun_over_a_spare_and_not_kept_leaves_nothing(tmp_path: Path):
-    chunks = LocalChunks(tmp_path, sync=False, spares=4)
-    chunks.delete(chunks.put(b"old"))
-    with chunks.incoming() as arriving:
-        arriving.write(b"n")
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_a_spare_that_somebody_else_took_is_done_without(tmp_path: Path):
-    chunks = LocalChunks(tmp_path, sync=False, spares=4)
-    chunks.delete(chunks.put(b"old"))
-    (taken,) = (tmp_path / "spare").iterdir()
-    taken.unlink()
-    assert chunks.get(chunks.put(b"new")) == b"new"
-
-
-def on_shelf(tmp_path: Path, places: int = 2) -> LocalChunks:
-    return LocalChunks(tmp_path, shelf=ChunkCache(places))
-
-
-def come(chunks: ChunkStore, data: bytes, of: int) -> str:
-    with chunks.incoming(of) as arriving:
-        for start in range(0, len(data), 1000):
-            arriving.write(data[start : start + 1000])
-        return arriving.keep()
-
-
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 100_000])
-def test_what_the_shelf_holds_is_on_disk_as_well(tmp_path: Path, size: int):
-    data = random.Random(size).randbytes(size)
-    name = come(on_shelf(tmp_path), data, of=size)
-    assert LocalChunks(tmp_path).get(name) == data  # as whoever comes after a crash finds it
-    assert not list((tmp_path / "partial").iterdir())
-
-
-def test_a_chunk_on_the_shelf_is_read_without_its_file(tmp_path: Path):
-    chunks = on_shelf(tmp_path)
-    name = come(chunks, b"0123456789", of=10)
-    (tmp_path / place_of(name)).unlink()
-    assert chunks.get(name) == b"0123456789"
-    file, size = chunks.open(name)
-    with file:
-        file.seek(4)
-        room = bytearray(3)
-        assert (file.readinto(room), bytes(room), file.read(9), size) == (3, b"456", b"789", 10)
-    held, _ = chunks.open(name)
-    assert isinstance(held, CachedChunkFile)
-    with held:
-        assert (held.view(4), held.view(9), held.view(1)) == (b"0123", b"456789", b"")
-        assert held.view(0).readonly
-    chunks.delete(name)
-    with pytest.raises(NotFoundError):
-        chunks.get(name)
-
-
-def test_the_oldest_chunk_that_nobody_reads_makes_room(tmp_path: Path):
-    chunks = on_shelf(tmp_path)
-    first, second = come(chunks, b"first", of=5), come(chunks, b"second", of=6)
-    file, _ = chunks.open(first)
-    third = come(chunks, b"third", of=5)
-    for path in (first, second, third):
-        (tmp_path / place_of(path)).unlink()
-    with file:
-        assert file.read(5) == b"first"
-    assert (chunks.get(first), chunks.get(third)) == (b"first", b"third")
-    with pytest.raises(NotFoundError):
-        chunks.get(second)
-
-
-def test_where_every_place_is_in_use_chunks_are_files_as_ever(tmp_path: Path):
-    chunks = on_shelf(tmp_path)
-    with chunks.incoming(1), chunks.incoming(1):
-        assert chunks.get(come(chunks, b"third", of=5)) == b"third"
-    assert chunks.get(come(chunks, b"fourth", of=6)) == b"fourth"
-
-
-def test_a_chunk_of_a_file_larger_than_the_shelf_is_not_held(tmp_path: Path):
-    chunks = on_shelf(tmp_path)
-    name = come(chunks, b"part", of=CHUNK_BYTES + 1)
-    (tmp_path / place_of(name)).unlink()
-    with pytest.raises(NotFoundError):
-        chunks.get(name)
-
-
-def test_what_comes_under_another_name_or_is_too_long_is_not_held(tmp_path: Path):
-    chunks = on_shelf(tmp_path, places=1)
-    with chunks.incoming(5) as arriving:
-        arriving.write(b"false")
-        with pytest.raises(ProtocolError):
-            arriving.keep(name_of(b"right"))
-    with chunks.incoming(5) as arriving:
-        arriving.write(bytes(CHUNK_BYTES))
-        with pytest.raises(ProtocolError):
-            arriving.write(b"x")
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert chunks.get(come(chunks, b"right", of=5)) == b"right"  # in the only place there is
-
-
-@pytest.mark.parametrize("before", ["given back", "held"])
-def test_a_chunk_of_nothing_takes_nothing_over_from_the_one_before(tmp_path: Path, before: str):
-    chunks = on_shelf(tmp_path, places=1)
-    with chunks.incoming(7) as arriving:
-        arriving.write(b"foreign")
-        if before == "held":
-            arriving.keep()
-    with chunks.incoming(0) as arriving:
-        name = arriving.keep(name_of(b""))
-    assert chunks.get(name) == b""
-    assert (tmp_path / place_of(name)).read_bytes() == b""
-
-
-def test_the_same_chunk_twice_takes_one_place(tmp_path: Path):
-    chunks = on_shelf(tmp_path)
-    for _ in range(3):
-        name = come(chunks, b"same", of=4)
-    other = come(chunks, b"other", of=5)
-    for path in (name, other):
-        (tmp_path / place_of(path)).unlink()
-    assert (chunks.get(name), chunks.get(other)) == (b"same", b"other")
-
-
-def test_a_chunk_that_is_deleted_while_it_is_read_stays_until_it_was(tmp_path: Path):
-    chunks = on_shelf(tmp_path, places=1)
-    name = come(chunks, b"first", of=5)
-    file, _ = chunks.open(name)
-    chunks.delete(name)
-    assert chunks.get(come(chunks, b"second", of=6)) == b"second"
-    assert file.read(5) == b"first"
-    file.close()
-    file.close()
-    again = come(chunks, b"third", of=5)
-    (tmp_path / place_of(again)).unlink()
-    assert chunks.get(again) == b"third"

@@ -2,10 +2,8 @@ import itertools
 import tracemalloc
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,23 +12,23 @@ import safetensors.numpy
 
 from blocktrain.codec import frames as codecs
 from blocktrain.codec.dense import Bf16, Int8
-from blocktrain.codec.frames import Codec
+from blocktrain.codec.frames import FRAME_NUMBERS
+from blocktrain.codec.registry import Codec
 from blocktrain.codec.sparse import Sparse
 from blocktrain.errors import CorruptFileError, DivergedError, ProtocolError
-from blocktrain.numerics.merge import Contribution, Outer, merge_tensor
+from blocktrain.numerics.merge import Contribution, MergeRule, finite_floats
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob
-from blocktrain.storage import merging
 from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks, Opened
-from blocktrain.storage.merging import MergeInput, check_encoded, check_update, merge_blobs
-from blocktrain.storage.shelf import ChunkCache
+from blocktrain.storage.chunks import LocalChunks
+from blocktrain.storage.merging import MergeInput, merge_blobs
 from blocktrain.storage.tensor_file import decode, encode
-from blocktrain.storage.weights_file import tensor_changes, weights_form
+from blocktrain.storage.validation import check_encoded, check_update
+from blocktrain.storage.weights_file import weights_form
 
 Floats = npt.NDArray[np.float32]
 
-PLAIN = Outer(1.0, 0.0)
-DILOCO = Outer(0.7, 0.9)
+PLAIN = MergeRule(1.0, 0.0)
+DILOCO = MergeRule(0.7, 0.9)
 SMALL = {"bias": (7,), "empty": (0, 3), "scale": (), "weight": (30, 50)}
 LARGE = {"a": (3,), "b": (2100, 1001), "c": (3, 800, 900), "d": (1,)}  # two borders of chunks
 
@@ -54,12 +52,12 @@ def loaded(blobs: Blobs, blob: Blob | None) -> dict[str, Floats]:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "outer"),
-    [(SMALL, PLAIN), (SMALL, Outer(0.5, 0.0)), (SMALL, DILOCO), (LARGE, DILOCO), ({}, DILOCO)],
+    ("shapes", "rule"),
+    [(SMALL, PLAIN), (SMALL, MergeRule(0.5, 0.0)), (SMALL, DILOCO), (LARGE, DILOCO), ({}, DILOCO)],
     ids=["mean", "rate", "small", "large", "empty"],
 )
 def test_a_file_is_merged_as_its_tensors_are(
-    blobs: Blobs, shapes: Mapping[str, tuple[int, ...]], outer: Outer
+    blobs: Blobs, shapes: Mapping[str, tuple[int, ...]], rule: MergeRule
 ):
     current, velocity, start, *ends = (weights(seed, shapes) for seed in range(6))
     files = [blobs.write(encode(file)) for file in (current, velocity, start, *ends)]
@@ -68,10 +66,10 @@ def test_a_file_is_merged_as_its_tensors_are(
         MergeInput("c", files[4], 1.5, start=files[2]),
         MergeInput("a", files[5], 1.0),
     ]
-    merged = merge_blobs(blobs, files[0], updates, files[1], outer)
+    merged = merge_blobs(blobs, files[0], updates, files[1], rule)
     found = loaded(blobs, merged.weights)
-    speeds = loaded(blobs, merged.velocity) if outer.momentum else None
-    assert (merged.velocity is None) == (outer.momentum == 0)
+    speeds = loaded(blobs, merged.velocity) if rule.momentum else None
+    assert (merged.velocity is None) == (rule.momentum == 0)
     assert found.keys() == shapes.keys()
     for name in shapes:
         contributions = [
@@ -79,8 +77,8 @@ def test_a_file_is_merged_as_its_tensors_are(
             Contribution("c", ends[1][name], 1.5, start[name]),
             Contribution("a", ends[2][name], 1.0),
         ]
-        new, speed = merge_tensor(current[name], contributions, velocity[name], outer)
-        assert found[name].tobytes() == new.tobytes()
+        target, speed = rule.combine(current[name], contributions, velocity[name])
+        assert found[name].tobytes() == finite_floats(target).tobytes()
         if speeds is not None:
             assert speed is not None and speeds[name].tobytes() == speed.tobytes()
 
@@ -108,39 +106,6 @@ def test_the_order_of_updates_does_not_matter(blobs: Blobs):
     assert len(names) == 1
 
 
-def test_what_is_merged_does_not_depend_on_where_it_is_read(blobs: Blobs, tmp_path: Path):
-    """From memory, or from a disk."""
-    held = Blobs(LocalChunks(tmp_path, sync=False, shelf=ChunkCache(8)))
-
-    def written(seed: int) -> Blob:
-        parts = list(encode(weights(seed, LARGE)))
-        with held.writer(sum(map(len, parts))) as writer:
-            for part in parts:
-                writer.write(part)
-            return writer.finish()
-
-    current, *ends = (written(seed) for seed in range(3))
-    updates = [MergeInput(str(place), end, 1.0) for place, end in enumerate(ends)]
-    for outer in (PLAIN, DILOCO):
-        found = [merge_blobs(store, current, updates, None, outer) for store in (held, blobs)]
-        assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("outer", [PLAIN, DILOCO], ids=["mean", "momentum"])
-def test_many_updates_are_merged_as_a_few_are(
-    blobs: Blobs, monkeypatch: pytest.MonkeyPatch, outer: Outer
-):
-    """Whether they are read all at once or some after others."""
-    current, start, *ends = (blobs.write(encode(weights(seed, LARGE))) for seed in range(7))
-    updates = [MergeInput(str(place), end, 1.0 + place) for place, end in enumerate(ends)]
-    updates[3] = replace(updates[3], start=start)
-    found = set()
-    for at_once in (1, 2, 4, 5, 8):
-        monkeypatch.setattr(merging, "READ_AT_ONCE", at_once)
-        found.add(merge_blobs(blobs, current, updates, None, outer))
-    assert len(found) == 1
-
-
 def test_without_a_velocity_it_starts_at_rest(blobs: Blobs):
     current, end = (blobs.write(encode(weights(seed))) for seed in range(2))
     rest = blobs.write(encode({name: np.zeros_like(t) for name, t in weights(0).items()}))
@@ -155,7 +120,7 @@ def test_a_merge_takes_an_update_once(blobs: Blobs):
         merge_blobs(
             blobs, file, [MergeInput("a", file, 1.0), MergeInput("a", file, 1.0)], None, PLAIN
         )
-    with pytest.raises(ValueError, match="nothing"):
+    with pytest.raises(ValueError, match="needs updates"):
         merge_blobs(blobs, file, [], None, PLAIN)
 
 
@@ -182,7 +147,7 @@ def test_memory_does_not_grow_with_files_or_updates(blobs: Blobs):
         assert tracemalloc.get_traced_memory()[1] < 40e6
         tracemalloc.reset_peak()
         form = weights_form(blobs.reader(current))
-        (change,) = tensor_changes(blobs.reader(ends[0]), blobs.reader(current), form)
+        (change,) = check_update(blobs, ends[0], current, form)
         assert change.distance > 0
         assert tracemalloc.get_traced_memory()[1] < 20e6
     finally:
@@ -200,16 +165,13 @@ def peak(blobs: Blobs, current: Blob, updates: list[MergeInput]) -> int:
 
 
 THREE_CHUNKS = {"w": (6 * 1024 * 1024 - 100,)}
+FRAME_MEMORY = 16 * FRAME_NUMBERS  # as read, and as the doubles that are added up
 
 
-def test_memory_does_not_grow_with_whole_updates_beyond_those_read_at_once(blobs: Blobs):
+def test_memory_holds_one_frame_of_each_update(blobs: Blobs):
     current, end = (blobs.write(encode(weights(i, THREE_CHUNKS))) for i in range(2))
-    few, many = (
-        [MergeInput(f"{i:02}", end, 1.0) for i in range(count)]
-        for count in (2 * merging.READ_AT_ONCE, 8 * merging.READ_AT_ONCE)
-    )
-    threads_meet_or_not = 25e6
-    assert peak(blobs, current, many) < peak(blobs, current, few) + threads_meet_or_not
+    few, many = ([MergeInput(f"{i:02}", end, 1.0) for i in range(count)] for count in (2, 64))
+    assert peak(blobs, current, many) < peak(blobs, current, few) + 64 * FRAME_MEMORY
 
 
 def rms(tensor: npt.NDArray[Any]) -> float:
@@ -223,7 +185,7 @@ def test_the_distance_from_the_base_is_known_tensor_by_tensor(
     before, after = weights(0, shapes), weights(1, shapes)
     base, update = blobs.write(encode(before)), blobs.write(encode(after))
     form = weights_form(blobs.reader(base))
-    changes = check_update(blobs.reader(update), blobs.reader(base), form)
+    changes = check_update(blobs, update, base, form)
     assert [change.name for change in changes] == sorted(shapes)
     for change in changes:
         distance = rms(after[change.name].astype(np.float64) - before[change.name])
@@ -240,7 +202,7 @@ def test_what_is_not_finite_is_found(blobs: Blobs, bad: float, place: int):
     file["w"][place] = bad
     update = blobs.write(encode(file))
     with pytest.raises(ProtocolError, match="not finite"):
-        check_update(blobs.reader(update), blobs.reader(base), form)
+        check_update(blobs, update, base, form)
     with pytest.raises(DivergedError, match="not finite"):
         merge_blobs(blobs, base, [MergeInput("a", update, 1.0)], None, PLAIN)
 
@@ -289,10 +251,10 @@ def altered(kind: str) -> bytes:
 def test_a_file_of_another_form_is_refused(blobs: Blobs, kind: str, message: str):
     base = blobs.write(encode(weights(0)))
     form = weights_form(blobs.reader(base))
-    check_update(blobs.reader(blobs.write(encode(weights(1)))), blobs.reader(base), form)
+    check_update(blobs, blobs.write(encode(weights(1))), base, form)
     update = blobs.write([altered(kind)])
     with pytest.raises(ProtocolError, match=message):
-        check_update(blobs.reader(update), blobs.reader(base), form)
+        check_update(blobs, update, base, form)
     for updates, velocity in (
         ([MergeInput("a", update, 1.0)], None),
         ([MergeInput("a", base, 1.0, start=update)], None),
@@ -300,12 +262,6 @@ def test_a_file_of_another_form_is_refused(blobs: Blobs, kind: str, message: str
     ):
         with pytest.raises(ProtocolError, match=message):
             merge_blobs(blobs, base, updates, velocity, DILOCO)
-
-
-def test_the_form_of_weights_is_read_without_keeping_them(blobs: Blobs):
-    reader = blobs.reader(blobs.write(encode(weights(0, LARGE))))
-    assert [spec.name for spec in weights_form(reader)] == sorted(LARGE)
-    assert reader._held is None
 
 
 def test_a_header_of_several_chunks_is_merged_too(blobs: Blobs):
@@ -366,11 +322,11 @@ def test_encoded_and_whole_updates_are_merged_together(blobs: Blobs):
 def test_an_encoded_update_of_another_count_is_refused(blobs: Blobs):
     base = blobs.write(encode(weights(0)))
     form = weights_form(blobs.reader(base))
-    check_encoded(blobs.reader(learned(blobs, weights(1), Bf16())), form, Bf16())
+    check_encoded(blobs, learned(blobs, weights(1), Bf16()), form, Bf16())
     longer = blobs.write(codecs.encode(np.zeros(2000, np.float32), Bf16()))
     for bad in (longer, base, blobs.write([b"nonsense"])):
         with pytest.raises(ProtocolError):
-            check_encoded(blobs.reader(bad), form, Bf16())
+            check_encoded(blobs, bad, form, Bf16())
         with pytest.raises(ProtocolError):
             merge_blobs(blobs, base, [MergeInput("a", bad, 1.0, encoded=True)], None, PLAIN)
 
@@ -383,9 +339,9 @@ def test_an_encoded_update_of_another_count_is_refused(blobs: Blobs):
 def test_an_encoded_update_of_another_codec_is_refused(blobs: Blobs, codec: Codec, most: Codec):
     form = weights_form(blobs.reader(blobs.write(encode(weights(0)))))
     for good in (most, Sparse(3)) if isinstance(most, Sparse) else (most,):
-        check_encoded(blobs.reader(learned(blobs, weights(1), good)), form, most)
+        check_encoded(blobs, learned(blobs, weights(1), good), form, most)
     with pytest.raises(ProtocolError, match="is encoded by"):
-        check_encoded(blobs.reader(learned(blobs, weights(1), codec)), form, most)
+        check_encoded(blobs, learned(blobs, weights(1), codec), form, most)
 
 
 @pytest.mark.parametrize(
@@ -394,49 +350,29 @@ def test_an_encoded_update_of_another_codec_is_refused(blobs: Blobs, codec: Code
     ids=["bf16", "int8", "sparse"],
 )
 def test_memory_does_not_grow_with_encoded_updates(blobs: Blobs, codec: Codec, most: int):
+    """Beyond a frame of each."""
     current, delta = (weights(i, {"w": (2_200_000,)}) for i in range(2))
     file, end = blobs.write(encode(current)), learned(blobs, delta, codec)
     few, many = (
         [MergeInput(f"{i:02}", end, 1.0, encoded=True) for i in range(count)] for count in (2, most)
     )
-    assert peak(blobs, file, many) < peak(blobs, file, few) + 12e6
+    assert peak(blobs, file, many) < peak(blobs, file, few) + most * FRAME_MEMORY
 
 
-class Remote(LocalChunks):
-    """A store whose chunks come whole over a network."""
+class Counting(LocalChunks):
+    """Counts how often a chunk is read, which is a download in S3."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, sync=False)
         self.loads: Counter[str] = Counter()
 
-    def open(self, name: str) -> tuple[Opened, int]:
+    def open(self, name: str) -> tuple[IO[bytes], int]:
         self.loads[name] += 1
-        file, size = super().open(name)
-        with file:
-            return BytesIO(file.read()), size
+        return super().open(name)
 
 
-def test_encoded_updates_from_afar_are_held_a_few_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """And fetched about as often as whole ones are, which is once for each chunk that is made."""
-    monkeypatch.setattr(merging, "READ_AT_ONCE", 2)
-    chunks = Remote(tmp_path)
-    blobs = Blobs(chunks)
-    current, delta = (weights(i, THREE_CHUNKS) for i in range(2))
-    file, end = blobs.write(encode(current)), learned(blobs, delta, Bf16())
-    few, many = (
-        [MergeInput(f"{i:02}", end, 1.0, encoded=True) for i in range(count)] for count in (4, 12)
-    )
-    assert peak(blobs, file, many) < peak(blobs, file, few) + 12e6
-    made = len(blobs.recipe(file.name).chunks)
-    for chunk in blobs.recipe(end.name).chunks:
-        assert chunks.loads[chunk] <= (made + 1) * len(few + many)
-
-
-def test_small_updates_from_afar_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(merging, "READ_AT_ONCE", 2)
-    chunks = Remote(tmp_path)
+def test_an_update_of_one_chunk_is_read_from_the_store_once(tmp_path: Path):
+    chunks = Counting(tmp_path)
     blobs = Blobs(chunks)
     current, delta = (weights(i, THREE_CHUNKS) for i in range(2))
     file, end = blobs.write(encode(current)), learned(blobs, delta, Sparse(64))
@@ -458,19 +394,3 @@ def test_an_encoded_update_that_was_altered_is_noticed(blobs: Blobs, place: str)
     path.write_bytes(data)
     with pytest.raises(CorruptFileError):
         merge_blobs(blobs, file, [MergeInput("a", end, 1.0, encoded=True)], None, PLAIN)
-
-
-def test_many_encoded_updates_are_merged_as_a_few_are(
-    blobs: Blobs, monkeypatch: pytest.MonkeyPatch
-):
-    current, *deltas = (weights(seed, LARGE) for seed in range(6))
-    file = blobs.write(encode(current))
-    updates = [
-        MergeInput(str(place), learned(blobs, delta, Bf16()), 1.0 + place, encoded=True)
-        for place, delta in enumerate(deltas)
-    ]
-    found = set()
-    for at_once in (1, 2, 4, 8):
-        monkeypatch.setattr(merging, "READ_AT_ONCE", at_once)
-        found.add(merge_blobs(blobs, file, updates, None, PLAIN))
-    assert len(found) == 1

@@ -8,17 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.blocks import NOW, SWARM, WORKERS, block, states, swarms, update
 
+from blocktrain.codec.sparse import Sparse
 from blocktrain.config import SwarmConfig
 from blocktrain.swarm.merging_rules import (
     QUORUM_LEASES,
     UpdateRefusal,
     chain_factors,
+    delta_codec,
     due_at,
     due_updates,
     effective_base,
     judge_update,
     split_stale,
-    top_k_down,
     update_weight,
     useful_deltas,
 )
@@ -167,10 +168,10 @@ def test_what_fell_too_far_behind_is_told_apart_from_what_is_merged():
 def test_a_version_has_room_for_all_its_updates_unless_the_run_says_otherwise(
     kept: int, down: int, updates: int, expected: int
 ):
-    swarm = SwarmConfig(top_k_per_4096=kept, top_k_per_4096_down=down)
-    assert top_k_down(swarm, block(), updates) == expected
-    all_out = block(next_batch=100)  # what comes now are last words
-    assert top_k_down(swarm, all_out, updates) == min(16 * kept * updates, 4096)
+    swarm = SwarmConfig(codec="sparse", top_k_per_4096=kept, top_k_per_4096_down=down)
+    assert delta_codec(swarm, block(), updates) == Sparse(expected)
+    all_out = block(next_batch=100)  # the updates that are left are final ones
+    assert delta_codec(swarm, all_out, updates) == Sparse(min(16 * kept * updates, 4096))
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 300))

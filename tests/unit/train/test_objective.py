@@ -6,7 +6,7 @@ from blocktrain.config import Config
 from blocktrain.data.windows import shifted
 from blocktrain.model.stack import new_block
 from blocktrain.train.objective import Denoise, NextByte, hide_context
-from blocktrain.vocabulary import BOS, MASK
+from blocktrain.vocabulary import BYTE_VOCABULARY
 
 TARGETS = np.random.default_rng(0).integers(0, 256, (64, 32)).astype(np.uint8)
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_the_weighted_loss_is_near_the_ce_it_weights(config: Config):
 
 
 def test_an_untrained_end_to_end_model_is_uniform(config: Config):
-    objective = NextByte()
+    objective = NextByte(config)
     module = new_block(config.with_settings(objective__kind="end_to_end"), 0)
     loss = objective.loss(module, objective.prepare(TARGETS, 1))
     assert float(loss.ce) == pytest.approx(np.log(256), abs=1e-4)
@@ -51,21 +51,21 @@ def test_an_untrained_end_to_end_model_is_uniform(config: Config):
 def test_hidden_context_starts_at_a_cut_and_spares_the_rest():
     clean = shifted(TARGETS)
     draws = np.random.Generator(np.random.Philox(0))
-    hidden = hide_context(clean, draws, share=0.5)
+    hidden = hide_context(clean, draws, 0.5, BYTE_VOCABULARY)
     changed = hidden != clean
     touched = changed.any(axis=1)
     assert 0.3 < touched.mean() < 0.7
-    assert (hidden[:, 0] == BOS).all()
-    masked = (hidden == MASK).any(axis=1)
+    assert (hidden[:, 0] == BYTE_VOCABULARY.bos).all()
+    masked = (hidden == BYTE_VOCABULARY.mask).any(axis=1)
     assert 0 < masked.sum() < touched.sum()
     for row in hidden[masked]:
-        first = int(np.argmax(row == MASK))
-        assert (row[first:] == MASK).all()
-        assert (row[:first] != MASK).all()
+        first = int(np.argmax(row == BYTE_VOCABULARY.mask))
+        assert (row[first:] == BYTE_VOCABULARY.mask).all()
+        assert (row[:first] != BYTE_VOCABULARY.mask).all()
     wrong = hidden[touched & ~masked]
-    assert ((wrong >= 0) & (wrong <= BOS)).all()
+    assert ((wrong >= 0) & (wrong <= BYTE_VOCABULARY.bos)).all()
 
 
 def test_no_share_hides_nothing():
     clean = shifted(TARGETS)
-    assert hide_context(clean, np.random.default_rng(0), 0.0) is clean
+    assert hide_context(clean, np.random.default_rng(0), 0.0, BYTE_VOCABULARY) is clean

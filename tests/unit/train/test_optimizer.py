@@ -5,13 +5,20 @@ import torch
 from tests.support.training import CPU, quiet
 from torch import Tensor, nn
 
-from blocktrain.config import Config, TrainConfig
+from blocktrain.config import Config, ModelConfig, TrainConfig
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import RunError
 from blocktrain.model.layer import Layer, Linear
 from blocktrain.model.stack import new_block
+from blocktrain.model.two_stream import TwoStreamLayer
 from blocktrain.train import optimizer as optimizer_module
-from blocktrain.train.optimizer import MOMENTUM, moment_shapes, new_optimizer, orthogonal
+from blocktrain.train.optimizer import (
+    MOMENTUM,
+    BlockOptimizer,
+    learning_rate,
+    moment_shapes,
+    orthogonal,
+)
 from blocktrain.train.trainer import BlockTrainer
 
 RATE = 0.01
@@ -32,15 +39,17 @@ def test_a_matrix_without_gradient_direction_stays_at_nothing():
     assert not orthogonal(torch.zeros(1, 4, 4)).any()
 
 
-class OneMatrix(Layer):
+class OneMatrix(TwoStreamLayer):
     """A layer of which the output map alone is looked at."""
 
     def __init__(self) -> None:
-        super().__init__(16, 2, 2.0, "gelu", 1, 0.0)
+        super().__init__(
+            ModelConfig(width=16, heads=2, mlp_ratio=2.0, activation="gelu", taps=1, dropout=0.0)
+        )
 
 
 def stepped(layer: nn.Module, gradients: list[dict[str, Tensor]], settings: TrainConfig) -> None:
-    optimizer = new_optimizer(layer, settings, torch.tensor(RATE))
+    optimizer = BlockOptimizer(layer, settings, torch.tensor(RATE))
     for gradient in gradients:
         for name, parameter in layer.named_parameters():
             parameter.grad = gradient[name].clone()
@@ -119,9 +128,50 @@ def test_one_moment_for_matrices_of_layers_two_for_all_else(config: Config, corp
 def test_adamw_alone_keeps_two_moments_of_everything(config: Config):
     block = new_block(config, 0)
     settings = config.with_settings(train__optimizer="adamw").train
-    assert isinstance(new_optimizer(block, settings, torch.tensor(RATE)), torch.optim.AdamW)
     shapes = moment_shapes(block, settings)
     assert len(shapes) == 3 * len(list(block.parameters()))
+
+
+def test_without_muon_every_bit_is_that_of_torchs_own_adamw(config: Config):
+    settings = config.with_settings(train__optimizer="adamw", train__weight_decay=0.1).train
+    torch.manual_seed(0)
+    ours, theirs = OneMatrix(), OneMatrix()
+    theirs.load_state_dict(ours.state_dict())
+    gradients = some_gradients(ours, 3)
+    stepped(ours, gradients, settings)
+    undecayed = set(theirs.undecayed())
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for p in theirs.parameters() if p not in undecayed]},
+            {"params": list(undecayed), "weight_decay": 0.0},
+        ],
+        lr=RATE, betas=(settings.beta1, settings.beta2), weight_decay=0.1, fused=True,
+    )  # fmt: skip
+    for gradient in gradients:
+        for name, parameter in theirs.named_parameters():
+            parameter.grad = gradient[name].clone()
+        reference.step()
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, theirs.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_with_the_flag_set_changes_nothing(optimizer: str):
+    layer = OneMatrix()
+    stepping = BlockOptimizer(layer, TrainConfig(optimizer=optimizer), torch.tensor(RATE))
+    (gradient,) = some_gradients(layer, 1)
+    for bad in (0.0, 1.0):
+        for name, parameter in layer.named_parameters():
+            parameter.grad = gradient[name] if not bad else torch.full_like(parameter, torch.nan)
+        before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+        kept = {p: {k: v.clone() for k, v in s.items()} for p, s in stepping.state.items()}
+        stepping.step_unless(torch.tensor(bad))
+        moved = [not torch.equal(p, before[name]) for name, p in layer.named_parameters()]
+        assert all(moved) if not bad else not any(moved)
+    assert kept
+    for parameter, state in kept.items():
+        for key, value in state.items():
+            assert torch.equal(stepping.state[parameter][key], value), key
 
 
 def test_what_another_optimizer_kept_is_refused(config: Config, corpus: Corpus):
@@ -133,3 +183,22 @@ def test_what_another_optimizer_kept_is_refused(config: Config, corpus: Corpus):
         trainer.train(quiet, until=1)
         with pytest.raises(RunError, match=r"not by train\.optimizer"):
             other.take_moments(trainer.moments())
+
+
+SETTINGS = TrainConfig(steps=1000, warmup=100, lr=2e-3, lr_floor=0.1)
+
+
+def test_the_rate_warms_up_peaks_and_ends_at_the_floor():
+    assert learning_rate(0, SETTINGS) == pytest.approx(2e-5)
+    assert learning_rate(1000, SETTINGS) == pytest.approx(2e-4)
+    assert max(learning_rate(s, SETTINGS) for s in range(1000)) <= 2e-3
+    assert learning_rate(100, SETTINGS) > 1.9e-3
+
+
+def test_after_the_warm_up_it_only_falls():
+    rates = [learning_rate(s, SETTINGS) for s in range(100, 1200)]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_no_warm_up_starts_at_the_peak():
+    assert learning_rate(0, TrainConfig(warmup=0, lr=1e-3)) == pytest.approx(1e-3)

@@ -17,12 +17,13 @@ from blocktrain.errors import DivergedError, RunError
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.assemble import load_stack
 from blocktrain.train.cascade import WARM_START, Prefix, PublishedRun
+from blocktrain.train.checkpoints import Progress
 from blocktrain.train.evaluate import evaluate
+from blocktrain.train.loading import load_stack
 from blocktrain.train.objective import Batch, Loss, Objective
 from blocktrain.train.run_session import open_session, training_lock
-from blocktrain.train.trainer import BlockTrainer, Progress
+from blocktrain.train.trainer import BlockTrainer
 
 
 @pytest.mark.parametrize("kind", ["denoise", "end_to_end"])

@@ -1,8 +1,7 @@
-"""How many answers are made at once, and who waits for a place: first come, first served.
+"""How many answers are generated at once, who waits for a place, and the metrics of both.
 
-Places are taken together, so that a request for several answers never holds some and waits for
-the others. The queue is bounded in length and in time. A closed gate lets nobody in, and tells
-those inside.
+Places are given first come, first served. A request for several answers takes all its places
+together, so it never holds some while it waits for others. The queue is bounded in length and time.
 """
 
 import asyncio
@@ -15,15 +14,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from blocktrain.errors import OverloadedError, UnavailableError
-from blocktrain.serve.router.decode import Account
+from blocktrain.serve.router.decode import AnswerCost
 
 
 class AdmissionQueue:
-    def __init__(self, places: int, queue: int, patience: float) -> None:
+    def __init__(self, places: int, queue: int, queue_seconds: float) -> None:
         self.places = places
         self._free = places
-        self._queue = queue
-        self._patience = patience
+        self._max_waiting = queue
+        self._queue_seconds = queue_seconds
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._closed = asyncio.Event()
 
@@ -36,10 +35,11 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def close(self) -> None:
+        """Admit no further request, and wake what waits in `closing`."""
         self._closed.set()
 
     async def closing(self) -> NoReturn:
-        """Waits until the gate is closed."""
+        """Wait until the queue is closed, then raise UnavailableError."""
         await self._closed.wait()
         raise UnavailableError("the server is stopping")
 
@@ -49,30 +49,34 @@ class AdmissionQueue:
         try:
             yield
         finally:
-            self._leave(places)
+            self._give_back(places)
 
     async def _take(self, places: int) -> None:
         if not self._waiting and places <= self._free:
             self._free -= places
             return
-        if len(self._waiting) >= self._queue:
-            raise OverloadedError(f"{self.inside} answers under way and {self.waiting} waiting")
+        if len(self._waiting) >= self._max_waiting:
+            raise OverloadedError(
+                f"the server is full: {self.inside} answers in progress, {self.waiting} waiting"
+            )
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((places, turn))
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._queue_seconds):
                 await turn
         except (asyncio.CancelledError, TimeoutError) as error:
             if turn.cancelled():
                 self._waiting.remove((places, turn))
-                self._admit()  # behind a large one that left, smaller ones may fit
+                self._admit()  # smaller requests behind this one may fit
             else:
-                self._leave(places)  # its turn came as it left
+                self._give_back(places)  # admitted in the same moment
             if isinstance(error, TimeoutError):
-                raise OverloadedError(f"no place within {self._patience:g} s") from None
+                raise OverloadedError(
+                    f"the server is full: no answer ended within {self._queue_seconds:g} s"
+                ) from None
             raise
 
-    def _leave(self, places: int) -> None:
+    def _give_back(self, places: int) -> None:
         self._free += places
         self._admit()
 
@@ -80,7 +84,7 @@ class AdmissionQueue:
         while self._waiting and self._waiting[0][0] <= self._free:
             places, turn = self._waiting[0]
             if turn.cancelled():
-                return  # it is about to remove itself, and to admit who follows
+                return  # its own task is about to remove it and to call this again
             self._waiting.popleft()
             self._free -= places
             turn.set_result(None)
@@ -92,19 +96,19 @@ SUMS = {
     "traversals": "Traversals of the ring",
     "drafted": "Bytes drafted",
     "accepted": "Drafted bytes that were accepted",
-    "replays": "Prefixes sent again after a stage was lost",
+    "replays": "Contexts sent again after a stage or its cache lost them",
 }
 
 
 class ServerMetrics:
-    def __init__(self, gate: AdmissionQueue) -> None:
+    def __init__(self, queue: AdmissionQueue) -> None:
         registry = self._registry = CollectorRegistry()
         self._requests = Counter(
             "blocktrain_serve_requests", "Requests answered", ["path", "status"], registry=registry
         )
         self._seconds = Histogram(
-            "blocktrain_serve_request_seconds", "From the first byte of a request to the last of"
-            " its answer", ["path"], registry=registry,
+            "blocktrain_serve_request_seconds", "From a request's headers to the end of its"
+            " answer", ["path"], registry=registry,
         )  # fmt: skip
         self._sums = {
             name: Counter(f"blocktrain_serve_{name}", text, registry=registry)
@@ -114,8 +118,8 @@ class ServerMetrics:
             "blocktrain_serve_stage_seconds", "Time spent in a stage", ["stage"], registry=registry
         )
         for name, text, value in (
-            ("answering", "Answers under way", lambda: gate.inside),
-            ("waiting", "Requests that wait for a place", lambda: gate.waiting),
+            ("answering", "Answers in progress", lambda: queue.inside),
+            ("waiting", "Requests that wait for a place", lambda: queue.waiting),
         ):
             Gauge(f"blocktrain_serve_{name}", text, registry=registry).set_function(value)
 
@@ -123,11 +127,11 @@ class ServerMetrics:
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
-    def answered(self, accounts: Sequence[Account]) -> None:
-        for account in accounts:
+    def answered(self, costs: Sequence[AnswerCost]) -> None:
+        for cost in costs:
             for name, total in self._sums.items():
-                total.inc(getattr(account, name))
-            for stage, seconds in account.stage_seconds.items():
+                total.inc(getattr(cost, name))
+            for stage, seconds in cost.stage_seconds.items():
                 self._stages.labels(stage).inc(seconds)
 
     def page(self) -> tuple[bytes, str]:

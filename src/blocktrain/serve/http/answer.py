@@ -1,6 +1,7 @@
-"""Server-sent events to one client, who may be slow: each waits until the one before is on its way.
+"""One HTTP answer while it is generated: several choices side by side, whole or as an event stream.
 
-A client that takes nothing for `patience` seconds is given up: StalledError.
+A client may be slow: every event waits until the one before it is sent, and a client that reads
+nothing for `patience` seconds is given up (StalledError). A client that leaves cancels the work.
 """
 
 import asyncio
@@ -17,18 +18,44 @@ from starlette.types import Receive, Scope, Send
 from blocktrain.errors import BlocktrainError, StalledError
 from blocktrain.serve.http.admission import AdmissionQueue, ServerMetrics
 from blocktrain.serve.http.openai import CompletionRequest, api_error
-from blocktrain.serve.http.replies import Fragment, Json, Reply, Transcript, cost, joined, usage
-from blocktrain.serve.router.decode import Account, Piece, Request
+from blocktrain.serve.http.replies import (
+    Json,
+    ResponseFormat,
+    TextDelta,
+    Transcript,
+    cost_body,
+    joined,
+    usage_body,
+)
+from blocktrain.serve.router.decode import AnswerCost, GenerationRequest, Piece
 
-HEADERS = (
+OUTPUT_TOKENS = "output_tokens"  # in the request's scope, for the access log
+STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
 
+log = logging.getLogger(__name__)
+
+
+class AnswerEngine(Protocol):
+    """What the HTTP side needs of an engine; `router.engine.RingEngine` is one."""
+
+    model: str
+
+    def generate(self, request: GenerationRequest, cost: AnswerCost) -> AsyncGenerator[Piece, None]:
+        """Final pieces in order, without the stop string; fills in `cost`. Closing the generator
+        cancels the work. May raise OverloadedError, UnavailableError and ConfigError."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """For people and probes; `alive` says whether every block can be computed."""
+        ...
+
 
 class EventStream:
-    """Begun by the first event, so that until then an error can still be a status."""
+    """Server-sent events. The first one sends the headers; until then an error can be a status."""
 
     def __init__(self, send: Send, patience: float) -> None:
         self._send = send
@@ -36,140 +63,125 @@ class EventStream:
         self._turn = asyncio.Lock()
         self.started = False
 
-    async def tell(self, *events: dict[str, Any]) -> None:
+    async def write(self, *events: dict[str, Any]) -> None:
         lines = [f"data: {json.dumps(event, separators=(',', ':'))}\n\n" for event in events]
-        async with self._turn:
-            await self._begin()
-            await self._put({"type": "http.response.body", "body": "".join(lines).encode(),
-                             "more_body": True})  # fmt: skip
+        await self._body("".join(lines).encode(), more=True)
 
     async def end(self) -> None:
-        async with self._turn:
-            await self._begin()
-            await self._put({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        await self._body(b"data: [DONE]\n\n", more=False)
 
-    async def break_off(self, error: dict[str, Any]) -> None:
+    async def end_with(self, error: dict[str, Any]) -> None:
         """The last event is an error; no [DONE] follows."""
-        await self.tell(error)
-        await self._put({"type": "http.response.body", "body": b""})
+        await self.write(error)
+        await self._body(b"", more=False)
 
-    async def _begin(self) -> None:
-        if not self.started:
-            self.started = True
-            await self._put({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})
+    async def _body(self, data: bytes, *, more: bool) -> None:
+        async with self._turn:
+            if not self.started:
+                self.started = True
+                headers = [*STREAM_HEADERS]
+                await self._put(type="http.response.start", status=200, headers=headers)
+            await self._put(type="http.response.body", body=data, more_body=more)
 
-    async def _put(self, message: dict[str, Any]) -> None:
+    async def _put(self, **message: Any) -> None:
         try:
             async with asyncio.timeout(self._patience):
                 await self._send(message)
         except TimeoutError:
-            raise StalledError(f"nothing was read for {self._patience:g} s") from None
-
-
-log = logging.getLogger(__name__)
-
-
-class AnswerEngine(Protocol):
-    """What answers. `generate` gives pieces in order, without the stop string, and keeps the
-    account; it is cancelled by closing it, or while it is waited for. It may raise
-    OverloadedError, UnavailableError and ConfigError."""
-
-    model: str
-
-    def generate(self, request: Request, account: Account) -> AsyncGenerator[Piece, None]: ...
-
-    def status(self) -> dict[str, Any]:
-        """For people and probes; `alive` says whether every block can be computed."""
+            raise StalledError(f"the client read nothing for {self._patience:g} s") from None
 
 
 @dataclass
 class Choice:
-    """One answer while it is made."""
+    """One of the answers to an HTTP request, while it is generated."""
 
     index: int
-    request: Request
+    request: GenerationRequest
     transcript: Transcript
-    account: Account = field(default_factory=Account)
+    cost: AnswerCost = field(default_factory=AnswerCost)
 
     @property
     def reason(self) -> str:
-        return self.account.reason or "stop"
+        return self.cost.reason or "stop"
 
 
-Emit = Callable[[Choice, Fragment, bool], Awaitable[None]]  # the last one with True
+Emit = Callable[[Choice, TextDelta, bool], Awaitable[None]]  # True with a choice's last delta
 
 
 class Answer(Response):
-    """A response that is made while it is sent; errors before its first byte are exceptions."""
+    """A response that is generated while it is sent; errors before its first byte are raised."""
 
     def __init__(
         self,
         engine: AnswerEngine,
-        ask: CompletionRequest,
-        reply: Reply,
-        gate: AdmissionQueue,
+        request: CompletionRequest,
+        response_format: ResponseFormat,
+        admission: AdmissionQueue,
         metrics: ServerMetrics,
         patience: float,
     ) -> None:
-        self._engine, self._ask, self._reply = engine, ask, reply
-        self._gate, self._metrics, self._patience = gate, metrics, patience
+        self._engine, self._request, self._format = engine, request, response_format
+        self._admission, self._metrics, self._patience = admission, metrics, patience
         self._choices = [
-            Choice(index, request, Transcript(log_probs=ask.log_probs))
-            for index, request in enumerate(ask.requests)
+            Choice(index, generation, Transcript(log_probs=request.log_probs))
+            for index, generation in enumerate(request.generations)
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._ask.stream:
-            answering = self._stream(send, scope["request_id"])
+        if self._request.stream:
+            work = self._stream(EventStream(send, self._patience), scope["request_id"])
         else:
-            answering = self._whole(scope, receive, send)
+            work = self._whole(scope, receive, send)
         try:
-            await while_connected(receive, answering)
+            await while_connected(receive, work)
         finally:
-            self._metrics.answered([choice.account for choice in self._choices])
+            scope[OUTPUT_TOKENS] = self._output_bytes
+            self._metrics.answered([choice.cost for choice in self._choices])
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        said: list[list[Fragment]] = [[] for _ in self._choices]
+        deltas: list[list[TextDelta]] = [[] for _ in self._choices]
 
-        async def keep(choice: Choice, fragment: Fragment, _: bool) -> None:
-            said[choice.index].append(fragment)
+        async def keep(choice: Choice, delta: TextDelta, _: bool) -> None:
+            deltas[choice.index].append(delta)
 
         await self._generate(keep)
-        dialect = self._reply.dialect
         choices = [
-            dialect.choice(choice.index, joined(said[choice.index]), choice.reason)
+            self._format.choice(choice.index, joined(deltas[choice.index]), choice.reason)
             for choice in self._choices
         ]
-        accounts = [choice.account for choice in self._choices]
-        body = self._reply.whole(choices, self._usage(), cost(accounts))
+        cost = cost_body([choice.cost for choice in self._choices])
+        body = self._format.whole(choices, usage=self._usage(), blocktrain=cost)
         await JSONResponse(body)(scope, receive, send)
 
-    async def _stream(self, send: Send, name: str) -> None:
+    async def _stream(self, events: EventStream, request_id: str) -> None:
         try:
-            await self._tell(EventStream(send, self._patience), name)
-        except StalledError as error:
-            log.warning("%s: %s", name, error)
-
-    async def _tell(self, events: EventStream, name: str) -> None:
-        try:
-            await self._generate(_ChoiceStream(events, self._reply, self._ask).tell)
-            if self._ask.include_usage:
-                await events.tell(self._reply.part([], usage=self._usage()))
+            await self._generate(_ChunkWriter(events, self._format, self._request).write)
+            if self._request.include_usage:
+                await events.write(self._format.chunk([], usage=self._usage()))
             await events.end()
+        except StalledError as error:
+            log.warning("%s: %s", request_id, error)
         except Exception as error:
-            if not events.started or isinstance(error, StalledError):
+            if not events.started:
                 raise
-            log.warning("%s broke off: %s", name, error, exc_info=_unforeseen(error))
-            await events.break_off(api_error(error).body)
+            bug = None if isinstance(error, BlocktrainError) else error
+            log.warning("%s broke off: %s", request_id, error, exc_info=bug)
+            await self._end_with(events, error, request_id)
+
+    async def _end_with(self, events: EventStream, error: Exception, request_id: str) -> None:
+        try:
+            await events.end_with(api_error(error).body)
+        except StalledError as stalled:
+            log.warning("%s: %s", request_id, stalled)
 
     async def _generate(self, emit: Emit) -> None:
-        """All choices side by side; the first error ends them all, and so does a closing gate."""
+        """All choices side by side; the first error ends them all, and so does a closing queue."""
         try:
-            async with asyncio.TaskGroup() as open_hours:
-                closing = open_hours.create_task(self._gate.closing())
+            async with asyncio.TaskGroup() as until_closed:
+                closing = until_closed.create_task(self._admission.closing())
                 async with (
-                    self._gate.enter(len(self._choices)),
-                    asyncio.TaskGroup() as answers,  # all gone before their places are free
+                    self._admission.enter(len(self._choices)),
+                    asyncio.TaskGroup() as answers,  # ends before the places are given back
                 ):
                     for choice in self._choices:
                         answers.create_task(self._generate_one(choice, emit))
@@ -178,48 +190,46 @@ class Answer(Response):
             raise _first_of(failed) from None
 
     async def _generate_one(self, choice: Choice, emit: Emit) -> None:
-        async with aclosing(self._engine.generate(choice.request, choice.account)) as pieces:
+        async with aclosing(self._engine.generate(choice.request, choice.cost)) as pieces:
             async for piece in pieces:
                 await emit(choice, choice.transcript.take(piece), False)
         await emit(choice, choice.transcript.rest(), True)
 
+    @property
+    def _output_bytes(self) -> int:
+        return sum(choice.transcript.bytes for choice in self._choices)
+
     def _usage(self) -> Json:
-        written = sum(choice.transcript.bytes for choice in self._choices)
-        return usage(self._ask.prompt_bytes, written)
+        return usage_body(self._request.prompt_bytes, self._output_bytes)
 
 
 @dataclass
-class _ChoiceStream:
-    """Fragments as OpenAI's chunks: an opening, the text, an end with what it cost."""
+class _ChunkWriter:
+    """Deltas as OpenAI's chunks: an opening, the text, and an end with what it cost."""
 
     events: EventStream
-    reply: Reply
-    ask: CompletionRequest
+    format: ResponseFormat
+    request: CompletionRequest
     opened: set[int] = field(default_factory=set)
 
-    async def tell(self, choice: Choice, said: Fragment, last: bool) -> None:
-        dialect, index = self.reply.dialect, choice.index
+    async def write(self, choice: Choice, delta: TextDelta, last: bool) -> None:
+        index = choice.index
         chunks = []
-        opening = None if index in self.opened else dialect.opening(index)
+        opening = None if index in self.opened else self.format.opening(index)
         if opening:
             self.opened.add(index)
-            chunks.append(self._part(opening))
+            chunks.append(self._chunk(opening))
         if last:
-            ending = dialect.delta(index, said, choice.reason)
-            chunks.append(self._part(ending, blocktrain=cost([choice.account])))
-        elif said.text or said.tokens:
-            chunks.append(self._part(dialect.delta(index, said)))
+            ending = self.format.delta(index, delta, choice.reason)
+            chunks.append(self._chunk(ending, blocktrain=cost_body([choice.cost])))
+        elif delta.text or delta.tokens:
+            chunks.append(self._chunk(self.format.delta(index, delta)))
         if chunks:
-            await self.events.tell(*chunks)
+            await self.events.write(*chunks)
 
-    def _part(self, choice: Json, **more: Json) -> Json:
-        unknown: dict[str, Json | None] = {"usage": None} if self.ask.include_usage else {}
-        return self.reply.part([choice], **unknown, **more)
-
-
-def _unforeseen(error: Exception) -> Exception | None:
-    """Of a bug the log has the whole story."""
-    return None if isinstance(error, BlocktrainError) else error
+    def _chunk(self, choice: Json, **more: Json) -> Json:
+        no_usage: dict[str, Json | None] = {"usage": None} if self.request.include_usage else {}
+        return self.format.chunk([choice], **no_usage, **more)
 
 
 def _first_of(error: BaseException) -> BaseException:
@@ -227,8 +237,8 @@ def _first_of(error: BaseException) -> BaseException:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do it to its end, or until the client leaves. The body must have been read."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_departure(receive))
+    """Run until the work ends or the client leaves. The request's body must have been read."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnect(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -239,6 +249,6 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         working.result()
 
 
-async def _departure(receive: Receive) -> None:
+async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

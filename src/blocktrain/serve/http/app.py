@@ -1,4 +1,4 @@
-"""The routes of docs/API.md over an engine: bytes in, an answer or a refusal out."""
+"""The routes of docs/API.md over an engine, with API keys, request ids and the access log."""
 
 import asyncio
 import hashlib
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from secrets import randbits, token_hex
 from typing import Any
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,12 +26,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from blocktrain.errors import BlocktrainError, ConfigError, RefusedError
 from blocktrain.serve.http import openai
 from blocktrain.serve.http.admission import AdmissionQueue, ServerMetrics
-from blocktrain.serve.http.answer import Answer, AnswerEngine
+from blocktrain.serve.http.answer import OUTPUT_TOKENS, Answer, AnswerEngine
 from blocktrain.serve.http.openai import CODE_OF, CompletionRequest, RequestLimits, api_error
-from blocktrain.serve.http.replies import Chat, Completions, Reply, model_card
+from blocktrain.serve.http.replies import ChatFormat, TextFormat, model_card
 
 log = logging.getLogger(__name__)
 
+CLIENT_GONE, INTERNAL_ERROR = 499, 500
+LOGGED_PATH = 200  # characters
+SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; style-src 'unsafe-inline'; img-src data:;"
     " frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -40,35 +44,35 @@ PAGE_HEADERS = {
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a server treats its clients."""
+class ApiSettings:
+    """Keys, limits and timeouts of the HTTP API."""
 
-    keys: tuple[str, ...] = ()  # none: anyone may ask
+    keys: tuple[str, ...] = ()  # none: no key is needed
     limits: RequestLimits = field(default_factory=RequestLimits)
-    at_once: int = 32  # answers being made
-    queue: int = 64  # requests waiting for a place
+    at_once: int = 32  # answers in progress
+    queue: int = 64  # requests waiting for one to end
     queue_seconds: float = 30.0
     body_bytes: int = 1024 * 1024
-    patience: float = 30.0  # seconds that a client may take nothing, or send nothing
-    origins: tuple[str, ...] = ()  # of pages elsewhere that may ask
+    patience: float = 30.0  # seconds a client may take to send a body, or to read some output
+    origins: tuple[str, ...] = ()  # of web pages elsewhere that may use the API (CORS)
 
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 class CompletionsApi:
-    """An engine behind routes."""
+    """The handlers of all routes."""
 
-    def __init__(self, engine: AnswerEngine, settings: Settings) -> None:
+    def __init__(self, engine: AnswerEngine, settings: ApiSettings) -> None:
         self._engine, self._settings = engine, settings
         self._keys = ApiKeys(settings.keys)
-        self.gate = AdmissionQueue(settings.at_once, settings.queue, settings.queue_seconds)
+        self.admission = AdmissionQueue(settings.at_once, settings.queue, settings.queue_seconds)
         self._started = int(time.time())
         self._page = {
             name: (files("blocktrain.serve") / "page" / name).read_bytes()
             for name in ("index.html", "chat.js")
         }
-        self.metrics = ServerMetrics(self.gate)
+        self.metrics = ServerMetrics(self.admission)
 
     def routes(self) -> list[Route]:
         return [
@@ -90,26 +94,31 @@ class CompletionsApi:
         return checked
 
     async def completions(self, request: Request) -> Response:
-        ask = openai.completion(await self._body(request), self._limits, _new_seed)
-        return self._answer(ask)
+        return self._answer(openai.completion(await self._body(request), self._limits, _new_seed))
 
     async def chat(self, request: Request) -> Response:
         return self._answer(openai.chat(await self._body(request), self._limits, _new_seed))
 
-    def _answer(self, ask: CompletionRequest) -> Response:
-        if ask.model is not None:
-            self._check_model(ask.model)
-        dialect = Chat() if ask.chat else Completions()
-        name = dialect.prefix + token_hex(12)
-        reply = Reply(dialect, name, int(time.time()), self._engine.model)
-        return Answer(self._engine, ask, reply, self.gate, self.metrics, self._settings.patience)
+    def _answer(self, request: CompletionRequest) -> Response:
+        if request.model is not None:
+            self._check_model(request.model)
+        new_format = ChatFormat if request.chat else TextFormat
+        response_format = new_format(token_hex(12), int(time.time()), self._engine.model)
+        return Answer(
+            self._engine,
+            request,
+            response_format,
+            self.admission,
+            self.metrics,
+            self._settings.patience,
+        )
 
     @property
     def _limits(self) -> RequestLimits:
         return self._settings.limits
 
     async def _body(self, request: Request) -> bytes:
-        """All of it, unless it is too long or too long in coming."""
+        """The whole body; RefusedError if it is too long or arrives too slowly."""
         most, body = self._settings.body_bytes, bytearray()
         try:
             async with asyncio.timeout(self._settings.patience):
@@ -118,7 +127,7 @@ class CompletionsApi:
                     if len(body) > most:
                         raise RefusedError("too_large", f"the body is longer than {most} bytes")
         except TimeoutError:
-            raise RefusedError("timeout", "the body took too long") from None
+            raise RefusedError("timeout", "the body did not arrive in time") from None
         return bytes(body)
 
     async def models(self, request: Request) -> Response:
@@ -131,20 +140,20 @@ class CompletionsApi:
 
     def _check_model(self, name: str) -> None:
         if name != self._engine.model:
-            known = f"there is no model {name[:80]!r} here, only {self._engine.model!r}"
-            raise RefusedError("model_not_found", known)
+            reason = f"there is no model {name[:80]!r}; this server has {self._engine.model!r}"
+            raise RefusedError("model_not_found", reason)
 
     async def health(self, request: Request) -> Response:
-        """Whether answers can be made; how things stand, for those who may ask for answers."""
+        """Whether every block can be computed; with a valid key also the engine's state."""
         status = self._engine.status()
         alive = bool(status.get("alive"))
-        told: dict[str, Any] = {
+        report: dict[str, Any] = {
             "status": "ok" if alive else "unavailable",
             "model": self._engine.model,
         }
         if self._keys.admit(request.headers):
-            told["engine"] = status
-        return JSONResponse(told, 200 if alive else 503)
+            report["engine"] = status
+        return JSONResponse(report, 200 if alive else 503)
 
     async def metrics_page(self, request: Request) -> Response:
         text, kind = self.metrics.page()
@@ -157,17 +166,17 @@ class CompletionsApi:
         return Response(self._page["chat.js"], 200, PAGE_HEADERS, "text/javascript")
 
 
-def create_app(engine: AnswerEngine, settings: Settings) -> Starlette:
+def create_app(engine: AnswerEngine, settings: ApiSettings) -> Starlette:
     if settings.limits.choices > settings.at_once:
         settings = replace(settings, limits=replace(settings.limits, choices=settings.at_once))
-    server = CompletionsApi(engine, settings)
-    routes = server.routes()
-    known = {route.path for route in routes}
+    api = CompletionsApi(engine, settings)
+    routes = api.routes()
+    paths = {route.path for route in routes}
 
-    def told(path: str, status: int, seconds: float) -> None:
-        server.metrics.requested(path if path in known else "other", status, seconds)
+    def count(path: str, status: int, seconds: float) -> None:
+        api.metrics.requested(path if path in paths else "other", status, seconds)
 
-    middleware = [Middleware(RequestIds, new_id=lambda: f"req_{token_hex(12)}", told=told)]
+    middleware = [Middleware(RequestIds, on_end=count)]
     if settings.origins:
         middleware.append(
             Middleware(
@@ -181,13 +190,13 @@ def create_app(engine: AnswerEngine, settings: Settings) -> Starlette:
         routes=routes,
         middleware=middleware,
         exception_handlers={
-            BlocktrainError: refused,
-            HTTPException: by_framework,
-            ClientDisconnect: gone,
-            Exception: unforeseen,
+            BlocktrainError: project_error,
+            HTTPException: framework_error,
+            ClientDisconnect: client_gone,
+            Exception: internal_error,
         },
     )
-    app.state.gate = server.gate
+    app.state.admission = api.admission
     return app
 
 
@@ -198,42 +207,38 @@ def _new_seed() -> int:
 # Every error in OpenAI's format
 
 
-async def refused(request: Request, error: Exception) -> Response:
-    said = api_error(error)
-    if said.status >= 500:
+async def project_error(request: Request, error: Exception) -> Response:
+    answer = api_error(error)
+    if answer.status >= 500:
         log.warning("%s %s: %s", request.scope["request_id"], request.url.path, error)
-    return JSONResponse(said.body, said.status, said.headers)
+    return JSONResponse(answer.body, answer.status, answer.headers)
 
 
-async def by_framework(request: Request, error: Exception) -> Response:
+async def framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = CODE_OF.get(error.status_code, "malformed")
     where = f"{request.method} {request.url.path[:80]}"
-    return await refused(request, RefusedError(code, f"{where}: {error.detail}"))
+    return await project_error(request, RefusedError(code, f"{where}: {error.detail}"))
 
 
-async def gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_GONE)  # nobody reads it; the log does
+async def client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)  # for the access log alone
 
 
-async def unforeseen(request: Request, error: Exception) -> Response:
-    """Said outside of everything, so that the id has to be put on by hand."""
+async def internal_error(request: Request, error: Exception) -> Response:
+    """Starlette runs this outside of all middleware, so the id is added here."""
     log.error("%s failed", request.scope["request_id"], exc_info=error)
-    said = api_error(error)
-    return JSONResponse(said.body, said.status, {"x-request-id": request.scope["request_id"]})
-
-
-CLIENT_GONE, BUG = 499, 500
-SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+    answer = api_error(error)
+    return JSONResponse(answer.body, answer.status, {"x-request-id": request.scope["request_id"]})
 
 
 class ApiKeys:
-    """API keys; none at all means that anyone may ask."""
+    """API keys as hashes; if there are none, every request is admitted."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._hashes = tuple(_hash(key.encode()) for key in keys)
         if _hash(b"") in self._hashes:
-            raise ConfigError("an API key is empty; leave it out to let anyone ask")
+            raise ConfigError("an API key is empty; to serve without keys, give no --api-key")
 
     def admit(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -243,7 +248,7 @@ class ApiKeys:
 
     def check(self, headers: Headers) -> None:
         if not self.admit(headers):
-            raise RefusedError("invalid_api_key", "needs an Authorization: Bearer with an API key")
+            raise RefusedError("invalid_api_key", "send an API key as `Authorization: Bearer KEY`")
 
 
 def _hash(key: bytes) -> bytes:
@@ -251,40 +256,37 @@ def _hash(key: bytes) -> bytes:
 
 
 class RequestIds:
-    """Gives every request an id, in its answer and in the log, and tells how it went."""
+    """Gives every request an id, in its response and in the access log: one line a request."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        new_id: Callable[[], str],
-        told: Callable[[str, int, float], None],
-    ) -> None:
-        self._app, self._new_id, self._told = app, new_id, told
+    def __init__(self, app: ASGIApp, on_end: Callable[[str, int, float], None]) -> None:
+        self._app, self._on_end = app, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        name = given if SANE_ID.fullmatch(given) else self._new_id()
-        scope["request_id"] = name
-        status, began = CLIENT_GONE, time.monotonic()
+        sent = Headers(scope=scope).get("x-request-id", "")
+        request_id = sent if SANE_ID.fullmatch(sent) else f"req_{token_hex(12)}"
+        scope["request_id"] = request_id
+        status, started = CLIENT_GONE, time.monotonic()
 
-        async def named_send(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = name
+                MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         try:
-            await self._app(scope, receive, named_send)
+            await self._app(scope, receive, send_with_id)
         except Exception:
-            status = BUG
+            status = INTERNAL_ERROR
             raise
         finally:
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - started
+            path = quote(scope["path"][:LOGGED_PATH])  # no line break gets into the log
             log.info(
-                "%s %s %s: %d in %.3f s", name, scope["method"], scope["path"], status, seconds
-            )
-            self._told(scope["path"], status, seconds)
+                "%s %s %s: %d in %.3f s, %d tokens",
+                request_id, scope["method"], path, status, seconds, scope.get(OUTPUT_TOKENS, 0),
+            )  # fmt: skip
+            self._on_end(scope["path"], status, seconds)

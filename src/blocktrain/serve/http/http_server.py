@@ -1,10 +1,5 @@
-"""TLS of the HTTP port, by a certificate that the operator has: checked, and what is wrong with it
-told in words, before anybody connects.
+"""The HTTP port: uvicorn with bounded buffers; its certificate is checked before it listens."""
 
-Clients are anyone's, so TLS 1.2 is taken too. Knows nothing of the ring's own authority (`keys`).
-"""
-
-import asyncio
 import contextlib
 import ipaddress
 import logging
@@ -14,104 +9,71 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import uvicorn
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from blocktrain.errors import ConfigError
 from blocktrain.protocol.ring_keys import read_certificate
 from blocktrain.serve.http.answer import AnswerEngine
-from blocktrain.serve.http.app import Settings, create_app
+from blocktrain.serve.http.app import ApiSettings, create_app
 
-
-def https_context(
-    certificate: Path | None, key: Path | None, clock: Callable[[], float] = time.time
-) -> ssl.SSLContext | None:
-    """Of a certificate (with those between it and its authority, in one file) and its key; None
-    where neither is given."""
-    if certificate is None and key is None:
-        return None
-    if certificate is None or key is None:
-        raise ConfigError("--tls-cert and --tls-key go together: give both, or neither")
-    for file in (certificate, key):
-        if not file.is_file():
-            raise ConfigError(f"{file} is missing, or no file")
-    _check(certificate, key, datetime.fromtimestamp(clock(), UTC))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certificate, key)
-    except ssl.SSLError as error:
-        raise ConfigError(f"{certificate} and {key} cannot be used: {error.reason}") from None
-    return context
-
-
-def in_the_clear(host: str, context: ssl.SSLContext | None) -> bool:
-    """Whether what is said to this address of ours can be read on its way."""
-    return context is None and not ipaddress.ip_address(host).is_loopback
-
-
-def _check(certificate: Path, key: Path, now: datetime) -> None:
-    found = read_certificate(certificate)
-    try:
-        private = load_pem_private_key(key.read_bytes(), password=None)
-    except TypeError:
-        raise ConfigError(f"{key} is locked by a passphrase; give one that is not") from None
-    except (ValueError, UnsupportedAlgorithm):
-        raise ConfigError(f"{key} is no private key") from None
-    if found.public_key() != private.public_key():
-        raise ConfigError(f"{key} is not the key of {certificate}")
-    if found.not_valid_after_utc <= now:
-        raise ConfigError(f"{certificate} expired on {found.not_valid_after_utc:%Y-%m-%d}")
-    if found.not_valid_before_utc > now:
-        begins = f"{found.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
-        raise ConfigError(f"{certificate} is not valid before {begins}; is this clock right?")
-
+GRACE_SECONDS = 2  # for answers in progress after a stop signal
+SEND_BUFFER_BYTES = 128 * 1024  # kernel memory for a client that does not read
+MAX_CONNECTIONS = 2048
 
 log = logging.getLogger(__name__)
 
-GOODBYE_SECONDS = 2  # for answers under way when a signal says stop
-SEND_BUFFER = 128 * 1024  # a client that reads nothing must not have megabytes kept for it
-CONNECTIONS = 2048
+
+class CertificateFiles(NamedTuple):
+    """PEM files: the certificate with its chain, and its private key."""
+
+    certificate: Path
+    key: Path
 
 
-class TimedHeaders(HttpToolsProtocol):
-    """A connection that says nothing, or never ends its headers, is closed. Bodies and answers
-    have their own limits."""
-
-    seconds: float
-    _due: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect_headers()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._expect_headers()
-
-    def on_headers_complete(self) -> None:
-        self._stop_waiting()
-        super().on_headers_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def _expect_headers(self) -> None:
-        self._stop_waiting()
-        self._due = self.loop.call_later(self.seconds, self.transport.close)
-
-    def _stop_waiting(self) -> None:
-        if self._due:
-            self._due.cancel()
+def checked_certificate(
+    certificate: Path | None, key: Path | None, clock: Callable[[], float] = time.time
+) -> CertificateFiles | None:
+    """The files of --tls-cert and --tls-key, if given; ConfigError if they cannot be served."""
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        raise ConfigError("--tls-cert and --tls-key go together: give both or neither")
+    for file in (certificate, key):
+        if not file.is_file():
+            raise ConfigError(f"{file} does not exist or is not a file")
+    _check_pair(certificate, key, datetime.fromtimestamp(clock(), UTC))
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{certificate} and {key} cannot be used: {error.reason}") from None
+    return CertificateFiles(certificate, key)
 
 
-class Announcing(uvicorn.Server):
-    """Tells when it answers, from when on a signal stops it in good order; and the clients of
-    answers under way that it stops, instead of cutting them off."""
+def _check_pair(certificate_file: Path, key_file: Path, now: datetime) -> None:
+    certificate = read_certificate(certificate_file)
+    try:
+        key = load_pem_private_key(key_file.read_bytes(), password=None)
+    except TypeError:
+        raise ConfigError(f"{key_file} has a passphrase; give a key without one") from None
+    except (ValueError, UnsupportedAlgorithm):
+        raise ConfigError(f"{key_file} is not a private key in PEM") from None
+    if certificate.public_key() != key.public_key():
+        raise ConfigError(f"{key_file} is not the key of {certificate_file}")
+    if certificate.not_valid_after_utc <= now:
+        expiry = f"{certificate.not_valid_after_utc:%Y-%m-%d}"
+        raise ConfigError(f"{certificate_file} expired on {expiry}")
+    if certificate.not_valid_before_utc > now:
+        start = f"{certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
+        raise ConfigError(f"{certificate_file} is valid from {start} on; is this clock right?")
+
+
+class NotifyingServer(uvicorn.Server):
+    """Calls `on_start` once it accepts requests. On a stop signal it first closes the admission
+    queue, which ends answers in progress with an error message instead of cutting them off."""
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
         super().__init__(config)
@@ -124,58 +86,60 @@ class Announcing(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.warning("stopping")
-        self.config.app.state.gate.close()  # type: ignore[union-attr]
+        self.config.app.state.admission.close()  # type: ignore[union-attr]
         await super().shutdown(sockets)
 
 
 async def serve(
     engine: AnswerEngine,
-    settings: Settings,
+    settings: ApiSettings,
     listener: socket.socket,
-    tls: ssl.SSLContext | None = None,
+    tls: CertificateFiles | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> None:
-    """Answer until a signal says stop, on the loop that the engine runs on."""
+    """Answer requests until a stop signal, on the engine's event loop."""
     if not settings.keys:
-        log.warning("no API key is set: whoever reaches this port may ask")
-    if in_the_clear(listener.getsockname()[0], tls):
+        log.warning("no API key is set: anyone who can reach this port can use the model")
+    if is_readable_in_transit(listener.getsockname()[0], tls):
         log.warning(
-            "no TLS: API keys and texts travel in the clear (--tls-cert and --tls-key end that)"
+            "no TLS: API keys and texts travel unencrypted; set --tls-cert and --tls-key, or put"
+            " a proxy with TLS in front"
         )
     await web_server(engine, settings, listener, tls, on_start).serve(sockets=[listener])
 
 
+def is_readable_in_transit(host: str, tls: CertificateFiles | None) -> bool:
+    """Whether others can read what is sent to this address of ours."""
+    return tls is None and not ipaddress.ip_address(host).is_loopback
+
+
 def web_server(
     engine: AnswerEngine,
-    settings: Settings,
+    settings: ApiSettings,
     listener: socket.socket,
-    tls: ssl.SSLContext | None = None,
+    tls: CertificateFiles | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> uvicorn.Server:
-    bound_what_is_kept(listener, settings.patience)
-
-    class Protocol(TimedHeaders):
-        seconds = settings.patience
-
+    bound_send_buffers(listener, settings.patience)
     config = uvicorn.Config(
         create_app(engine, settings),
-        http=Protocol,
         ws="none",
+        log_config=None,  # the application's own set-up
         log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=GOODBYE_SECONDS,
-        limit_concurrency=CONNECTIONS,
+        access_log=False,  # app.RequestIds writes one
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        limit_concurrency=MAX_CONNECTIONS,
         server_header=False,
-        proxy_headers=False,  # who asks is known by key, not by address
+        proxy_headers=False,  # clients are known by key, not by address
+        ssl_certfile=tls and tls.certificate,
+        ssl_keyfile=tls and tls.key,
     )
-    config.load()
-    config.ssl = tls
-    return Announcing(config, on_start)
+    return NotifyingServer(config, on_start)
 
 
-def bound_what_is_kept(listener: socket.socket, patience: float) -> None:
-    """Connections inherit it: little is buffered for a client, and none of it for ever."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+def bound_send_buffers(listener: socket.socket, patience: float) -> None:
+    """Accepted connections inherit both: a small buffer, and an end if nothing is acknowledged."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     user_timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
     if user_timeout is not None:
         with contextlib.suppress(OSError):  # a system that has the name but not the option

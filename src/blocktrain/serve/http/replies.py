@@ -1,20 +1,25 @@
-"""An answer's bytes as text, as they come: no character is ever cut in two.
+"""Responses in OpenAI's formats, and an answer's bytes as text.
 
-What is said piece by piece is, joined, the whole answer decoded at once; U+FFFD stands only for
-bytes that are no UTF-8.
+A stream never splits a character: joined, its texts are the whole answer decoded at once. U+FFFD
+stands only for bytes that are not UTF-8.
 """
 
 import codecs
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-from blocktrain.serve.router.decode import Account, Piece
+from blocktrain.serve.router.decode import AnswerCost, Piece
+
+Json = dict[str, Any]
+
+LEAST_LOG_PROB = -9999.0  # OpenAI's number for what is impossible; JSON has no infinity
 
 
 @dataclass(frozen=True)
 class TokenText:
-    """A byte, the log-probability it was picked with, and which character of the text it is in."""
+    """A byte, its log-probability, the likeliest bytes, and its character's place in the text."""
 
     byte: int
     log_prob: float
@@ -23,15 +28,15 @@ class TokenText:
 
 
 @dataclass(frozen=True)
-class Fragment:
-    """Text that can be shown, and the bytes that came, where log-probabilities are asked for."""
+class TextDelta:
+    """More text of an answer, with its bytes if log-probabilities were requested."""
 
     text: str = ""
     tokens: tuple[TokenText, ...] | None = None
 
 
 class Transcript:
-    """One answer. Counts its bytes and its characters."""
+    """Decodes one answer piece by piece; counts its bytes and characters."""
 
     def __init__(self, *, log_probs: bool) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -39,10 +44,10 @@ class Transcript:
         self._characters = 0
         self.bytes = 0
 
-    def take(self, piece: Piece) -> Fragment:
+    def take(self, piece: Piece) -> TextDelta:
         self.bytes += len(piece.data)
         if not self._log_probs:
-            return Fragment(self._decoder.decode(piece.data))
+            return TextDelta(self._decoder.decode(piece.data))
         texts, tokens = [], []
         for index, byte in enumerate(piece.data):
             texts.append(self._decoder.decode(bytes([byte])))
@@ -51,103 +56,99 @@ class Transcript:
             offset = self._characters - (not unfinished)
             top = piece.top[index] if piece.top else {}
             tokens.append(TokenText(byte, piece.log_probs[index], top, offset))
-        return Fragment("".join(texts), tuple(tokens))
+        return TextDelta("".join(texts), tuple(tokens))
 
-    def rest(self) -> Fragment:
-        """What was held back of a character that never became whole."""
-        return Fragment(self._decoder.decode(b"", final=True), () if self._log_probs else None)
+    def rest(self) -> TextDelta:
+        """What was held back of a character that was never completed."""
+        return TextDelta(self._decoder.decode(b"", final=True), () if self._log_probs else None)
 
 
-def joined(fragments: list[Fragment]) -> Fragment:
-    tokens = [fragment.tokens for fragment in fragments]
-    return Fragment(
-        "".join(fragment.text for fragment in fragments),
+def joined(deltas: list[TextDelta]) -> TextDelta:
+    tokens = [delta.tokens for delta in deltas]
+    return TextDelta(
+        "".join(delta.text for delta in deltas),
         tuple(token for some in tokens for token in some or ()) if tokens[0] is not None else None,
     )
 
 
-Json = dict[str, Any]
+@dataclass(frozen=True)
+class ResponseFormat(ABC):
+    """How one response is written: its bodies, whole or in chunks, share an id."""
 
-LEAST_LOG_PROB = -9999.0  # OpenAI's number for what cannot be; JSON has no infinity
+    id: str  # without its prefix
+    created: int
+    model: str
 
+    prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
-class Dialect(Protocol):
-    prefix: str
-    whole: str
-    part: str
+    def whole(self, choices: Sequence[Json], **more: Json) -> Json:
+        return self._body(self.whole_object, choices, more)
 
-    def choice(self, index: int, said: Fragment, reason: str) -> Json:
+    def chunk(self, choices: Sequence[Json], **more: Json | None) -> Json:
+        return self._body(self.chunk_object, choices, more)
+
+    def _body(self, kind: str, choices: Sequence[Json], more: Mapping[str, Json | None]) -> Json:
+        head: Json = {"id": self.prefix + self.id, "object": kind}
+        head |= {"created": self.created, "model": self.model}
+        return {**head, "choices": list(choices), **more}
+
+    @abstractmethod
+    def choice(self, index: int, answer: TextDelta, reason: str) -> Json:
         """A whole answer."""
 
+    @abstractmethod
     def opening(self, index: int) -> Json | None:
-        """What a stream says of an answer before its first text."""
+        """What a stream sends before an answer's first text."""
 
-    def delta(self, index: int, said: Fragment, reason: str | None = None) -> Json:
-        """Some text of an answer, or its end."""
+    @abstractmethod
+    def delta(self, index: int, delta: TextDelta, reason: str | None = None) -> Json:
+        """More text of an answer; `reason` with its end."""
 
 
-class Completions:
-    prefix, whole, part = "cmpl-", "text_completion", "text_completion"
+class TextFormat(ResponseFormat):
+    """/v1/completions"""
 
-    def choice(self, index: int, said: Fragment, reason: str) -> Json:
-        return self.delta(index, said, reason)
+    prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def choice(self, index: int, answer: TextDelta, reason: str) -> Json:
+        return self.delta(index, answer, reason)
 
     def opening(self, index: int) -> Json | None:
         return None
 
-    def delta(self, index: int, said: Fragment, reason: str | None = None) -> Json:
-        log_probs = None if said.tokens is None else _columns(said.tokens)
-        return {
-            "index": index,
-            "text": said.text,
-            "logprobs": log_probs,
-            "finish_reason": reason,
-        }
+    def delta(self, index: int, delta: TextDelta, reason: str | None = None) -> Json:
+        log_probs = None if delta.tokens is None else _columns(delta.tokens)
+        choice = {"index": index, "text": delta.text}
+        return {**choice, "logprobs": log_probs, "finish_reason": reason}
 
 
-class Chat:
-    prefix, whole, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+class ChatFormat(ResponseFormat):
+    """/v1/chat/completions"""
 
-    def choice(self, index: int, said: Fragment, reason: str) -> Json:
-        message = {"role": "assistant", "content": said.text, "refusal": None}
-        return self._choice(index, "message", message, said, reason)
+    prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, index: int, answer: TextDelta, reason: str) -> Json:
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        return self._choice(index, "message", message, answer, reason)
 
     def opening(self, index: int) -> Json | None:
         delta = {"role": "assistant", "content": ""}
-        return self._choice(index, "delta", delta, Fragment(), None)
+        return self._choice(index, "delta", delta, TextDelta(), None)
 
-    def delta(self, index: int, said: Fragment, reason: str | None = None) -> Json:
-        delta = {"content": said.text} if said.text or said.tokens else {}
-        return self._choice(index, "delta", delta, said, reason)
+    def delta(self, index: int, delta: TextDelta, reason: str | None = None) -> Json:
+        content = {"content": delta.text} if delta.text or delta.tokens else {}
+        return self._choice(index, "delta", content, delta, reason)
 
     def _choice(
-        self, index: int, key: str, message: Json, said: Fragment, reason: str | None
+        self, index: int, key: str, message: Json, delta: TextDelta, reason: str | None
     ) -> Json:
-        log_probs = None if said.tokens is None else {"content": [_row(t) for t in said.tokens]}
+        log_probs = None if delta.tokens is None else {"content": [_row(t) for t in delta.tokens]}
         return {"index": index, key: message, "logprobs": log_probs, "finish_reason": reason}
 
 
-@dataclass(frozen=True)
-class Reply:
-    """One response's letterhead; the bodies it makes."""
-
-    dialect: Dialect
-    id: str
-    created: int
-    model: str
-
-    def whole(self, choices: Sequence[Json], usage: Json, cost: Json) -> Json:
-        head = self._head(self.dialect.whole)
-        return {**head, "choices": list(choices), "usage": usage, "blocktrain": cost}
-
-    def part(self, choices: Sequence[Json], **more: Json | None) -> Json:
-        return {**self._head(self.dialect.part), "choices": list(choices), **more}
-
-    def _head(self, kind: str) -> Json:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-def usage(prompt_bytes: int, output_bytes: int) -> Json:
+def usage_body(prompt_bytes: int, output_bytes: int) -> Json:
     """A token is a byte."""
     return {
         "prompt_tokens": prompt_bytes,
@@ -156,17 +157,11 @@ def usage(prompt_bytes: int, output_bytes: int) -> Json:
     }
 
 
-def cost(accounts: Sequence[Account]) -> Json:
-    """What one answer or several together took."""
-    total = Account()
-    for account in accounts:
-        total.output_bytes += account.output_bytes
-        total.traversals += account.traversals
-        total.drafted += account.drafted
-        total.accepted += account.accepted
-        total.replays += account.replays
-        for stage, seconds in account.stage_seconds.items():
-            total.stage_seconds[stage] = total.stage_seconds.get(stage, 0.0) + seconds
+def cost_body(costs: Sequence[AnswerCost]) -> Json:
+    """What one answer took, or several together."""
+    total = AnswerCost()
+    for cost in costs:
+        total.add(cost)
     return {
         "traversals": total.traversals,
         "bytes_per_traversal": round(total.bytes_per_traversal, 3),
@@ -174,7 +169,7 @@ def cost(accounts: Sequence[Account]) -> Json:
         "accepted": total.accepted,
         "replays": total.replays,
         "stage_seconds": {
-            name: round(total.stage_seconds[name], 6) for name in total.stage_seconds
+            stage: round(seconds, 6) for stage, seconds in total.stage_seconds.items()
         },
     }
 

@@ -1,10 +1,10 @@
-"""Work as messages: what router and stages say to each other, checked before it is believed.
+"""Steps, prefills, releases and failures as messages of router and stages, validated on arrival.
 
-A step is source-routed: it names the stages that are still to come and the router that waits for
-it. Knows nothing of connections or models.
+A step is source-routed: it names the stages still to come and the router that waits for it. Knows
+nothing of connections or models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -12,18 +12,18 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from blocktrain.errors import ProtocolError
+from blocktrain.numerics.sampling import Sampling
 from blocktrain.protocol.framing import FrameMessage, Kind
 from blocktrain.protocol.messages import first_problem
+from blocktrain.serve.activations import Activations, Refinement, Row
 from blocktrain.serve.ring import wire
-from blocktrain.serve.router.decode import Sampling
-from blocktrain.serve.stage.batch import Refinement, Row, Work
 from blocktrain.vocabulary import BYTES, IDS
 
-MOST_HOPS = 64
-MOST_ROWS = 1024
-MOST_POSITIONS = 1 << 20
+MAX_HOPS = 64
+MAX_ROWS = 1024
+MAX_POSITIONS = 1 << 20
 
-Count = Field(ge=0, le=MOST_POSITIONS)
+Count = Field(ge=0, le=MAX_POSITIONS)
 Identifier = Field(ge=0, lt=2**63)
 
 
@@ -52,24 +52,24 @@ class RowHead(Strict):
 
 class StepHead(Strict):
     router: str = Field(max_length=64)
-    hops: list[str] = Field(max_length=MOST_HOPS)
-    rows: list[RowHead] = Field(min_length=1, max_length=MOST_ROWS)
+    hops: list[str] = Field(max_length=MAX_HOPS)
+    rows: list[RowHead] = Field(min_length=1, max_length=MAX_ROWS)
     wire: Literal["fp32", "bf16", "int8"]
-    seconds: dict[str, float] = Field(default_factory=dict, max_length=MOST_HOPS)
+    seconds: dict[str, float] = Field(default_factory=dict, max_length=MAX_HOPS)
 
 
 class RowsHead(Strict):
-    rows: list[RowHead] = Field(min_length=1, max_length=MOST_ROWS)
+    rows: list[RowHead] = Field(min_length=1, max_length=MAX_ROWS)
 
 
 class ReleaseHead(Strict):
-    requests: list[int] = Field(max_length=MOST_ROWS)
+    requests: list[int] = Field(max_length=MAX_ROWS)
 
 
 class FailureHead(Strict):
-    """Requests whose step went no further, and why; `hop` is the stage that was not reached."""
+    """Requests whose step failed, and why; `hop` is a stage that could not be reached."""
 
-    requests: list[int] = Field(max_length=MOST_ROWS)
+    requests: list[int] = Field(max_length=MAX_ROWS)
     code: Literal["missing_prefix", "cache_full", "unreachable", "failed"]
     message: str = Field(max_length=1000)
     hop: str = ""
@@ -77,44 +77,62 @@ class FailureHead(Strict):
 
 @dataclass(frozen=True)
 class StepEnvelope:
-    """Work on its way: `hops` are the addresses still to come, `seconds` what each stage took."""
+    """A step on its way: `hops` are the stages still to come, `seconds` what each stage took."""
 
-    work: Work
+    activations: Activations
     router: str
     hops: tuple[str, ...]
     wire: str = "fp32"
     seconds: tuple[tuple[str, float], ...] = ()
 
     @property
-    def way(self) -> tuple[str, tuple[str, ...], str]:
-        """Steps that go the same way can be computed as one."""
+    def route(self) -> tuple[str, tuple[str, ...], str]:
+        """Steps with the same route can be computed together."""
         return self.router, self.hops, self.wire
 
-    def of(self, work: Work) -> "StepEnvelope":
-        """The same way with some of its rows."""
-        return replace(self, work=work)
+    def carrying(self, activations: Activations) -> "StepEnvelope":
+        """The same envelope around other activations."""
+        return replace(self, activations=activations)
 
-    def after(self, work: Work, stage: str, seconds: float) -> "StepEnvelope":
-        """When a stage has done its part."""
-        return replace(self, work=work, seconds=(*self.seconds, (stage, seconds)))
+    def after(self, activations: Activations, stage: str, seconds: float) -> "StepEnvelope":
+        """The envelope once a stage has computed its blocks."""
+        return replace(self, activations=activations, seconds=(*self.seconds, (stage, seconds)))
 
     def next_hop(self) -> tuple[str, "StepEnvelope"]:
         return self.hops[0], replace(self, hops=self.hops[1:])
 
 
-def step_message(step: StepEnvelope, kind: Kind = Kind.STEP) -> FrameMessage:
-    """As a result it carries the readout alone: nobody needs the state any more."""
-    work = step.work
+# In a HELLO: this side reads steps without a readout. Release 0.1 does not send it.
+READS_BARE_STEPS = {"reads_bare_steps": True}
+
+
+def takes_bare_steps(hello: Mapping[str, Any]) -> bool:
+    """Whether a stage needs no readout of earlier blocks, as it uses the last one's alone."""
+    return hello.get("readout") == "final" and READS_BARE_STEPS.items() <= hello.items()
+
+
+def step_message(step: StepEnvelope, *, bare: bool = False) -> FrameMessage:
+    """To the next stage; `bare` leaves the readout out."""
+    activations = step.activations
+    readout = () if bare else wire.pack(activations.readout_RV, step.wire)
+    return _message(Kind.STEP, step, (*readout, *wire.pack(activations.state, step.wire)))
+
+
+def result_message(step: StepEnvelope) -> FrameMessage:
+    """To the router, with the readout alone."""
+    return _message(Kind.RESULT, step, wire.pack(step.activations.readout_RV, step.wire))
+
+
+def _message(kind: Kind, step: StepEnvelope, arrays: Sequence[np.ndarray]) -> FrameMessage:
+    rows = step.activations.rows
     head = StepHead(
         router=step.router,
         hops=list(step.hops),
-        rows=[_row_head(row) for row in work.rows],
+        rows=[_row_head(row) for row in rows],
         wire=step.wire,  # type: ignore[arg-type]
         seconds=dict(step.seconds),
     )
-    state = () if kind is Kind.RESULT else wire.pack(work.state, step.wire)
-    arrays = (_ids(work.rows), *wire.pack(work.readout_RV, step.wire), *state)
-    return FrameMessage(kind, meta=head.model_dump(), arrays=arrays)
+    return FrameMessage(kind, meta=head.model_dump(), arrays=(_ids(rows), *arrays))
 
 
 def read_step(message: FrameMessage) -> StepEnvelope:
@@ -122,15 +140,18 @@ def read_step(message: FrameMessage) -> StepEnvelope:
     count = wire.arrays_of(head.wire)
     ids, *packed = message.arrays or [np.zeros(0, np.uint16)]
     rows = _rows(head.rows, ids)
-    expected = count if message.kind is Kind.RESULT else 2 * count
-    if len(packed) != expected:
-        raise ProtocolError(f"a step has {len(packed)} arrays, not {expected}")
-    readout = wire.unpack(packed[:count], head.wire)
-    state = wire.unpack(packed[count:], head.wire) if packed[count:] else readout[:, :0]
-    if readout.shape != (sum(row.read for row in rows), BYTES) or state.ndim != 2:
-        raise ProtocolError("a step's arrays do not fit its rows")
+    expected = {count} if message.kind is Kind.RESULT else {count, 2 * count}
+    if len(packed) not in expected:
+        raise ProtocolError(f"a step has {len(packed)} arrays, expected {max(expected)}")
+    shape = (sum(row.read for row in rows), BYTES)
+    readout = np.zeros(shape, np.float32)
+    if message.kind is Kind.RESULT or len(packed) == 2 * count:
+        readout, packed = wire.unpack(packed[:count], head.wire), packed[count:]
+    state = wire.unpack(packed, head.wire) if packed else readout[:, :0]
+    if readout.shape != shape or state.ndim != 2:
+        raise ProtocolError("a step's arrays do not match its rows")
     return StepEnvelope(
-        Work(rows, state, readout),
+        Activations(rows, state, readout),
         head.router,
         tuple(head.hops),
         head.wire,
@@ -146,7 +167,7 @@ def prefill_message(rows: Sequence[Row]) -> FrameMessage:
 def read_prefill(message: FrameMessage) -> tuple[Row, ...]:
     head = _checked(RowsHead, message.meta)
     if len(message.arrays) != 1:
-        raise ProtocolError("a prefill carries ids and nothing else")
+        raise ProtocolError("a prefill has one array, the ids")
     return _rows(head.rows, message.arrays[0])
 
 
@@ -195,11 +216,11 @@ def _ids(rows: Sequence[Row]) -> np.ndarray:
 def _rows(heads: Sequence[RowHead], ids: np.ndarray) -> tuple[Row, ...]:
     total = sum(head.length for head in heads)
     if ids.dtype != np.uint16 or ids.shape != (total,) or (ids >= IDS).any():
-        raise ProtocolError("the ids of a message do not fit its rows")
+        raise ProtocolError("a message's ids do not match its rows")
     rows, at = [], 0
     for head in heads:
         if not head.length or head.read > head.length:
-            raise ProtocolError("a row reads more positions than it has")
+            raise ProtocolError("a row is empty, or reads more positions than it has")
         rows.append(
             Row(
                 head.request,

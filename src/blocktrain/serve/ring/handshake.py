@@ -1,9 +1,7 @@
-"""How two members of a ring meet: one dials an address, the other listens, both say HELLO.
+"""How two members of a ring connect: one dials, the other listens, both send a HELLO.
 
-Everything until the greeting is done takes bounded time and happens in bounded numbers, whoever
-calls: port scans, half-open connections and peers that never speak are dropped. With TLS the
-certificate says who the other is; without, its HELLO is believed (`role` and `name`). Knows
-nothing of what is said afterwards.
+Greetings are bounded in time and number, so port scans and half-open connections do no harm. With
+TLS a certificate proves the peer's role and name; without it, its HELLO is believed.
 """
 
 import asyncio
@@ -23,16 +21,16 @@ from blocktrain.errors import (
 from blocktrain.protocol.addresses import join_host_port, split_host_port
 from blocktrain.protocol.ring_keys import member_of
 from blocktrain.serve.ring.connection import (
+    DEFAULT_TERMS,
     FAREWELL_SECONDS,
-    USUAL,
     Hello,
     Peer,
     RingConnection,
     Terms,
 )
 
-MOST_GREETINGS = 64  # at once; the oldest makes room
-BREATH_SECONDS = 0.1  # before accepting again, when the machine has no room
+MAX_GREETINGS = 64  # at once; a further one cancels the oldest
+ACCEPT_PAUSE_SECONDS = 0.1  # after an error, such as too many open files
 
 Check = Callable[[Hello], str | None]
 Accept = Callable[[RingConnection], Awaitable[None]]
@@ -51,11 +49,11 @@ async def dial(
     *,
     roles: Collection[str],
     check: Check = anyone,
-    terms: Terms = USUAL,
+    terms: Terms = DEFAULT_TERMS,
 ) -> RingConnection:
-    """A greeted connection to `host:port`, whoever answers there having one of the roles.
+    """A greeted connection to a peer with one of these roles.
 
-    `check` says what is wrong with the other's HELLO, if anything.
+    `check` returns what is wrong with the peer's HELLO, or None.
     """
     host, port = split_host_port(address)
     loop = asyncio.get_running_loop()
@@ -69,18 +67,18 @@ async def dial(
             await _introduced(connection, roles, check)
             return connection
     except TimeoutError:
-        patience = f"{terms.greeting_seconds:g} s"
-        raise UnreachableError(f"{address} did not answer within {patience}") from None
+        seconds = terms.greeting_seconds
+        raise UnreachableError(f"{address} did not answer within {seconds:g} s") from None
     except ssl.SSLError as error:
-        raise UntrustedError(f"{address} is not of this ring: {error}") from None
+        raise UntrustedError(f"{address} does not belong to this ring: {error}") from None
     except (OSError, UnicodeError) as error:
-        raise UnreachableError(f"{address} cannot be reached: {_plainly(error)}") from None
+        raise UnreachableError(f"{address} cannot be reached: {_reason(error)}") from None
 
 
 class RingListener:
-    """Accepts connections until it is closed, and closes them with itself.
+    """Accepts connections until it is closed, which closes them too.
 
-    `accept` is a connection's life: when it returns, the connection is closed.
+    `accept` serves one connection; when it returns, the connection is closed.
     """
 
     def __init__(
@@ -92,15 +90,15 @@ class RingListener:
         *,
         roles: Collection[str],
         check: Check = anyone,
-        terms: Terms = USUAL,
-        most_connections: int = 256,
+        terms: Terms = DEFAULT_TERMS,
+        max_connections: int = 256,
     ) -> None:
         listener.setblocking(False)
         self._listener, self._context, self._terms = listener, context, terms
         self._hello, self._accept, self._roles, self._check = hello, accept, roles, check
-        self._most_connections = most_connections
-        self._greetings: dict[asyncio.Task[None], None] = {}  # the oldest first
-        self._lives: set[asyncio.Task[None]] = set()
+        self._max_connections = max_connections
+        self._greetings: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._served: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept_all())
 
     @property
@@ -108,7 +106,7 @@ class RingListener:
         return int(self._listener.getsockname()[1])
 
     async def close(self) -> None:
-        tasks = [self._accepting, *self._greetings, *self._lives]
+        tasks = [self._accepting, *self._greetings, *self._served]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -121,12 +119,12 @@ class RingListener:
                 accepted, address = await loop.sock_accept(self._listener)
             except OSError as error:
                 log.warning("cannot accept a connection: %s", error)
-                await asyncio.sleep(BREATH_SECONDS)
+                await asyncio.sleep(ACCEPT_PAUSE_SECONDS)
                 continue
-            if len(self._lives) >= self._most_connections:
+            if len(self._served) >= self._max_connections:
                 accepted.close()
                 continue
-            if len(self._greetings) >= MOST_GREETINGS:
+            if len(self._greetings) >= MAX_GREETINGS:
                 next(iter(self._greetings)).cancel()
             greeting = asyncio.create_task(self._meet(accepted, join_host_port(*address[:2])))
             self._greetings[greeting] = None
@@ -142,13 +140,13 @@ class RingListener:
                 )
                 await _introduced(connection, self._roles, self._check, self._hello)
         except (OSError, BlocktrainError) as error:
-            log.info("%s was not let in: %s", address, error)
+            log.info("refused a connection from %s: %s", address, error)
             return
-        life = asyncio.create_task(self._live(connection))
-        self._lives.add(life)
-        life.add_done_callback(self._over)
+        task = asyncio.create_task(self._serve(connection))
+        self._served.add(task)
+        task.add_done_callback(self._over)
 
-    async def _live(self, connection: RingConnection) -> None:
+    async def _serve(self, connection: RingConnection) -> None:
         try:
             await self._accept(connection)
         except BlocktrainError as error:
@@ -159,7 +157,7 @@ class RingListener:
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._greetings.pop(task, None)
-        self._lives.discard(task)
+        self._served.discard(task)
         if not task.cancelled() and (error := task.exception()):
             log.error("a connection failed", exc_info=error)
 
@@ -170,13 +168,13 @@ async def _introduced(
     check: Check,
     answer: Callable[[], Hello] | None = None,
 ) -> None:
-    """Returns when both sides have said HELLO; `answer` is what to say back."""
+    """Returns once both sides have sent a HELLO; `answer` makes the listener's."""
     try:
         hello = await connection.greeted()
         peer = _peer(connection, hello)
-        wrong = check(hello) if peer.role in roles else f"a {peer.role} is not expected here"
-        if wrong:
-            raise RefusedError("refused", wrong)
+        problem = check(hello) if peer.role in roles else f"a {peer.role} may not connect here"
+        if problem:
+            raise RefusedError("refused", problem)
         if answer:
             connection.greet(answer())
         connection.begin(peer, hello)
@@ -193,12 +191,12 @@ def _peer(connection: RingConnection, hello: Hello) -> Peer:
     if certificate:
         role, name = member_of(certificate)
     else:
-        role, name = (str(hello.get(key, "nobody")) for key in ("role", "name"))
+        role, name = (str(hello.get(key, "unknown")) for key in ("role", "name"))
     return Peer(role, name, connection.peer.address)
 
 
-def _plainly(error: Exception) -> str:
-    """What the system says; asyncio would name the address once more."""
+def _reason(error: Exception) -> str:
+    """The system's own words; asyncio's would repeat the address."""
     number = getattr(error, "errno", None) or 0
     return os.strerror(number) if number > 0 else str(getattr(error, "strerror", None) or error)
 

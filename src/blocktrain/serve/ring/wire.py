@@ -12,12 +12,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from blocktrain.codec.dense import Floats, from_bf16, to_bf16
 from blocktrain.errors import ProtocolError
+from blocktrain.numerics.quantization import (
+    STEPS,
+    Floats,
+    from_bf16,
+    row_scales,
+    to_bf16,
+    to_int8,
+    usable_scales,
+)
 
 KINDS = ("fp32", "bf16", "int8")
-STEPS = 127  # from zero to the largest of a row
-LEAST_SCALE = np.float32(2.0**-126)  # less is subnormal, which some machines take for zero
 LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(STEPS), np.float32(0))
 
 Array = npt.NDArray[Any]
@@ -30,12 +36,8 @@ def pack(numbers: Floats, kind: str) -> tuple[Array, ...]:
         return (numbers,)
     if kind == "bf16":
         return (to_bf16(numbers),)
-    scales = _scales(numbers)
-    # Divided by infinity, the numbers of a row that has no scale become zeros.
-    multiples = numbers / np.where(scales == 0, np.float32(np.inf), scales)
-    np.rint(multiples, out=multiples)
-    np.clip(multiples, -STEPS, STEPS, out=multiples)
-    return multiples.astype(np.int8), scales
+    scales = usable_scales(row_scales(numbers), LARGEST_SCALE)
+    return to_int8(numbers, scales), scales
 
 
 def unpack(arrays: Sequence[Array], kind: str) -> Floats:
@@ -59,12 +61,6 @@ _TYPES: dict[str, tuple[type[np.generic], ...]] = {
     "bf16": (np.uint16,),
     "int8": (np.int8, np.float32),
 }
-
-
-def _scales(numbers: Floats) -> Floats:
-    largest = np.abs(numbers).max(axis=-1, keepdims=True, initial=0)
-    scales = np.minimum(largest / np.float32(STEPS), LARGEST_SCALE)
-    return np.where(scales < LEAST_SCALE, np.float32(0), scales)
 
 
 def _multiplied(multiples: Array, scales: Floats) -> Floats:

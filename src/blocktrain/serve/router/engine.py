@@ -1,4 +1,6 @@
-"""One request on its way through an engine: where it is, and what it waits for."""
+"""The router's engine: many requests at once, a step of each through the ring, and what to do when
+a stage, a step or a cache is lost.
+"""
 
 import asyncio
 import itertools
@@ -20,100 +22,102 @@ from blocktrain.errors import (
     OverloadedError,
     UnavailableError,
 )
+from blocktrain.serve.activations import Activations, Row, is_finite, joined, split_rows
 from blocktrain.serve.ring.envelope import FailureHead, StepEnvelope
 from blocktrain.serve.router.decode import (
-    Account,
+    AnswerCost,
     Decoding,
+    GenerationRequest,
     Piece,
     Proposal,
-    Request,
     TraversalCost,
     new_decoding,
 )
-from blocktrain.serve.router.decode import Proposal as Asked
-from blocktrain.serve.router.front import FirstBlock
+from blocktrain.serve.router.first_block import FirstBlock
 from blocktrain.serve.router.pipeline import Pipeline, Route
-from blocktrain.serve.stage.batch import Row, Work, apart, finite, joined
 
-MOST_UNREAD = 32  # pieces a client may leave unread before its request rests
-
-
-@dataclass(eq=False)
-class ActiveRequest:
-    decoding: Decoding
-    pieces: "asyncio.Queue[Piece | BlocktrainError]" = field(default_factory=asyncio.Queue)
-    key: int = 0  # names its context in every cache; a fresh context gets a new one
-    route: Route | None = None
-    row: Row | None = None  # as it went out
-    answer: np.ndarray | None = None
-    flying: bool = False
-    started: float = 0.0
-    until: float | None = None  # when a flight, or the wait for a route, has lasted too long
-    replays: int = 0
-    lost: bool = False  # a cache that held its context is gone
-    failure: bool = False
-    gone: bool = False
-
-    @property
-    def account(self) -> Account:
-        return self.decoding.account
-
-    @property
-    def complete(self) -> bool:
-        """Nothing more will come but what is in the queue already."""
-        return (self.decoding.finished or self.failure) and self.pieces.empty()
-
-    @property
-    def ready(self) -> bool:
-        rests = self.pieces.qsize() >= MOST_UNREAD
-        return not (self.flying or rests or self.failure or self.gone or self.decoding.finished)
-
-    def fly(self, row: Row, now: float, seconds: float) -> None:
-        self.row, self.flying, self.started, self.until = row, True, now, now + seconds
-
-    def land(self, answer: np.ndarray) -> None:
-        self.flying, self.until, self.answer = False, None, answer
-
-    def waits_until(self, moment: float) -> None:
-        if self.until is None:
-            self.until = moment
-
-    def start_over(self) -> None:
-        """From its text, with the next step; an answer that is here already still counts."""
-        self.flying, self.until, self.lost = False, None, True
-
-    def next_step(self) -> Proposal:
-        step = self.decoding.replay() if self.lost else self.decoding.step()
-        assert step is not None  # it is not finished, or it would not be ready
-        self.lost = False
-        return step
-
-    def fail(self, error: BlocktrainError) -> None:
-        self.flying, self.until, self.failure = False, None, True
-        self.pieces.put_nowait(error)
-
-
-MOST_REPLAYS = 5  # in a row, without an answer between them
+MAX_UNREAD = 32  # pieces a client may leave unread before its request pauses
+MAX_REPLAYS = 5  # in a row, without a result between them
 WATCH_SECONDS = 0.25
 SMOOTHING = 1 / 8
-OWN_TIME = "block 0"
+OWN_STAGE = "block 0"
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class ActiveRequest:
+    """A request in progress: where its current step is, and what it waits for."""
+
+    decoding: Decoding
+    pieces: "asyncio.Queue[Piece | BlocktrainError]" = field(default_factory=asyncio.Queue)
+    key: int = 0  # of its context in every cache; a new context gets a new key
+    route: Route | None = None
+    row: Row | None = None  # as it was sent
+    readout_RV: np.ndarray | None = None  # a result that is not taken in yet
+    in_ring: bool = False
+    sent_at: float = 0.0
+    deadline: float | None = None  # of the step in the ring, or of the wait for a route
+    replays: int = 0
+    lost: bool = False  # a cache that had its context is gone
+    failed: bool = False
+    cancelled: bool = False
+
+    @property
+    def cost(self) -> AnswerCost:
+        return self.decoding.cost
+
+    @property
+    def complete(self) -> bool:
+        """Nothing more will come but what is in the queue already."""
+        return (self.decoding.finished or self.failed) and self.pieces.empty()
+
+    @property
+    def ready(self) -> bool:
+        paused = self.pieces.qsize() >= MAX_UNREAD
+        over = self.failed or self.cancelled or self.decoding.finished
+        return not (self.in_ring or paused or over)
+
+    def send(self, row: Row, now: float, seconds: float) -> None:
+        self.row, self.in_ring, self.sent_at, self.deadline = row, True, now, now + seconds
+
+    def take_result(self, readout_RV: np.ndarray) -> None:
+        self.in_ring, self.deadline, self.readout_RV = False, None, readout_RV
+
+    def wait_until(self, deadline: float) -> None:
+        if self.deadline is None:
+            self.deadline = deadline
+
+    def start_over(self) -> None:
+        """Replay the context with the next step; a result that has arrived still counts."""
+        self.in_ring, self.deadline, self.lost = False, None, True
+
+    def next_proposal(self) -> Proposal:
+        proposal = self.decoding.replay() if self.lost else self.decoding.propose()
+        assert proposal is not None  # a finished request is not ready
+        self.lost = False
+        return proposal
+
+    def fail(self, error: BlocktrainError) -> None:
+        self.in_ring, self.deadline, self.failed = False, None, True
+        self.pieces.put_nowait(error)
+
+
 @dataclass(frozen=True)
 class EngineLimits:
     requests: int = 64
-    patience_seconds: float = 10.0  # for a stage to come back, when a block has none left
-    flight_seconds: float = 30.0  # for a step to come back, while all its stages seem alive
+    patience_seconds: float = 10.0  # for a lost stage to come back, if no other has its block
+    step_seconds: float = 30.0  # for a step to come back while all its stages seem alive
 
 
-class Engine:
+class RingEngine:
+    """Implements `http.answer.AnswerEngine` over the first block and a pipeline of stages."""
+
     def __init__(
         self,
         model: str,
-        front: FirstBlock,
+        first_block: FirstBlock,
         pipeline: Pipeline,
         name: str,
         wire: str = "fp32",
@@ -121,18 +125,18 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
-        self._front, self._pipeline = front, pipeline
-        self._name, self._wire, self._limits, self._clock = name, wire, limits, clock
+        self._first_block, self._pipeline = first_block, pipeline
+        self._name, self._wire_kind, self._limits, self._clock = name, wire, limits, clock
         self._pace = TraversalCost()
         self._active: list[ActiveRequest] = []
-        self._flights: dict[int, ActiveRequest] = {}
+        self._in_ring: dict[int, ActiveRequest] = {}
         self._keys = itertools.count(1)
-        self._over: list[tuple[int, Route]] = []  # contexts that nobody needs any more
-        self._news = asyncio.Event()
+        self._released: list[tuple[int, Route]] = []  # contexts that are no longer needed
+        self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "compute")
 
     async def run(self) -> None:
-        """Serve for as long as the process lives."""
+        """Serve until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._pipeline.run(self))
@@ -141,16 +145,18 @@ class Engine:
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def generate(self, request: Request, account: Account) -> AsyncGenerator[Piece, None]:
-        """The answer, piece by piece; closed early, it leaves nothing behind."""
+    async def generate(
+        self, request: GenerationRequest, cost: AnswerCost
+    ) -> AsyncGenerator[Piece, None]:
+        """The answer, piece by piece; closing the generator cancels the request."""
         if len(self._active) >= self._limits.requests:
-            raise OverloadedError(f"{len(self._active)} requests are under way")
-        window = self._front.first.config.model.window
-        active = ActiveRequest(new_decoding(request, window, self._pace, account))
+            raise OverloadedError(f"the server is full: {len(self._active)} answers in progress")
+        window = self._first_block.first.config.model.window
+        active = ActiveRequest(new_decoding(request, window, self._pace, cost))
         self._active.append(active)
         try:
             while not active.complete:
-                self._news.set()
+                self._wake.set()
                 piece = await active.pieces.get()
                 if isinstance(piece, BlocktrainError):
                     raise piece
@@ -164,201 +170,201 @@ class Engine:
             "alive": not self._pipeline.missing,
             "stages": [
                 {
-                    "address": place.address,
-                    "blocks": list(range(place.first, place.stop)),
-                    "requests": place.load,
+                    "address": stage.address,
+                    "blocks": list(range(stage.first, stage.stop)),
+                    "requests": stage.load,
                 }
-                for place in self._pipeline.places
+                for stage in self._pipeline.stages
             ],
             "missing": self._pipeline.missing,
             "requests": len(self._active),
-            "in_the_ring": len(self._flights),
+            "in_the_ring": len(self._in_ring),
         }
 
-    # What the pipeline tells
+    # Called by the pipeline
 
     def arrived(self, step: StepEnvelope) -> None:
-        for part in apart(step.work, [0] * len(step.work.rows)):
-            row = part.rows[0]
-            active = self._flights.pop(row.request, None)
+        for part in split_rows(step.activations, [0] * len(step.activations.rows)):
+            active = self._in_ring.pop(part.rows[0].request, None)
             if active is None:
-                continue  # cancelled, or started over by another way
-            active.land(part.readout_RV)
-            active.account.took(dict(step.seconds))
-            self._learn_traversal(self._clock() - active.started)
-        self._news.set()
+                continue  # cancelled, or started over on another route
+            active.take_result(part.readout_RV)
+            active.cost.add_seconds(dict(step.seconds))
+            self._learn_traversal(self._clock() - active.sent_at)
+        self._wake.set()
 
     def failed(self, address: str, failure: FailureHead) -> None:
         if failure.hop:
-            self._pipeline.keep_apart((address, failure.hop))
+            self._pipeline.avoid((address, failure.hop))
         for key in failure.requests:
-            active = self._flights.pop(key, None)
+            active = self._in_ring.pop(key, None)
             if active is None:
                 continue
             if failure.code == "cache_full":
                 active.fail(OverloadedError(f"a stage is full: {failure.message}"))
             else:
                 self._start_over(active, failure.message)
-        self._news.set()
+        self._wake.set()
 
     def lost(self, address: str) -> None:
         for active in self._active:
             if active.route and address in active.route:
                 self._start_over(active, f"the stage at {address} is gone")
-        self._news.set()
+        self._wake.set()
 
     def joined(self) -> None:
-        self._news.set()
+        self._wake.set()
 
     # The loop
 
     async def _turns(self) -> None:
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._wake.wait()
+            self._wake.clear()
             await self._forget()
-            self._settle([active for active in self._active if active.answer is not None])
-            going = [active for active in self._active if active.ready and self._routed(active)]
-            if going:
-                await self._advance(going)
+            self._take_results()
+            ready = [active for active in self._active if active.ready and self._routed(active)]
+            if ready:
+                await self._advance(ready)
 
     async def _forget(self) -> None:
-        """Free what is over, here and at the stages."""
-        over, self._over = self._over, []
-        if over:
-            await self._in_thread(self._release, [key for key, _ in over])
-        for key, route in over:
-            with suppress(BlocktrainError):  # the stage is gone, and the cache with it
+        """Free contexts that are no longer needed, here and at the stages."""
+        released, self._released = self._released, []
+        if released:
+            await self._in_thread(self._release, [key for key, _ in released])
+        for key, route in released:
+            with suppress(BlocktrainError):  # the stage is gone, and its cache with it
                 await self._pipeline.release([key], route)
 
     def _release(self, keys: Sequence[int]) -> None:
         for key in keys:
-            self._front.release(key)
+            self._first_block.release(key)
 
-    def _settle(self, landed: Sequence[ActiveRequest]) -> None:
-        """Bytes out of what came back."""
-        for active in landed:
-            readout_RV, active.answer = active.answer, None
-            assert readout_RV is not None and active.row is not None
-            active.pieces.put_nowait(
-                active.decoding.take(active.row, self._front.distribution(readout_RV))
-            )
+    def _take_results(self) -> None:
+        for active in self._active:
+            readout_RV, active.readout_RV = active.readout_RV, None
+            if readout_RV is None:
+                continue
+            assert active.row is not None
+            log_probs_RV = self._first_block.distribution(readout_RV)
+            active.pieces.put_nowait(active.decoding.take(active.row, log_probs_RV))
             active.replays = 0
 
     def _routed(self, active: ActiveRequest) -> bool:
         if active.route is None:
             active.route = self._pipeline.route()
             if active.route is None:
-                active.waits_until(self._clock() + self._limits.patience_seconds)
+                active.wait_until(self._clock() + self._limits.patience_seconds)
                 return False
             self._pipeline.enter(active.route)
         return True
 
-    async def _advance(self, going: Sequence[ActiveRequest]) -> None:
-        """One step of each, into the ring or, where there is none, around it."""
-        steps = {}
-        for active in going:
-            step = active.next_step()
-            if step.start == 0:
+    async def _advance(self, ready: Sequence[ActiveRequest]) -> None:
+        """One step of each, through the first block and into the ring."""
+        proposals = {}
+        for active in ready:
+            proposal = active.next_proposal()
+            if proposal.start == 0:
                 self._leave_context(active)
                 active.key = next(self._keys)
-            steps[active.key] = step
-        rows = {active.key: active for active in going}
-        await self._forget()  # before what takes its place arrives
+            proposals[active.key] = proposal
+        by_key = {active.key: active for active in ready}
+        await self._forget()  # the old contexts, before new ones need their slots
         try:
-            await self._prefill_stages(rows, steps)
+            await self._prefill_stages(by_key, proposals)
             started = self._clock()
-            work = await self._in_thread(self._front.work, steps)
+            activations = await self._in_thread(self._first_block.step, proposals)
         except MissingPrefixError as error:
             for key in error.requests:
-                self._start_over(rows[key], "the router's own cache made room")
-            self._news.set()
+                self._start_over(by_key[key], "the router's own cache dropped its context")
+            self._wake.set()
             return
         except CacheFullError as error:
-            for key in error.requests or rows:
-                rows[key].fail(OverloadedError(str(error)))
-            self._news.set()
+            for key in error.requests or by_key:
+                by_key[key].fail(OverloadedError(str(error)))
+            self._wake.set()
             return
         except (BlocktrainError, RuntimeError) as error:
             log.exception("a batch failed")
-            for active in going:
-                active.fail(UnavailableError(f"computing failed: {error}"))
+            for active in ready:
+                active.fail(UnavailableError(f"block 0 failed: {error}"))
             return
-        self._learn_draft(self._clock() - started, steps, rows)
-        await self._dispatch(work, rows)
+        self._learn_draft(self._clock() - started, proposals, by_key)
+        await self._dispatch(activations, by_key)
 
     async def _prefill_stages(
-        self, rows: dict[int, ActiveRequest], steps: dict[int, Asked]
+        self, by_key: dict[int, ActiveRequest], proposals: dict[int, Proposal]
     ) -> None:
-        """Stages that can read a text by themselves do so while the router does. Such a step is
-        the first of its context, so no stage can take an older one for it."""
+        """Let stages that can read a context alone do so while the router does. A prefill is always
+        the first message of a new key, so no stage can mistake an older context for it."""
         by_route: dict[Route, list[Row]] = defaultdict(list)
-        for row in self._front.prefills(steps):
-            if route := rows[row.request].route:
+        for row in self._first_block.prefills(proposals):
+            if route := by_key[row.request].route:
                 by_route[route].append(row)
-        for route, together in by_route.items():
+        for route, rows in by_route.items():
             try:
-                await self._pipeline.prefill(together, route)
+                await self._pipeline.prefill(rows, route)
             except BlocktrainError as error:
-                log.info("a context did not reach a stage: %s", error)  # which `lost` follows
+                log.info("a context did not reach a stage: %s", error)  # `lost` will follow
 
-    async def _dispatch(self, work: Work, rows: dict[int, ActiveRequest]) -> None:
-        carried = [self._front.first.carried(row) for row in work.rows]
-        by_route: dict[Route, list[Work]] = defaultdict(list)
-        for part in apart(work, carried):
-            active = rows[part.rows[0].request]
-            if active.gone or active.route is None:
-                continue  # cancelled, or lost a stage, meanwhile
-            if not finite(part):
-                active.fail(UnavailableError("block 0 computed what is no number"))
+    async def _dispatch(self, activations: Activations, by_key: dict[int, ActiveRequest]) -> None:
+        by_route: dict[Route, list[Activations]] = defaultdict(list)
+        for part in self._first_block.split(activations):
+            active = by_key[part.rows[0].request]
+            if active.cancelled or active.route is None:
+                continue  # or lost a stage in the meantime
+            if not is_finite(part):
+                active.fail(UnavailableError("block 0 produced NaN or Inf"))
                 continue
-            active.fly(part.rows[0], self._clock(), self._limits.flight_seconds)
+            active.send(part.rows[0], self._clock(), self._limits.step_seconds)
             if active.route:
-                self._flights[active.key] = active
+                self._in_ring[active.key] = active
                 by_route[active.route].append(part)
             else:
-                active.land(part.readout_RV)
-                self._news.set()
+                active.take_result(part.readout_RV)
+                self._wake.set()
         for route, parts in by_route.items():
-            step = StepEnvelope(joined(parts), self._name, route[1:], self._wire)
+            step = StepEnvelope(joined(parts), self._name, route[1:], self._wire_kind)
             try:
                 await self._pipeline.send(step, route)
             except BlocktrainError as error:
                 for part in parts:
-                    self._start_over(rows[part.rows[0].request], str(error))
-                self._news.set()
+                    self._start_over(by_key[part.rows[0].request], str(error))
+                self._wake.set()
 
     # Losses
 
     async def _watch(self) -> None:
-        """What takes too long is lost, or refused."""
+        """Start over steps that take too long, and fail requests that wait too long for a route."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = self._clock()
             for active in self._active:
-                if active.until is None:
+                if active.deadline is None:
                     continue
-                self._news.set()  # stages that were kept apart may be tried again
-                if now < active.until:
+                self._wake.set()  # pairs of stages that failed may be tried again
+                if now < active.deadline:
                     continue
-                if active.flying:
+                if active.in_ring:
                     self._start_over(active, "a step did not come back")
                 else:
-                    active.fail(UnavailableError(f"no way through: {self._pipeline.missing}"))
+                    active.fail(
+                        UnavailableError(f"the model is unavailable: {self._pipeline.missing}")
+                    )
 
     def _start_over(self, active: ActiveRequest, why: str) -> None:
         self._leave_route(active)
         active.replays += 1
-        if active.replays > MOST_REPLAYS:
-            active.fail(UnavailableError(f"gave up after {MOST_REPLAYS} attempts: {why}"))
+        if active.replays > MAX_REPLAYS:
+            active.fail(UnavailableError(f"gave up after {MAX_REPLAYS} attempts: {why}"))
         else:
             log.info("a request starts over: %s", why)
             active.start_over()
 
     def _leave_context(self, active: ActiveRequest) -> None:
-        self._flights.pop(active.key, None)
+        self._in_ring.pop(active.key, None)
         if active.key:
-            self._over.append((active.key, active.route or ()))
+            self._released.append((active.key, active.route or ()))
             active.key = 0
 
     def _leave_route(self, active: ActiveRequest) -> None:
@@ -368,20 +374,23 @@ class Engine:
             active.route = None
 
     def _drop(self, active: ActiveRequest) -> None:
-        active.gone = True
+        active.cancelled = True
         self._active.remove(active)
         self._leave_route(active)
-        self._news.set()
+        self._wake.set()
 
-    # What drafts and traversals take
+    # How long drafts and traversals take
 
     def _learn_draft(
-        self, seconds: float, steps: dict[int, Asked], rows: dict[int, ActiveRequest]
+        self,
+        seconds: float,
+        proposals: dict[int, Proposal],
+        by_key: dict[int, ActiveRequest],
     ) -> None:
-        rounds = 1 + max(step.drafts for step in steps.values())
+        rounds = 1 + max(proposal.drafts for proposal in proposals.values())
         self._pace.draft = _smoothed(self._pace.draft, seconds / rounds)
-        for active in rows.values():
-            active.account.took({OWN_TIME: seconds})
+        for active in by_key.values():
+            active.cost.add_seconds({OWN_STAGE: seconds})
 
     def _learn_traversal(self, seconds: float) -> None:
         self._pace.traversal = _smoothed(self._pace.traversal, seconds)

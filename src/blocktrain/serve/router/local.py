@@ -4,18 +4,19 @@ from collections.abc import Iterator, Sequence
 
 from blocktrain.errors import MissingPrefixError
 from blocktrain.model.stack import Stack
+from blocktrain.serve.activations import Activations
 from blocktrain.serve.router.decode import (
     GREEDY,
-    Account,
+    AnswerCost,
     Decoding,
+    GenerationRequest,
     Piece,
-    Request,
     Sampling,
     TraversalCost,
     new_decoding,
 )
-from blocktrain.serve.router.front import FirstBlock
-from blocktrain.serve.stage.batch import SlotLimits, Work
+from blocktrain.serve.router.first_block import FirstBlock
+from blocktrain.serve.stage.batch import SlotLimits
 from blocktrain.serve.stage.compute import StageCompute
 from blocktrain.train.device import Compute
 
@@ -31,8 +32,11 @@ def generate(
     readout: str = "product",
     start: str = "mean",
 ) -> Iterator[int]:
-    """Yield `count` bytes that continue the prompt, one traversal each. A stack of the first blocks
-    alone is an early exit; with the start "noise" a denoising model begins from a random guess."""
+    """Yield `count` bytes that continue the prompt, one traversal each.
+
+    A stack of the first blocks alone is an early exit. With the start "noise", a denoising model's
+    z starts as noise instead of zeros.
+    """
     compute = Compute(stack.device, stack.blocks[0].compute_dtype)  # type: ignore[arg-type]
     depth = len(stack.blocks)
 
@@ -44,20 +48,20 @@ def generate(
 
     front = FirstBlock(stage(range(1)), noise_start=start == "noise")
     stages = [stage(range(1, depth))] if depth > 1 else []
-    request = Request(prompt, count, mode="ar", sampling=sampling)
+    request = GenerationRequest(prompt, count, mode="ar", sampling=sampling)
     for _, piece in stream_locally(front, stages, {0: _decoding(front, request)}):
         yield from piece.data
 
 
 def run_locally(
-    front: FirstBlock, stages: Sequence[StageCompute], requests: Sequence[Request]
-) -> list[tuple[bytes, Account]]:
+    front: FirstBlock, stages: Sequence[StageCompute], requests: Sequence[GenerationRequest]
+) -> list[tuple[bytes, AnswerCost]]:
     """Every request's answer and what it cost."""
     decodings = {number: _decoding(front, each) for number, each in enumerate(requests)}
     answers = {number: bytearray() for number in decodings}
     for number, piece in stream_locally(front, stages, decodings):
         answers[number] += piece.data
-    return [(bytes(answers[number]), each.account) for number, each in decodings.items()]
+    return [(bytes(answers[number]), each.cost) for number, each in decodings.items()]
 
 
 def stream_locally(
@@ -73,24 +77,24 @@ def stream_locally(
             yield row.request, piece
 
 
-def _decoding(front: FirstBlock, request: Request) -> Decoding:
-    return new_decoding(request, front.first.config.model.window, TraversalCost(), Account())
+def _decoding(front: FirstBlock, request: GenerationRequest) -> Decoding:
+    return new_decoding(request, front.first.config.model.window, TraversalCost(), AnswerCost())
 
 
 def _traversed(
     front: FirstBlock, stages: Sequence[StageCompute], decodings: dict[int, Decoding]
-) -> Work:
-    """One step of each request through all blocks; a context that a cache dropped is replayed."""
+) -> Activations:
+    """One proposal of each request through all blocks; a context that a cache lost is replayed."""
     while True:
-        steps = {number: step for number, each in decodings.items() if (step := each.step())}
+        proposals = {n: proposal for n, each in decodings.items() if (proposal := each.propose())}
         try:
-            work = front.work(steps)
+            activations = front.step(proposals)
             for stage in stages:
-                if prefills := front.prefills(steps):
+                if prefills := front.prefills(proposals):
                     stage.prefill(prefills)
-                work = stage.step(work)
+                activations = stage.step(activations)
         except MissingPrefixError as missing:
             for number in missing.requests:
                 decodings[number].replay()
         else:
-            return work
+            return activations

@@ -1,7 +1,7 @@
-"""Which stages a request goes through: a pure function of who is there.
+"""The router's connections to its stages, and the route a request takes through them.
 
-Knows nothing of connections. The router holds block 0; a route covers all blocks after it, in
-order, each stage with the blocks it holds.
+The router has block 0; a route covers all blocks after it in order, each stage with the blocks it
+has.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from typing import Protocol
 
 from blocktrain.errors import BlocktrainError, ProtocolError, UnreachableError
 from blocktrain.protocol.framing import FrameMessage, Kind
+from blocktrain.serve.activations import Row
 from blocktrain.serve.ring.connection import Dial, RingConnection
 from blocktrain.serve.ring.envelope import (
     FailureHead,
@@ -25,15 +26,15 @@ from blocktrain.serve.ring.envelope import (
     read_step,
     release_message,
     step_message,
+    takes_bare_steps,
 )
-from blocktrain.serve.stage.batch import Row
 
 Edge = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class StagePlace:
-    """A stage that answers: where it is, what it holds, how much it has to do."""
+class StageInfo:
+    """A connected stage: its address, its blocks, and how many requests it works for."""
 
     address: str
     first: int
@@ -44,50 +45,51 @@ class StagePlace:
 Route = tuple[str, ...]
 
 
-def choose(
-    places: Sequence[StagePlace], blocks: int, broken: Collection[Edge] = ()
+def choose_route(
+    stages: Sequence[StageInfo], blocks: int, broken: Collection[Edge] = ()
 ) -> Route | None:
-    """The route whose busiest stage has least to do; of those the shortest. None: blocks are
-    missing. `broken` are pairs of stages that do not reach each other."""
-    found = _ways(places, 1, blocks, frozenset(broken))
-    best = min(found, key=_burden, default=None)
-    return None if best is None else tuple(place.address for place in best)
+    """The route whose busiest stage has the least load; of equals the shortest. None: there is no
+    route. `broken` are pairs of stages that cannot reach each other."""
+    routes = _routes(stages, 1, blocks, frozenset(broken))
+    best = min(routes, key=_burden, default=None)
+    return None if best is None else tuple(stage.address for stage in best)
 
 
-def missing(places: Sequence[StagePlace], blocks: int) -> list[int]:
-    """The blocks that no stage holds."""
-    held = {block for place in places for block in range(place.first, place.stop)}
-    return [block for block in range(1, blocks) if block not in held]
+def missing_blocks(stages: Sequence[StageInfo], blocks: int) -> list[int]:
+    """The blocks that no stage has."""
+    served = {block for stage in stages for block in range(stage.first, stage.stop)}
+    return [block for block in range(1, blocks) if block not in served]
 
 
-def _burden(way: Sequence[StagePlace]) -> tuple[int, int, list[str]]:
-    return max((place.load for place in way), default=0), len(way), [p.address for p in way]
+def _burden(route: Sequence[StageInfo]) -> tuple[int, int, list[str]]:
+    load = max((stage.load for stage in route), default=0)
+    return load, len(route), [stage.address for stage in route]
 
 
-def _ways(
-    places: Sequence[StagePlace], block: int, blocks: int, broken: frozenset[Edge], before: str = ""
-) -> list[list[StagePlace]]:
-    """The best way on through each stage that holds the next block."""
+def _routes(
+    stages: Sequence[StageInfo], block: int, blocks: int, broken: frozenset[Edge], before: str = ""
+) -> list[list[StageInfo]]:
+    """The best route through each stage that begins with this block."""
     if block >= blocks:
         return [[]]
     result = []
-    for place in places:
-        if place.first != block or (before, place.address) in broken:
+    for stage in stages:
+        if stage.first != block or (before, stage.address) in broken:
             continue
-        onward = _ways(places, place.stop, blocks, broken, place.address)
+        onward = _routes(stages, stage.stop, blocks, broken, stage.address)
         if onward:
-            result.append([place, *min(onward, key=_burden)])
+            result.append([stage, *min(onward, key=_burden)])
     return result
 
 
 FIRST_REDIAL_SECONDS, LONGEST_REDIAL_SECONDS = 0.1, 2.0
-BROKEN_SECONDS = 10.0  # how long two stages that did not reach each other are kept apart
+BROKEN_SECONDS = 10.0  # how long a pair of stages that could not connect is avoided
 
 log = logging.getLogger(__name__)
 
 
-class Listener(Protocol):
-    """Who is told what comes back."""
+class PipelineListener(Protocol):
+    """What the pipeline reports to: the engine."""
 
     def arrived(self, step: StepEnvelope) -> None: ...
 
@@ -99,6 +101,8 @@ class Listener(Protocol):
 
 
 class Pipeline:
+    """Connections to all stages, kept up until cancelled."""
+
     def __init__(
         self,
         addresses: Sequence[str],
@@ -110,126 +114,131 @@ class Pipeline:
         self._blocks = blocks
         self._dial = dial
         self._clock = clock
-        self._stages: dict[str, RingConnection] = {}
-        self._places: dict[str, StagePlace] = {}
+        self._connections: dict[str, RingConnection] = {}
+        self._stages: dict[str, StageInfo] = {}
         self._load: Counter[str] = Counter()
         self._broken: dict[Edge, float] = {}
-        self._why: dict[str, str] = {}  # per address that is not there, the last error
+        self._errors: dict[str, str] = {}  # of each address without a stage, the last one
 
-    async def run(self, listener: Listener) -> None:
-        """Hold a connection to every stage, for as long as the router lives."""
+    async def run(self, listener: PipelineListener) -> None:
+        """Keep a connection to every stage until cancelled."""
         async with asyncio.TaskGroup() as keepers:
             for address in dict.fromkeys(self._addresses):
                 keepers.create_task(self._keep(address, listener))
 
     @property
-    def places(self) -> list[StagePlace]:
-        """The stages that are there, with the requests that go through each."""
-        return [replace(place, load=self._load[place.address]) for place in self._places.values()]
+    def stages(self) -> list[StageInfo]:
+        """The connected stages, with the number of requests that go through each."""
+        return [replace(stage, load=self._load[stage.address]) for stage in self._stages.values()]
 
     @property
     def missing(self) -> str:
-        """What stands in the way of a route, in words; empty when nothing does."""
-        blocks = missing(self.places, self._blocks)
+        """Why there is no route, in words; empty if there is one."""
+        blocks = missing_blocks(self.stages, self._blocks)
         if blocks:
-            gone = "; ".join(_named(address, why) for address, why in self._why.items())
-            return f"no stage holds block {', '.join(map(str, blocks))}" + (gone and f" ({gone})")
-        return "" if self.route() is not None else "the stages do not reach each other"
+            errors = "; ".join(_named(address, error) for address, error in self._errors.items())
+            listed = ", ".join(map(str, blocks))
+            return f"no stage has block {listed}" + (errors and f" ({errors})")
+        return "" if self.route() is not None else "the stages cannot reach each other"
 
     def route(self) -> Route | None:
         now = self._clock()
         self._broken = {edge: until for edge, until in self._broken.items() if until > now}
-        return choose(self.places, self._blocks, self._broken)
+        return choose_route(self.stages, self._blocks, self._broken)
 
     def enter(self, route: Route) -> None:
-        """A request goes this way from now on."""
+        """Count a request that takes this route."""
         self._load.update(route)
 
     def leave(self, route: Route) -> None:
         self._load.subtract(route)
 
-    def keep_apart(self, edge: Edge) -> None:
+    def avoid(self, edge: Edge) -> None:
+        """Use no route over this pair of stages for a while."""
         self._broken[edge] = self._clock() + BROKEN_SECONDS
 
     async def prefill(self, rows: Sequence[Row], route: Route) -> None:
-        """To every stage at once: each reads the raw context by itself."""
+        """To all stages of the route at once."""
         message = prefill_message(rows)
-        await asyncio.gather(*(self._stage(address).send(message) for address in route))
+        await asyncio.gather(*(self._connection(address).send(message) for address in route))
 
     async def send(self, step: StepEnvelope, route: Route) -> None:
-        await self._stage(route[0]).send(step_message(step))
+        connection = self._connection(route[0])
+        await connection.send(step_message(step, bare=takes_bare_steps(connection.hello)))
 
     async def release(self, requests: Sequence[int], route: Route) -> None:
         message = release_message(requests)
         for address in route:
-            if address in self._stages:
-                await self._stages[address].send(message)
+            if address in self._connections:
+                await self._connections[address].send(message)
 
-    def _stage(self, address: str) -> RingConnection:
+    def _connection(self, address: str) -> RingConnection:
         try:
-            return self._stages[address]
+            return self._connections[address]
         except KeyError:
-            raise UnreachableError(f"{address} is gone") from None
+            raise UnreachableError(f"the stage at {address} is gone") from None
 
-    async def _keep(self, address: str, listener: Listener) -> None:
+    async def _keep(self, address: str, listener: PipelineListener) -> None:
         pause = FIRST_REDIAL_SECONDS
         while True:
             try:
                 connection = await self._dial(address)
             except BlocktrainError as error:
-                if self._why.get(address) != str(error):
+                if self._errors.get(address) != str(error):
                     log.warning("stage %s", _named(address, str(error)))
-                self._why[address] = str(error)
+                self._errors[address] = str(error)
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, LONGEST_REDIAL_SECONDS)
                 continue
             pause = FIRST_REDIAL_SECONDS
-            self._why.pop(address, None)
-            await self._attend(connection, address, listener)
+            self._errors.pop(address, None)
+            await self._serve(connection, address, listener)
 
-    async def _attend(self, connection: RingConnection, dialled: str, listener: Listener) -> None:
-        """One connection's life, from hello to its end."""
-        held = connection.hello["blocks"]
+    async def _serve(
+        self, connection: RingConnection, dialled: str, listener: PipelineListener
+    ) -> None:
+        """Use one connection until it ends."""
+        blocks = connection.hello["blocks"]
         address = connection.hello.get("address") or dialled
-        if address in self._stages:
-            self._why[dialled] = f"another stage says that it is at {address}"
+        if address in self._connections:
+            self._errors[dialled] = f"another stage announces the address {address}"
             connection.close()
             await asyncio.sleep(LONGEST_REDIAL_SECONDS)
             return
-        self._stages[address] = connection
-        self._places[address] = StagePlace(address, held[0], held[-1] + 1)
-        log.info("stage %s is there, blocks %s", address, ", ".join(map(str, held)))
+        self._connections[address] = connection
+        self._stages[address] = StageInfo(address, blocks[0], blocks[-1] + 1)
+        log.info("stage %s connected, blocks %s", address, ", ".join(map(str, blocks)))
         listener.joined()
         try:
             await self._introduce()
             while True:
                 self._deliver(address, await connection.receive(), listener)
         except BlocktrainError as error:
-            self._why[dialled] = str(error)
+            self._errors[dialled] = str(error)
             log.warning("stage %s is gone: %s", address, error)
         finally:
-            del self._stages[address], self._places[address]
+            del self._connections[address], self._stages[address]
             connection.close()
             listener.lost(address)
 
     async def _introduce(self) -> None:
-        """Stages that follow each other connect before the first step needs them to."""
-        for place in self.places:
-            for following in self.places:
-                if following.first == place.stop:
-                    meta = {"address": following.address}
-                    with suppress(BlocktrainError):  # its own listener notices who is gone
-                        await self._stage(place.address).send(FrameMessage(Kind.DIAL, meta=meta))
+        """Let stages connect to their successors before the first step needs it."""
+        for stage in self.stages:
+            for successor in self.stages:
+                if successor.first == stage.stop:
+                    message = FrameMessage(Kind.DIAL, meta={"address": successor.address})
+                    with suppress(BlocktrainError):  # a lost stage is noticed by its own task
+                        await self._connection(stage.address).send(message)
 
-    def _deliver(self, address: str, message: FrameMessage, listener: Listener) -> None:
+    def _deliver(self, address: str, message: FrameMessage, listener: PipelineListener) -> None:
         if message.kind is Kind.RESULT:
             listener.arrived(read_step(message))
         elif message.kind is Kind.ERROR:
             listener.failed(address, read_failure(message))
         else:
-            raise ProtocolError(f"a stage sent {message.kind.name}")
+            raise ProtocolError(f"a stage may not send {message.kind.name}")
 
 
-def _named(address: str, why: str) -> str:
-    """An error with its address, once."""
-    return why if why.startswith(address) else f"{address}: {why}"
+def _named(address: str, error: str) -> str:
+    """An error with its address, unless it begins with it."""
+    return error if error.startswith(address) else f"{address}: {error}"

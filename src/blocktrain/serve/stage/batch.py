@@ -1,10 +1,4 @@
-"""What travels around the ring: some positions of several requests, on their way through blocks.
-
-A row is one request's share. What a stage's cache holds from `start` on is dropped first, so that
-rejected drafts are rolled back by the next row, and a row from 0 rebuilds everything.
-
-Shapes: N carried positions of all rows, R positions read, D or E the state's width, V bytes.
-"""
+"""Slots of the cache for requests, and rows as padded batches of tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,85 +9,19 @@ import torch
 from torch import Tensor
 
 from blocktrain.errors import CacheFullError, MissingPrefixError
-from blocktrain.numerics.sampling import Sampling, picks
-from blocktrain.vocabulary import BYTES
+from blocktrain.numerics.sampling import picks
+from blocktrain.serve.activations import Row
 
-
-@dataclass(frozen=True)
-class Refinement:
-    """A sweep: every block's successor reads, as its context, what the block guessed.
-
-    `position` is the text position of the first byte guessed.
-    """
-
-    sampling: Sampling
-    position: int
-
-
-@dataclass(frozen=True)
-class Row:
-    request: int
-    start: int
-    ids: np.ndarray  # uint16, the context at positions start, start + 1, ...
-    read: int  # how many of the last positions are predicted
-    refinement: Refinement | None = None
-
-
-@dataclass(frozen=True)
-class Work:
-    """`state` is features of every position (a cascade) or z of every position read (denoising);
-    `readout` the sum of the blocks' log-probabilities so far at the positions read, or with the
-    readout "final" the last block's alone."""
-
-    rows: tuple[Row, ...]
-    state: np.ndarray
-    readout_RV: np.ndarray
-
-    @property
-    def read(self) -> int:
-        return sum(row.read for row in self.rows)
-
-
-NO_STATE = np.zeros((0, 0), np.float32)
-
-
-def started(rows: Sequence[Row], state: np.ndarray = NO_STATE) -> Work:
-    """Work before the first block has seen it."""
-    read = sum(row.read for row in rows)
-    return Work(tuple(rows), state, np.zeros((read, BYTES), np.float32))
-
-
-def joined(works: Sequence[Work]) -> Work:
-    """Several works that go the same way, as one."""
-    return Work(
-        tuple(row for work in works for row in work.rows),
-        np.concatenate([work.state for work in works]),
-        np.concatenate([work.readout_RV for work in works]),
-    )
-
-
-def apart(work: Work, carried: Sequence[int]) -> list[Work]:
-    """Each row's own work; `carried` says how many positions of state each has."""
-    states = np.split(work.state, np.cumsum(carried)[:-1])
-    readouts = np.split(work.readout_RV, np.cumsum([row.read for row in work.rows])[:-1])
-    return [Work((row,), *own) for row, *own in zip(work.rows, states, readouts, strict=True)]
-
-
-def finite(work: Work) -> bool:
-    return bool(np.isfinite(work.state).all() and np.isfinite(work.readout_RV).all())
-
-
-def with_ids(row: Row, ids: np.ndarray) -> Row:
-    return replace(row, ids=ids)
+MAX_LENGTH_RATIO = 4  # of rows in one batch: padding at most quadruples a row
 
 
 @dataclass(frozen=True)
 class SlotLimits:
-    """What a stage's cache may take."""
+    """How much a stage's cache may hold."""
 
     requests: int = 256
     cache_bytes: int = 4 << 30
-    idle_seconds: float = 30.0  # a request without a step for so long may have to make room
+    idle_seconds: float = 30.0  # without a step, after which a request may lose its slot
 
 
 DEFAULT_LIMITS = SlotLimits()
@@ -101,34 +29,38 @@ DEFAULT_LIMITS = SlotLimits()
 
 @dataclass
 class SlotOwner:
+    """A request's slot, how many positions it caches, and when it was last used."""
+
     slot: int
-    held: int
-    seen: float
+    cached: int
+    used_at: float
 
 
 class SlotTable:
-    def __init__(self, most: int, idle_seconds: float) -> None:
-        self.most = most
+    """Which request has which slot."""
+
+    def __init__(self, slots: int, idle_seconds: float) -> None:
+        self.slots = slots
         self.idle_seconds = idle_seconds
         self._by_request: dict[int, SlotOwner] = {}
-        self._free = list(range(most))  # a heap: low slots first, so that those in use lie together
+        self._free = list(range(slots))  # a heap: low slots first keeps those in use consecutive
 
     @property
     def requests(self) -> tuple[int, ...]:
         return tuple(self._by_request)
 
-    def held(self, request: int) -> int:
-        """Positions held; 0 for one that is not known."""
-        tenant = self._by_request.get(request)
-        return tenant.held if tenant else 0
+    def cached(self, request: int) -> int:
+        """How many positions are cached; 0 for an unknown request."""
+        owner = self._by_request.get(request)
+        return owner.cached if owner else 0
 
     def admit(self, rows: Sequence[Row], now: float) -> list[SlotOwner]:
-        """A tenant per row. All of them or, with an error that names the others, none."""
-        if missing := tuple(row.request for row in rows if row.start > self.held(row.request)):
-            raise MissingPrefixError("the positions before are not held here", missing)
+        """A slot for every row; or none, and an error that names the requests it concerns."""
+        if missing := tuple(row.request for row in rows if row.start > self.cached(row.request)):
+            raise MissingPrefixError("the positions before a row are not in the cache", missing)
         for row in rows:
-            if tenant := self._by_request.get(row.request):
-                tenant.seen = now
+            if owner := self._by_request.get(row.request):
+                owner.used_at = now
         new = [row.request for row in rows if row.request not in self._by_request]
         self._make_room(new, now)
         for request in new:
@@ -136,35 +68,32 @@ class SlotTable:
         return [self._by_request[row.request] for row in rows]
 
     def release(self, request: int) -> None:
-        """Forget a request; nothing happens to one that is not known."""
-        if tenant := self._by_request.pop(request, None):
-            heappush(self._free, tenant.slot)
+        """Forget a request, if it is known."""
+        if owner := self._by_request.pop(request, None):
+            heappush(self._free, owner.slot)
 
     def _make_room(self, new: Sequence[int], now: float) -> None:
         lacking = len(new) - len(self._free)
         if lacking <= 0:
             return
         idle = sorted(
-            (tenant.seen, request)
-            for request, tenant in self._by_request.items()
-            if now - tenant.seen >= self.idle_seconds and tenant.seen < now
+            (owner.used_at, request)
+            for request, owner in self._by_request.items()
+            if now - owner.used_at >= self.idle_seconds and owner.used_at < now
         )
         if len(idle) < lacking:
             unmet = tuple(new[len(self._free) + len(idle) :])
-            raise CacheFullError(f"there is room for {self.most} requests, all in use", unmet)
+            raise CacheFullError(f"all {self.slots} slots of the cache are in use", unmet)
         for _, request in idle[:lacking]:
             self.release(request)
 
 
-LIKE_LENGTH = 4
-
-
 @dataclass(frozen=True)
-class Share:
-    """One row's part of a step: which of the work's carried and read positions are its own."""
+class RowSpan:
+    """A row with its slot, and which of a step's carried and read positions are its own."""
 
     row: Row
-    tenant: SlotOwner
+    owner: SlotOwner
     carried: range
     read: range
 
@@ -172,77 +101,87 @@ class Share:
     def length(self) -> int:
         return len(self.row.ids)
 
+    def context_only(self) -> "RowSpan":
+        """The positions before those that are read."""
+        row = self.row
+        return replace(self, row=replace(row, ids=row.ids[: row.context], read=0))
 
-def like_length(shares: Sequence[Share]) -> list[list[Share]]:
-    """Batches of rows that padding does not stretch much, each in the order of its slots."""
-    groups: list[list[Share]] = []
-    for share in sorted(shares, key=lambda share: share.length):
-        if not groups or share.length > LIKE_LENGTH * groups[-1][0].length:
+    def read_only(self) -> "RowSpan":
+        row = self.row
+        start = row.start + row.context
+        return replace(self, row=replace(row, start=start, ids=row.ids[row.context :]))
+
+
+def grouped_by_length(spans: Sequence[RowSpan]) -> list[list[RowSpan]]:
+    """Groups of rows of similar length, to limit padding; each in the order of its slots."""
+    groups: list[list[RowSpan]] = []
+    for span in sorted(spans, key=lambda span: span.length):
+        if not groups or span.length > MAX_LENGTH_RATIO * groups[-1][0].length:
             groups.append([])
-        groups[-1].append(share)
-    return [sorted(group, key=lambda share: share.tenant.slot) for group in groups]
+        groups[-1].append(span)
+    return [sorted(group, key=lambda span: span.owner.slot) for group in groups]
 
 
 class RowBatch:
-    """`given_N` says which of the B x Q positions are no padding, `read_R` which are read; None
-    stands for all of them."""
+    """Rows padded to one length. `given_N` are the indices of the B x Q positions that are no
+    padding, `read_R` of those that are read; None stands for all."""
 
-    def __init__(self, shares: Sequence[Share], device: torch.device) -> None:
-        self.shares = shares
+    def __init__(self, spans: Sequence[RowSpan], device: torch.device) -> None:
+        self.spans = spans
         self._device = device
-        self._ids_BQ = _padded([share.row.ids for share in shares])
+        self._ids_BQ = _padded([span.row.ids for span in spans])
         self.ids_BQ = self._tensor(self._ids_BQ)
         self.given_N: Tensor | None = None
         self.read_R: Tensor | None = None
-        if any(share.row.read < self._ids_BQ.shape[1] for share in shares):
-            lengths_B1 = np.array([[share.length] for share in shares])
-            reads_B1 = np.array([[share.row.read] for share in shares])
+        if any(span.row.read < self._ids_BQ.shape[1] for span in spans):
+            lengths_B1 = np.array([[span.length] for span in spans])
+            reads_B1 = np.array([[span.row.read] for span in spans])
             offsets_Q = np.arange(self._ids_BQ.shape[1])
             given_BQ = offsets_Q < lengths_B1
-            self.given_N = self._places(given_BQ)
-            self.read_R = self._places(given_BQ & (offsets_Q >= lengths_B1 - reads_B1))
+            self.given_N = self._indices(given_BQ)
+            self.read_R = self._indices(given_BQ & (offsets_Q >= lengths_B1 - reads_B1))
 
     def spread(self, values_NW: Tensor) -> Tensor:
-        """Flat values, as rows; padding is zero."""
+        """From flat values to rows; padding is zero."""
         if self.given_N is not None:
             flat = values_NW.new_zeros(self.ids_BQ.numel(), values_NW.size(1))
             values_NW = flat.index_copy_(0, self.given_N, values_NW)
         return values_NW.view(*self.ids_BQ.shape, -1)
 
     def gathered(self, values_BQW: Tensor) -> Tensor:
-        """Rows, as flat values without the padding."""
+        """From rows to flat values without padding."""
         flat = values_BQW.reshape(-1, values_BQW.size(-1))
         return flat if self.given_N is None else flat[self.given_N]
 
     @property
     def refines(self) -> bool:
-        return any(share.row.refinement for share in self.shares)
+        return any(span.row.refinement for span in self.spans)
 
     def refine(self, log_probs_RV: Tensor) -> None:
-        """What was guessed becomes the context of rows that want it so.
+        """Make the guesses the context of rows with a refinement.
 
-        The first position read keeps its id: it is known. All positions of such a row are read.
+        All positions of such a row are read. The first keeps its id, which is not a guess.
         """
         guesses_RV = log_probs_RV.cpu().numpy()
         start = 0
-        for ids_Q, share in zip(self._ids_BQ, self.shares, strict=True):
-            count = share.row.read
-            if refinement := share.row.refinement:
+        for ids_Q, span in zip(self._ids_BQ, self.spans, strict=True):
+            count = span.row.read
+            if refinement := span.row.refinement:
                 own_RV = guesses_RV[start : start + count]
-                places = range(refinement.position, refinement.position + count)
-                ids_Q[1:count] = picks(own_RV, [refinement.sampling] * count, places)[:-1]
+                positions = range(refinement.position, refinement.position + count)
+                ids_Q[1:count] = picks(own_RV, [refinement.sampling] * count, positions)[:-1]
             start += count
         self.ids_BQ = self._tensor(self._ids_BQ)
 
     def refined_ids(self) -> dict[int, np.ndarray]:
-        """The ids of rows whose context was guessed, by request."""
+        """The ids of refined rows, by request."""
         return {
-            share.row.request: ids_Q[: share.length].astype(np.uint16)
-            for ids_Q, share in zip(self._ids_BQ, self.shares, strict=True)
-            if share.row.refinement
+            span.row.request: ids_Q[: span.length].astype(np.uint16)
+            for ids_Q, span in zip(self._ids_BQ, self.spans, strict=True)
+            if span.row.refinement
         }
 
-    def _places(self, chosen_BQ: np.ndarray) -> Tensor | None:
+    def _indices(self, chosen_BQ: np.ndarray) -> Tensor | None:
         return None if chosen_BQ.all() else self._tensor(np.flatnonzero(chosen_BQ))
 
     def _tensor(self, values: np.ndarray) -> Tensor:

@@ -1,77 +1,80 @@
-"""One block as a stage runs it: cached positions in, state and log-probabilities out.
+"""Blocks as a stage computes them: rows of many requests in, state and log-probabilities out; and
+where it loads them from, with fingerprints to check that all stages have one model.
 
-The two kinds of block differ in what travels between them, and in nothing else that a stage would
-have to know.
+The kinds of block differ in what travels between them; a stage needs to know nothing else.
 
 Shapes: B rows, Q positions, N = B x Q, R positions read, D width, E target dimensions, V bytes.
 """
 
+import hashlib
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Protocol, Self, cast
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from blocktrain.config import Config
+from blocktrain.config import Config, stored_values
 from blocktrain.errors import CacheFullError, ProtocolError
-from blocktrain.model.block import target_table
+from blocktrain.model.block import layer_class, run_targets
 from blocktrain.model.cache import BlockCache, SlotCache
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock
 from blocktrain.model.stack import Descent
+from blocktrain.serve.activations import Activations, Row
 from blocktrain.serve.stage.batch import (
     DEFAULT_LIMITS,
-    Row,
     RowBatch,
-    Share,
+    RowSpan,
     SlotLimits,
     SlotTable,
-    Work,
-    like_length,
-    with_ids,
+    grouped_by_length,
 )
-from blocktrain.serve.stage.served_blocks import Blocks
+from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import Compute
+from blocktrain.train.loading import load_stored_block
 from blocktrain.vocabulary import BYTES, IDS
 
 
-class Unit(Protocol):
+class CachedBlock(Protocol):
+    """One block with the cache as a batch sees it."""
+
     def advance(
         self,
         ids_BQ: Tensor,
         state_BQW: Tensor,
-        memory: BlockCache,
+        cache: BlockCache,
         read_R: Tensor | None,
         *,
         head: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The next block's state, and the log-probabilities (R x V) of the positions that `read_R`
-        names among the B x Q (None: of all); without `head` they are left out."""
+        """The next block's state; with `head` also log-probabilities (R x V) at the positions
+        `read_R` of the B x Q (None: at all)."""
         ...
 
-    def read(self, ids_BQ: Tensor, memory: BlockCache) -> None:
-        """Take in context that nothing is predicted from; needs no state."""
+    def read(self, ids_BQ: Tensor, cache: BlockCache) -> None:
+        """Read context that nothing is predicted from; needs no state."""
         ...
 
 
-def new_unit(config: Config, index: int, block: nn.Module, device: torch.device) -> Unit:
+def cached_block(config: Config, index: int, block: nn.Module, device: torch.device) -> CachedBlock:
     if config.kind.denoises:
-        table = target_table(config.train.seed, config.objective.target_dim).to(device)
+        table = run_targets(config, device)
         typed = cast("DenoisingBlock", block)
-        return DenoisingUnit(Descent.of(config, index, typed, table))
-    return CausalUnit(cast("CausalBlock", block))
+        return CachedDenoisingBlock(Descent.of(config, index, typed, table))
+    return CachedCausalBlock(cast("CausalBlock", block))
 
 
-def shape(config: Config, block: int) -> tuple[int, int]:
-    """A block's layers and private layers."""
-    return config.depths[block], config.tail_layers(block)
+def block_shape(config: Config, index: int) -> tuple[int, int]:
+    """How many layers a block has, and how many in its private tail."""
+    return config.depths[index], config.tail_layers(index)
 
 
-class CausalUnit:
+class CachedCausalBlock:
     """Features of every position flow from block to block."""
 
     def __init__(self, block: CausalBlock) -> None:
@@ -81,23 +84,25 @@ class CausalUnit:
         self,
         ids_BQ: Tensor,
         state_BQW: Tensor,
-        memory: BlockCache,
+        cache: BlockCache,
         read_R: Tensor | None,
         *,
         head: bool,
     ) -> tuple[Tensor, Tensor | None]:
         inputs = state_BQW if self.block.embed is None else ids_BQ
-        features = self.block.features(inputs, memory)
+        features = self.block.features(inputs, cache)
         if not head:
             return features, None
-        private = _chosen(self.block.private(features, memory), read_R)
+        private = _chosen(self.block.private(features, cache), read_R)
         return features, torch.log_softmax(self.block.predict(private), dim=-1)
 
-    def read(self, ids_BQ: Tensor, memory: BlockCache) -> None:
-        raise ProtocolError("a block of a cascade reads features, not bytes")
+    def read(self, ids_BQ: Tensor, cache: BlockCache) -> None:
+        raise ProtocolError(
+            "a block of a cascade reads features, not bytes: it cannot prefill alone"
+        )
 
 
-class DenoisingUnit:
+class CachedDenoisingBlock:
     """A guess z flows from block to block; each reads the context by itself."""
 
     def __init__(self, descent: Descent) -> None:
@@ -107,17 +112,17 @@ class DenoisingUnit:
         self,
         ids_BQ: Tensor,
         state_BQW: Tensor,
-        memory: BlockCache,
+        cache: BlockCache,
         read_R: Tensor | None,
         *,
         head: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        context = self.descent.block.read_context(ids_BQ, memory)
+        context = self.descent.block.read_context(ids_BQ, cache)
         log_probs, z = self.descent(context, state_BQW)
         return z, _chosen(log_probs, read_R) if head else None
 
-    def read(self, ids_BQ: Tensor, memory: BlockCache) -> None:
-        self.descent.block.read_context(ids_BQ, memory)
+    def read(self, ids_BQ: Tensor, cache: BlockCache) -> None:
+        self.descent.block.read_context(ids_BQ, cache)
 
 
 def _chosen(values_BQX: Tensor, which_R: Tensor | None) -> Tensor:
@@ -126,6 +131,8 @@ def _chosen(values_BQX: Tensor, which_R: Tensor | None) -> Tensor:
 
 
 class StageCompute:
+    """Consecutive blocks with their cache. Called from one thread at a time."""
+
     def __init__(
         self,
         config: Config,
@@ -143,174 +150,234 @@ class StageCompute:
         self.denoises = config.kind.denoises
         self.state_width = config.state_width
         self._clock = clock
-        self._units = [
-            new_unit(config, index, module.eval(), compute.device)
+        self._blocks = [
+            cached_block(config, index, module.eval(), compute.device)
             for index, module in zip(blocks, modules, strict=True)
         ]
-        shapes = [shape(config, block) for block in blocks]
-        slot_bytes = SlotCache.slot_bytes(config.model, shapes, compute.dtype)
-        most = min(limits.requests, limits.cache_bytes // slot_bytes)
-        if not most:
+        shapes = [block_shape(config, index) for index in blocks]
+        window, layer = config.model.window, layer_class(config.model).cache_shape(config.model)
+        slot_bytes = SlotCache.slot_bytes(window, layer, shapes, compute.dtype)
+        slots = min(limits.requests, limits.cache_bytes // slot_bytes)
+        if not slots:
             raise CacheFullError(f"one request alone needs {slot_bytes} bytes of cache")
-        self._tenants = SlotTable(most, limits.idle_seconds)
-        self._cache = SlotCache(config.model, shapes, compute.device, compute.dtype)
+        self._slots = SlotTable(slots, limits.idle_seconds)
+        self._cache = SlotCache(window, layer, shapes, compute.device, compute.dtype)
 
     @classmethod
     def load(
         cls,
-        source: Blocks,
+        source: "BlockSource",
         blocks: range,
         compute: Compute,
         readout: str = "product",
         limits: SlotLimits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
-        """Of these blocks; of the others nothing is read."""
+        """Load these blocks, and nothing of the others."""
         modules = [source.load(block, compute) for block in blocks]
         return cls(source.config, blocks, modules, compute, readout, limits, clock)
 
     @property
     def requests(self) -> tuple[int, ...]:
-        return self._tenants.requests
+        return self._slots.requests
 
     @property
-    def most_requests(self) -> int:
-        return self._tenants.most
+    def max_requests(self) -> int:
+        return self._slots.slots
 
-    def held(self, request: int) -> int:
-        return self._tenants.held(request)
+    def cached(self, request: int) -> int:
+        """How many of a request's positions are in the cache."""
+        return self._slots.cached(request)
 
     def carried(self, row: Row) -> int:
-        """Positions of a row whose state travels on."""
+        """How many of a row's positions have state that travels on."""
         return row.read if self.denoises else len(row.ids)
 
     def release(self, request: int) -> None:
-        self._tenants.release(request)
+        self._slots.release(request)
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[Row]) -> None:
-        """Take in context that nothing is read from. Denoising blocks can, by themselves."""
+        """Read context that nothing is predicted from. Denoising blocks need no state for it."""
         self._check(rows)
-        tenants = self._tenants.admit(rows, self._clock())
-        self._take_in(
-            [
-                Share(row, tenant, range(0), range(0))
-                for row, tenant in zip(rows, tenants, strict=True)
-            ]
-        )
+        owners = self._slots.admit(rows, self._clock())
+        spans = [
+            RowSpan(row, own, range(0), range(0)) for row, own in zip(rows, owners, strict=True)
+        ]
+        self._read_context(spans)
 
     @torch.inference_mode()
-    def step(self, work: Work, *, heads: bool | None = None) -> Work:
-        """Take the work through the blocks. `heads`: every block predicts; None: those that the
-        readout needs."""
-        self._check(work.rows)
-        shares = self._shares(work.rows)
-        state_in = self._state_of(work, shares)
+    def step(self, activations: Activations, *, heads: bool | None = None) -> Activations:
+        """Through all blocks here. `heads`: every block predicts; None: those the readout needs."""
+        self._check(activations.rows)
+        spans = self._spans(activations.rows)
+        state_in, readout_in = self._state_of(activations, spans), activations.readout_RV
         if self.denoises:
-            self._take_in([_unread(share) for share in shares if share.row.read < share.length])
-            shares = [_read(share) for share in shares]
-        state_NW, readout_RV = np.empty_like(state_in), np.empty_like(work.readout_RV)
+            self._read_context([span.context_only() for span in spans if span.row.context])
+            spans = [span.read_only() for span in spans]
+        state_NW, readout_RV = np.empty_like(state_in), np.empty_like(readout_in)
         ids: dict[int, np.ndarray] = {}
-        for group in like_length(shares):
-            carried = np.concatenate([np.asarray(share.carried) for share in group])
-            read = np.concatenate([np.asarray(share.read) for share in group])
+        for group in grouped_by_length(spans):
+            carried = np.concatenate([np.asarray(span.carried) for span in group])
+            read = np.concatenate([np.asarray(span.read) for span in group])
             batch = RowBatch(group, self.compute.device)
-            state_NW[carried], readout_RV[read] = self._through(
-                batch, state_in[carried], work.readout_RV[read], heads
+            state_NW[carried], readout_RV[read] = self._advance(
+                batch, state_in[carried], readout_in[read], heads
             )
             ids |= batch.refined_ids()
-        rows = tuple(_with_guess(row, ids.get(row.request)) for row in work.rows)
-        return Work(rows, state_NW, readout_RV)
+        rows = tuple(_with_guess(row, ids.get(row.request)) for row in activations.rows)
+        return Activations(rows, state_NW, readout_RV)
 
-    def _through(
-        self, batch: "RowBatch", state_NW: np.ndarray, readout_RV: np.ndarray, heads: bool | None
+    def _advance(
+        self, batch: RowBatch, state_NW: np.ndarray, readout_RV: np.ndarray, heads: bool | None
     ) -> tuple[np.ndarray, np.ndarray]:
         state = batch.spread(self._tensor(state_NW))
         readout = self._tensor(readout_RV)
-        with self._writing(batch.shares) as views:
-            for block, unit, view in zip(self.blocks, self._units, views, strict=True):
-                last = block == self.block_count - 1
-                head = heads if heads is not None else self.readout == "product" or last
-                state, found = unit.advance(batch.ids_BQ, state, view, batch.read_R, head=head)
-                if found is not None:
-                    readout = readout + found if self.readout == "product" else found
-                if batch.refines and found is not None and not last:
-                    batch.refine(readout / (block + 1) if self.readout == "product" else found)
+        product = self.readout == "product"
+        with self._writing(batch.spans) as caches:
+            for index, block, cache in zip(self.blocks, self._blocks, caches, strict=True):
+                last = index == self.block_count - 1
+                head = heads if heads is not None else product or last
+                state, log_probs = block.advance(
+                    batch.ids_BQ, state, cache, batch.read_R, head=head
+                )
+                if log_probs is not None:
+                    readout = readout + log_probs if product else log_probs
+                if batch.refines and log_probs is not None and not last:
+                    batch.refine(readout / (index + 1) if product else log_probs)
         return batch.gathered(state).float().cpu().numpy(), readout.cpu().numpy()
 
-    def _take_in(self, shares: Sequence[Share]) -> None:
-        for group in like_length(shares):
+    def _read_context(self, spans: Sequence[RowSpan]) -> None:
+        for group in grouped_by_length(spans):
             batch = RowBatch(group, self.compute.device)
-            with self._writing(group) as views:
-                for unit, view in zip(self._units, views, strict=True):
-                    unit.read(batch.ids_BQ, view)
+            with self._writing(group) as caches:
+                for block, cache in zip(self._blocks, caches, strict=True):
+                    block.read(batch.ids_BQ, cache)
 
     @contextmanager
-    def _writing(self, shares: Sequence[Share]) -> Iterator[list[BlockCache]]:
-        """The shares' memory. What they write over counts as held again once all is written."""
-        for share in shares:
-            share.tenant.held = share.row.start
+    def _writing(self, spans: Sequence[RowSpan]) -> Iterator[list[BlockCache]]:
+        """The rows' caches. If writing fails, only the positions before the rows stay valid."""
+        for span in spans:
+            span.owner.cached = span.row.start
         yield self._cache.view(
-            [share.tenant.slot for share in shares],
-            [share.row.start for share in shares],
-            [share.length for share in shares],
+            [span.owner.slot for span in spans],
+            [span.row.start for span in spans],
+            [span.length for span in spans],
         )
-        for share in shares:
-            share.tenant.held = share.row.start + share.length
+        for span in spans:
+            span.owner.cached = span.row.start + span.length
 
-    def _shares(self, rows: Sequence[Row]) -> list[Share]:
-        shares = []
+    def _spans(self, rows: Sequence[Row]) -> list[RowSpan]:
+        spans = []
         carried = read = 0
-        for row, tenant in zip(rows, self._tenants.admit(rows, self._clock()), strict=True):
+        for row, owner in zip(rows, self._slots.admit(rows, self._clock()), strict=True):
             own = self.carried(row)
-            shares.append(
-                Share(row, tenant, range(carried, carried + own), range(read, read + row.read))
+            spans.append(
+                RowSpan(row, owner, range(carried, carried + own), range(read, read + row.read))
             )
             carried, read = carried + own, read + row.read
-        return shares
+        return spans
 
-    def _state_of(self, work: Work, shares: Sequence[Share]) -> np.ndarray:
+    def _state_of(self, activations: Activations, spans: Sequence[RowSpan]) -> np.ndarray:
         """The state handed in; the first block may start without one, from zeros."""
-        carried, read = shares[-1].carried.stop, shares[-1].read.stop
-        if work.readout_RV.shape != (read, BYTES):
-            raise ProtocolError(f"a readout of shape {work.readout_RV.shape} for {read} positions")
-        if self.blocks.start == 0 and not work.state.size:
+        state, readout_RV = activations.state, activations.readout_RV
+        carried, read = spans[-1].carried.stop, spans[-1].read.stop
+        if readout_RV.shape != (read, BYTES):
+            raise ProtocolError(f"a readout of shape {readout_RV.shape} for {read} positions")
+        if self.blocks.start == 0 and not state.size:
             return np.zeros((carried, self.state_width), np.float32)
-        if work.state.shape != (carried, self.state_width):
-            raise ProtocolError(f"a state of shape {work.state.shape} for {carried} positions")
-        return work.state
+        if state.shape != (carried, self.state_width):
+            raise ProtocolError(f"a state of shape {state.shape} for {carried} positions")
+        return state
 
     def _check(self, rows: Sequence[Row]) -> None:
         window = self.config.model.window
         if not rows or len({row.request for row in rows}) < len(rows):
-            raise ProtocolError("a step has one row of each of its requests, and not none")
+            raise ProtocolError("a step needs one row or more, each of another request")
         for row in rows:
             count = len(row.ids)
             if not 0 <= row.start < row.start + count <= window or not 0 <= row.read <= count:
                 raise ProtocolError(
-                    f"{count} positions from {row.start} on, {row.read} of them read, in a window"
-                    f" of {window}"
+                    f"a row of {count} positions from {row.start} on, {row.read} of them read, does"
+                    f" not fit a window of {window}"
                 )
             if row.ids.max() >= IDS:
-                raise ProtocolError(f"{row.ids.max()} is no id")
+                raise ProtocolError(f"{row.ids.max()} is not an id of the vocabulary")
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.compute.device, non_blocking=True)
 
 
-def _unread(share: Share) -> Share:
-    """The context before what is read."""
-    row = share.row
-    return replace(share, row=replace(row, ids=row.ids[: len(row.ids) - row.read], read=0))
-
-
-def _read(share: Share) -> Share:
-    row, skipped = share.row, len(share.row.ids) - share.row.read
-    return replace(share, row=replace(row, start=row.start + skipped, ids=row.ids[skipped:]))
-
-
 def _with_guess(row: Row, guess: np.ndarray | None) -> Row:
-    """The row with what was guessed at the positions read."""
+    """The row with the guesses at the positions read."""
     if guess is None:
         return row
-    return with_ids(row, np.concatenate([row.ids[: len(row.ids) - len(guess)], guess]))
+    return replace(row, ids=np.concatenate([row.ids[: len(row.ids) - len(guess)], guess]))
+
+
+# Where blocks come from, and whether two processes have the same ones
+
+
+def settings_fingerprint(config: Config) -> str:
+    """Of the settings that define the model, not of how it was trained.
+
+    Settings that a later release adds do not count while they have their defaults, so stages of
+    both releases work together.
+    """
+    values = stored_values(config)
+    defining = [values["model"], values["objective"], values["train"]["seed"]]
+    return hashlib.sha256(json.dumps(defining, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def weights_fingerprint(weights: Iterable[tuple[str, np.ndarray]]) -> str:
+    """Of one block's tensors in the order of their names, whatever file they come from."""
+    digest = hashlib.sha256()
+    for name, tensor in weights:
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+        digest.update(tensor.data if tensor.flags.c_contiguous else tensor.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def stage_mismatch(hello: Mapping[str, Any], settings: str, weights: Sequence[str]) -> str | None:
+    """What is wrong with a stage's HELLO, for a router with these fingerprints; its content is
+    unchecked input."""
+    listed = hello.get("blocks")
+    blocks = listed if isinstance(listed, list) else []
+    first = blocks[0] if blocks else None
+    if type(first) is not int or first < 1 or blocks != list(range(first, first + len(blocks))):
+        return "the stage does not name consecutive blocks after block 0"
+    own = list(weights[first : first + len(blocks)])
+    if hello.get("settings") != settings or hello.get("weights") != own:
+        return "the stage has another version of the model"
+    return None if isinstance(hello.get("address"), str) else "the stage does not name its address"
+
+
+class BlockSource(Protocol):
+    @property
+    def config(self) -> Config: ...
+
+    def load(self, block: int, compute: Compute) -> nn.Module:
+        """A block on the device, for inference."""
+        ...
+
+    def fingerprint(self, block: int) -> str:
+        """The same for the same weights, in whatever number type they are held."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunBlockSource:
+    """A run's blocks, held in the compute type or, with `weights` "int8", with 8-bit matrices."""
+
+    run: RunDir
+    weights: str = "full"
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
+    def load(self, block: int, compute: Compute) -> nn.Module:
+        return load_stored_block(self.run, block, compute, compute.dtype, self.weights)
+
+    def fingerprint(self, block: int) -> str:
+        return weights_fingerprint(self.run.read_block(block))

@@ -1,4 +1,4 @@
-"""A stage as a process: blocks loaded, a port, and a life until a signal."""
+"""A stage as a process: loads its blocks, listens, and computes until a stop signal."""
 
 import asyncio
 import os
@@ -13,12 +13,16 @@ from pathlib import Path
 from blocktrain.errors import ConfigError
 from blocktrain.protocol.addresses import bound_socket, join_host_port, split_host_port
 from blocktrain.protocol.ring_keys import AUTHORITY, ROUTER, STAGE, client_context, server_context
-from blocktrain.serve.ring.connection import Hello, RingConnection
+from blocktrain.serve.ring.connection import DEFAULT_TERMS, Hello, RingConnection, Terms
+from blocktrain.serve.ring.envelope import READS_BARE_STEPS
 from blocktrain.serve.ring.handshake import RingListener, dial
-from blocktrain.serve.stage import served_blocks
 from blocktrain.serve.stage.batch import SlotLimits
-from blocktrain.serve.stage.compute import StageCompute
-from blocktrain.serve.stage.served_blocks import Blocks, StoredBlocks
+from blocktrain.serve.stage.compute import (
+    BlockSource,
+    RunBlockSource,
+    StageCompute,
+    settings_fingerprint,
+)
 from blocktrain.serve.stage.stage import Stage
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
@@ -34,61 +38,69 @@ class StageSettings:
     name: str
     device: str
     precision: str
-    weights: str  # how they are held: full, or int8
+    weights: str  # full or int8
     readout: str
-    most_requests: int
+    max_requests: int
     cache_bytes: int
     until_stdin_closes: bool
+    terms: Terms = DEFAULT_TERMS
 
 
 def serve_stage(
-    settings: StageSettings, tell: Callable[[str], None], source: Blocks | None = None
+    settings: StageSettings, tell: Callable[[str], None], source: BlockSource | None = None
 ) -> None:
-    """Load, listen, and say where; returns when a signal ends it. Blocks are the run's, unless
-    they come from elsewhere."""
-    source = source or StoredBlocks(RunDir.open(settings.run), settings.weights)
+    """Load the blocks, listen, and `tell` where. Returns after a stop signal. `source` replaces the
+    run's blocks."""
+    source = source or RunBlockSource(RunDir.open(settings.run), settings.weights)
     _check_blocks(settings.blocks, source.config.block_count - 1)
     asyncio.run(_serve(settings, source, tell))
 
 
 def _check_blocks(blocks: range, last: int) -> None:
     if not last:
-        raise ConfigError("this run is one block, which the router holds: it needs no stage")
+        raise ConfigError("this run has one block, which the router serves: it needs no stage")
     if blocks[0] < 1 or blocks[-1] > last:
-        raise ConfigError(f"a stage can hold blocks 1 to {last}: the router holds block 0")
+        raise ConfigError(f"a stage can have blocks 1 to {last}; block 0 is the router's")
 
 
-async def _serve(settings: StageSettings, source: Blocks, tell: Callable[[str], None]) -> None:
+async def _serve(settings: StageSettings, source: BlockSource, tell: Callable[[str], None]) -> None:
     name = settings.name or _only_stage(settings.keys)
     inward = server_context(settings.keys, name) if settings.keys else None
     outward = client_context(settings.keys, name) if settings.keys else None
-    limits = SlotLimits(settings.most_requests, settings.cache_bytes)
+    limits = SlotLimits(settings.max_requests, settings.cache_bytes)
     compute = resolve(settings.device, settings.precision)
     computing = StageCompute.load(source, settings.blocks, compute, settings.readout, limits)
     hello = {
         "role": STAGE,
         "name": name,
-        "settings": served_blocks.of_settings(source.config),
+        "settings": settings_fingerprint(source.config),
         "blocks": list(settings.blocks),
         "weights": [source.fingerprint(block) for block in settings.blocks],
         "readout": settings.readout,
         "address": settings.announce,
+        **READS_BARE_STEPS,
     }
 
-    def check(said: Hello) -> str | None:
-        if said.get("settings") != hello["settings"] or not isinstance(said.get("name"), str):
-            return "this stage holds blocks of another model"
-        if said.get("readout") != hello["readout"]:
+    def check(other: Hello) -> str | None:
+        if other.get("settings") != hello["settings"] or not isinstance(other.get("name"), str):
+            return "this stage has blocks of another model"
+        if other.get("readout") != hello["readout"]:
             return f"this stage was started with --readout {settings.readout}"
         return None
 
     async def reach(address: str) -> RingConnection:
-        return await dial(address, outward, hello, roles=[STAGE], check=check)
+        return await dial(address, outward, hello, roles=[STAGE], check=check, terms=settings.terms)
 
     listener = bound_socket(*split_host_port(settings.listen))
     stage = Stage(_label(settings.blocks), computing, reach)
     server = RingListener(
-        listener, inward, lambda: hello, stage.attend, roles=[ROUTER, STAGE], check=check
+        listener,
+        inward,
+        lambda: hello,
+        stage.serve,
+        roles=[ROUTER, STAGE],
+        check=check,
+        terms=settings.terms,
     )
     running = asyncio.ensure_future(stage.run())
     _stop_on_signals(running)
@@ -104,7 +116,7 @@ async def _serve(settings: StageSettings, source: Blocks, tell: Callable[[str], 
 
 
 def _only_stage(keys: Path | None) -> str:
-    """The name of the one stage a folder has the key of."""
+    """The name of the only stage whose key is in the folder."""
     if keys is None:
         return STAGE
     names = [
@@ -112,8 +124,9 @@ def _only_stage(keys: Path | None) -> str:
     ]
     if len(names) == 1:
         return names[0]
-    held = f"has the keys of {', '.join(names)}; choose one with --name" if names else "has no key"
-    raise ConfigError(f"{keys} {held}" + ("" if names else "; `blocktrain keys` makes them"))
+    if names:
+        raise ConfigError(f"{keys} has the keys of {', '.join(names)}; choose one with --name")
+    raise ConfigError(f"{keys} has no stage's key; make one with `blocktrain keys`")
 
 
 def _label(blocks: range) -> str:
@@ -127,12 +140,10 @@ def _stop_on_signals(running: "asyncio.Future[None]") -> None:
 
 
 def _stop_with_stdin(running: "asyncio.Future[None]", loop: asyncio.AbstractEventLoop) -> None:
-    """A local stage ends with the process that started it, however that ended."""
+    """A local stage ends with the process that started it, even if that was killed."""
 
     def watch() -> None:
-        while os.read(
-            sys.stdin.fileno(), 4096
-        ):  # not by its buffer, whose lock outlives the thread
+        while os.read(sys.stdin.fileno(), 4096):  # sys.stdin's own lock would outlive the thread
             pass
         loop.call_soon_threadsafe(running.cancel)
 
