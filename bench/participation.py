@@ -1,11 +1,11 @@
-"""What participation, deadlines, quorum, grace and the length of a lease do to what is learned.
+"""The effect of participation, deadlines, quorum, grace period and lease length on the loss.
 
     PYTHONPATH=src python bench/participation.py --out DIR [--seeds 0 1] [--only quorum grace]
 
-Simulations with real training (configs/simulate-learn.toml): every row trains the same text. Beside
-the score at the end stands the score at the moment when the first run of the table ended, because
-who may take longer has learned more. One process, one core. Writes participation.json into DIR
-after every run, and called again it goes on where it stopped. Prints tables last.
+Simulations with real training (configs/simulate-learn.toml); every row trains the same text. Runs
+that take longer may have learned more, so there are two scores: at the end, and at the time when
+the first run of the table ended. One process, one core. Writes participation.json into DIR after
+every run, continues where it stopped when called again, and prints tables.
 """
 
 import argparse
@@ -27,11 +27,10 @@ PRESET = Path(__file__).resolve().parent.parent / "configs" / "simulate-learn.to
 SHORT = ("train.steps=300", "simulate.sample_seconds=10")
 LATE = ("simulate.straggler_factor=50", "simulate.straggler_every=1.0",
         "simulate.straggler_seconds=1e6")  # fmt: skip
-# People's machines: there three quarters of the time, and a quarter of them slow for a minute,
-# every other minute.
+# Home machines: present three quarters of the time, a quarter of them slow every other minute.
 ROUGH = ("simulate.availability=0.75", "simulate.straggler_share=0.25",
          "simulate.straggler_every=60.0", "simulate.straggler_seconds=60.0")  # fmt: skip
-# By name: what is varied, its values, and what else is set.
+# By name: the setting that is varied, its values, and other settings.
 TABLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "availability": ("simulate.availability", ("1.0", "0.75", "0.5", "0.25"), ()),
     "late": ("simulate.straggler_share", ("0.0", "0.25", "0.5", "0.75"), LATE),
@@ -50,11 +49,11 @@ def scenario_of(table: str, value: str, seed: int) -> Scenario:
 
 
 def name_of(scenario: Scenario) -> str:
-    """The same for rows of two tables that are the same run."""
+    """Equal for rows of two tables that are the same run."""
     return json.dumps(scenario.to_dict(), sort_keys=True)
 
 
-def played(scenario: Scenario) -> dict[str, Any]:
+def run_simulation(scenario: Scenario) -> dict[str, Any]:
     began = time.process_time()
     report = simulate_learning(scenario)
     return {"found": asdict(report), "cpu_seconds": time.process_time() - began, **numbers(report)}
@@ -74,9 +73,9 @@ def numbers(report: Report) -> dict[str, float]:
 
 
 def ce_at(run: dict[str, Any], minutes: float) -> float:
-    """The last score before that."""
-    seen = [s["ce"] for s in run["found"]["samples"] if s["seconds"] <= 60.0 * minutes]
-    return float(seen[-1])
+    """The last score before this time."""
+    scores = [s["ce"] for s in run["found"]["samples"] if s["seconds"] <= 60.0 * minutes]
+    return float(scores[-1])
 
 
 def print_table(table: str, rows: dict[str, list[dict[str, Any]]]) -> None:
@@ -108,17 +107,17 @@ def main() -> None:
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "participation.json"
-    known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    finished: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for seed in args.seeds:
         for table in args.only:
             for value in TABLES[table][1]:
                 scenario = scenario_of(table, value, seed)
-                if name_of(scenario) not in known:
-                    known[name_of(scenario)] = {**provenance(), **played(scenario)}
-                    file.write_text(json.dumps(known, indent=1))
+                if name_of(scenario) not in finished:
+                    finished[name_of(scenario)] = {**provenance(), **run_simulation(scenario)}
+                    file.write_text(json.dumps(finished, indent=1))
     for table in args.only:
         rows = {
-            value: [known[name_of(scenario_of(table, value, seed))] for seed in args.seeds]
+            value: [finished[name_of(scenario_of(table, value, seed))] for seed in args.seeds]
             for value in TABLES[table][1]
         }
         print_table(table, rows)

@@ -1,10 +1,10 @@
-"""How fast a simulation is: 100,000 virtual workers and a million leases.
+"""The speed of a simulation: 100,000 virtual workers and a million leases.
 
     PYTHONPATH=src python bench/simulate.py --out DIR [--workers 100000] [--leases 1000000]
         [--codec none]
 
-One process, one core. Workers differ in speed and line, come and go, and some straggle; blocks are
-merged as they fall due. Writes simulate.json into DIR, prints a table last.
+One process, one core. Workers differ in speed and network, come and go, and some straggle. Writes
+simulate.json into DIR and prints a table.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from blocktrain.simulate.simulation import simulate
 from quality import provenance
 
 BLOCKS = 16
-LEASE_STEPS = 31.0  # a lease of half a minute at about a step a second, of workers that differ
+LEASE_STEPS = 31.0  # mean, for leases of half a minute at about one step per second
 
 
-def scene(workers: int, leases: int, codec: str) -> Scenario:
+def make_scenario(workers: int, leases: int, codec: str) -> Scenario:
     quorum = max(1, workers // BLOCKS // 4)
     return build(
         Scenario,
@@ -59,26 +59,26 @@ def main() -> None:
     parser.add_argument("--leases", type=int, default=1_000_000)
     parser.add_argument("--codec", choices=CODECS, default="none")
     args = parser.parse_args()
-    scenario = scene(args.workers, args.leases, args.codec)
+    scenario = make_scenario(args.workers, args.leases, args.codec)
     began, cpu_began = time.perf_counter(), time.process_time()
-    found = simulate(scenario)
+    result = simulate(scenario)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     report = {
         **provenance(), "cpus": os.cpu_count(), "seconds": seconds, "cpu_seconds": cpu_seconds,
-        "memory": memory, "found": asdict(found),
+        "memory": memory, "found": asdict(result),
     }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "simulate.json").write_text(json.dumps(report, indent=1))
     print("| workers | leases | events | seconds | of a core | memory |\n|---|---|---|---|---|---|")
     print(
-        f"| {found.workers:,} | {found.leases_given:,} | {found.events:,} | {seconds:.1f}"
+        f"| {result.workers:,} | {result.leases_given:,} | {result.events:,} | {seconds:.1f}"
         f" | {cpu_seconds:.1f} | {memory / 1e6:,.0f} MB |"
     )
     print(
-        f"{found.virtual_seconds:,.0f} virtual seconds, finished: {found.finished},"
-        f" training {100 * found.utilisation['training']:.0f}% of the time,"
-        f" in time {100 * found.participation:.1f}%, refused {sum(found.refused.values()):,}"
+        f"{result.virtual_seconds:,.0f} virtual seconds, finished: {result.finished},"
+        f" training {100 * result.utilisation['training']:.0f}% of the time,"
+        f" in time {100 * result.participation:.1f}%, refused {sum(result.refused.values()):,}"
     )
 
 

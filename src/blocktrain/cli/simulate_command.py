@@ -1,4 +1,4 @@
-"""blocktrain simulate: a run with virtual workers, to see what its settings lead to."""
+"""blocktrain simulate: a run with virtual workers, to try settings before a real run."""
 
 import json
 from dataclasses import asdict
@@ -26,7 +26,7 @@ PIPED_WIDTH = 120
 @click.option(
     "--sweep",
     metavar="SECTION.KEY=VALUE,VALUE,...",
-    help="Simulate once for each value of a setting, and show one row for each.",
+    help="Simulate once for each of these values of a setting and print one row for each.",
 )
 @options.thread_count
 @options.log_options("warning")
@@ -35,7 +35,7 @@ PIPED_WIDTH = 120
     "--plots",
     "plots_folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Write PNG plots into this folder (extra blocktrain[plots]).",
+    help="Write PNG plots into this folder; needs blocktrain[plots].",
 )
 def simulate_command(
     config_path: Path,
@@ -44,17 +44,23 @@ def simulate_command(
     as_json: bool,
     plots_folder: Path | None,
 ) -> None:
-    """Simulate a run with virtual workers on a virtual clock. Time and traffic are simulated; all
-    decisions are made by the coordinator's own code. With simulate.learn every update that counts
-    is trained for real, which shows for a small model how the settings affect its score."""
+    """Simulate a run with virtual workers, without training anything.
+
+    All decisions are made by the coordinator's own rules; time and traffic are simulated. The
+    section [simulate] of the settings describes the workers: their number, speed, network and
+    availability.
+
+    With simulate.learn=true every update that is merged is really trained, which shows the effect
+    on the loss. Use a small model for that (preset simulate-learn).
+    """
     from rich.console import Console
 
     from blocktrain.simulate import plots
     from blocktrain.simulate.scenario import load_scenario
 
     if plots_folder:
-        plots.check_installed()  # before minutes of simulation that could not be plotted
-    name, values = _swept(sweep)
+        plots.check_installed()  # before a simulation that may take minutes
+    name, values = _parse_sweep(sweep)
     scenarios = {
         value: load_scenario(config_path, [*overrides, f"{name}={value}"] if name else overrides)
         for value in values
@@ -80,7 +86,7 @@ def _simulated(scenario: "Scenario") -> "Report":
     return simulate(scenario)
 
 
-def _swept(sweep: str | None) -> tuple[str, list[str]]:
+def _parse_sweep(sweep: str | None) -> tuple[str, list[str]]:
     """The setting to vary and its values; without a sweep, an empty name and one empty value."""
     if sweep is None:
         return "", [""]
@@ -88,7 +94,7 @@ def _swept(sweep: str | None) -> tuple[str, list[str]]:
     values = [value.strip() for value in listed.split(",")]
     if not name.strip() or not all(values):
         raise click.BadParameter(
-            f"{sweep!r} is not of the form section.key=value,value", param_hint="--sweep"
+            f"{sweep!r} must have the form section.key=value,value", param_hint="--sweep"
         )
     return name.strip(), values
 
@@ -107,20 +113,20 @@ def _table(report: "Report") -> "Table":
     from rich.table import Table
 
     table = Table(title=_title(report), title_justify="left", show_header=False)
-    table.add_column("what")
-    table.add_column("how much", justify="right")
+    table.add_column()
+    table.add_column(justify="right")
     for section in (_run_rows(report), _worker_rows(report), _update_rows(report)):
-        for what, how_much in section:
-            table.add_row(what, how_much)
+        for label, value in section:
+            table.add_row(label, value)
         table.add_section()
     return table
 
 
 def _title(report: "Report") -> str:
-    how = "finished after" if report.finished else "not finished after"
+    outcome = "finished after" if report.finished else "not finished after"
     return (
         f"{report.workers:,} workers, {len(report.versions)} blocks:"
-        f" {how} {duration(report.virtual_seconds)}"
+        f" {outcome} {duration(report.virtual_seconds)}"
     )
 
 
@@ -131,16 +137,19 @@ def _run_rows(report: "Report") -> list[tuple[str, str]]:
         ("batches merged", f"{sum(report.merged_batches):,} of {report.batches:,}"),
         ("progress of the slowest block", _percent(report.slowest_progress)),
         ("versions per block", f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"),
-        ("time per version of a block", duration(report.seconds_per_version)),
+        ("mean time per version", duration(report.seconds_per_version)),
     ]
 
 
 def _worker_rows(report: "Report") -> list[tuple[str, str]]:
     return [
-        *((f"time {activity}", _percent(share)) for activity, share in report.utilisation.items()),
-        ("steps trained that were merged", _percent(report.useful_share)),
-        ("sent up", size(report.bytes_up)),
-        ("sent down", size(report.bytes_down)),
+        *(
+            (f"worker time {activity}", _percent(share))
+            for activity, share in report.utilisation.items()
+        ),
+        ("trained steps that were merged", _percent(report.useful_share)),
+        ("uploaded", size(report.bytes_up)),
+        ("downloaded", size(report.bytes_down)),
     ]
 
 
@@ -149,12 +158,15 @@ def _update_rows(report: "Report") -> list[tuple[str, str]]:
     return [
         ("leases given", f"{report.leases_given:,}"),
         ("  met in time", f"{report.leases_met:,} ({_percent(report.participation)})"),
-        ("  met of the block with the fewest", _percent(min(report.participation_by_block))),
-        ("  missed", f"{report.leases_missed:,}"),
-        ("  given back", f"{report.leases_returned:,}"),
+        ("  met in time, worst block", _percent(min(report.participation_by_block))),
+        ("  missed or too late", f"{report.leases_missed:,}"),
+        ("  returned by their workers", f"{report.leases_returned:,}"),
         ("updates merged", f"{merged:,}"),
         *(
-            (f"  {behind} versions behind", f"{count:,} ({_percent(count / merged)})")
+            (
+                f"  {behind} {'version' if behind == 1 else 'versions'} behind",
+                f"{count:,} ({_percent(count / merged)})",
+            )
             for behind, count in report.staleness.items()
         ),
         ("updates refused", f"{sum(report.refused.values()):,}"),
@@ -164,11 +176,11 @@ def _update_rows(report: "Report") -> list[tuple[str, str]]:
 
 def _sweep_table(name: str, reports: "dict[str, Report]", width: int) -> "Table":
     """A row for each value. If the terminal is too narrow, the last columns are left out rather
-    than cut."""
+    than cut off."""
     from rich.table import Table
 
-    table = Table(title=name, title_justify="left", caption_justify="left")
-    columns = {"value": list(reports), **_sweep_columns(list(reports.values()))}
+    table = Table(caption_justify="left")
+    columns = {name: list(reports), **_sweep_columns(list(reports.values()))}
     left_out = list(columns)
     room = width - 1
     for title, cells in columns.items():
@@ -182,25 +194,25 @@ def _sweep_table(name: str, reports: "dict[str, Report]", width: int) -> "Table"
     for row in zip(*shown, strict=True):
         table.add_row(*row)
     if left_out:
-        table.caption = f"no room for: {', '.join(left_out)} (--json has all)"
+        table.caption = f"no room for: {', '.join(left_out)} (use --json)"
     return table
 
 
 def _sweep_columns(reports: "list[Report]") -> dict[str, list[str]]:
-    """Columns by title, the most important first."""
+    """By title, the most important first."""
     learned = any(report.ce is not None for report in reports)
     return {
         **({"CE": [_ce(report) for report in reports]} if learned else {}),
-        "done": [_percent(report.slowest_progress) for report in reports],
-        "in": [duration(report.virtual_seconds) for report in reports],
+        "merged": [_percent(report.slowest_progress) for report in reports],
+        "time": [duration(report.virtual_seconds) for report in reports],
         "training": [_percent(report.utilisation["training"]) for report in reports],
         "waiting": [_percent(report.utilisation["waiting"]) for report in reports],
         "in time": [_percent(report.participation) for report in reports],
-        "stale": [f"{report.mean_staleness:.2f}" for report in reports],
+        "behind": [f"{report.mean_staleness:.2f}" for report in reports],
         "refused": [f"{sum(report.refused.values()):,}" for report in reports],
         "useful": [_percent(report.useful_share) for report in reports],
-        "up": [size(report.bytes_up) for report in reports],
-        "down": [size(report.bytes_down) for report in reports],
+        "uploaded": [size(report.bytes_up) for report in reports],
+        "downloaded": [size(report.bytes_down) for report in reports],
     }
 
 

@@ -1,11 +1,8 @@
-"""Updates as they arrive: whole, or as much as the run's codec lets through.
+"""Trains the updates of a simulation that count, one after another, on this machine.
 
-What an encoding leaves out of an update, its worker begins the next lease of the block with, as in
-worker/held_block.py.
-
-Two things of a real run are not modelled. There are no last words: a worker's final update of a
-block leaves out as much as any other, where a real one tells many times more of what is owed. And
-versions are not compressed on their way down: each is the merge itself, and nothing is owed by it.
+A lease is trained when its update is merged, from the weights it started with. Two things differ
+from a real run: a worker's last update of a block has no larger share of its residual than others,
+and versions are not compressed on their way down.
 """
 
 from collections import Counter
@@ -39,54 +36,60 @@ from blocktrain.train.trainer import BlockTrainer
 
 @dataclass(frozen=True)
 class SimulatedUpdate:
-    """Weights after training; where those it was trained from are no longer the block's, they too.
-    What was learned is as good as weights that were trained from zero."""
+    """What the coordinator receives of an update: weights and, if the version they were trained
+    from is not the current one any more, that version. With a codec: the change of the weights."""
 
-    end: Tensors
+    values: Tensors
     start: Tensors | None
+    is_delta: bool
 
 
 class SimulatedUpdates:
+    """Encodes updates with the run's codec. What is left out of an update, the residual, is part of
+    the same worker's next update of the block, as in worker/local_block.py."""
+
     def __init__(self, swarm: SwarmConfig) -> None:
         self._codec = update_codec(swarm)
-        self._owed: dict[tuple[str, int], Tensors] = {}  # by worker and block
-        self._told: dict[tuple[str, int], tuple[str, Tensors]] = {}  # by lease, its last update
+        self._residuals: dict[tuple[str, int], Tensors] = {}  # by worker and block
+        self._last_sent: dict[tuple[str, int], tuple[str, Tensors]] = {}  # lease and its update
 
-    def begun(self, lease: VirtualLease, base: Tensors) -> Tensors:
-        """What a worker starts from: a version, what it has told since, and what not yet."""
-        owed = self._owed.get((lease.worker, lease.block.index))
-        known = self._known(lease, base)
-        return {name: known[name] + owed[name] for name in known} if owed else known
+    def starting_weights(self, lease: VirtualLease, base: Tensors) -> Tensors:
+        """What a worker starts from: its base, and what it has learned but not sent."""
+        base = self._base(lease, base)
+        residual = self._residuals.get((lease.worker, lease.block.index))
+        return {name: base[name] + residual[name] for name in base} if residual else base
 
-    def _known(self, lease: VirtualLease, base: Tensors) -> Tensors:
-        """A version, and in a lease that continues another, what was told of that one."""
-        number, told = self._told.get((lease.worker, lease.block.index), (None, {}))
-        if lease.continues is None or lease.continues != number:
-            return base
-        return {name: base[name] + told[name] for name in base}
+    def _base(self, lease: VirtualLease, version: Tensors) -> Tensors:
+        """A version; for a lease that continues another, with the update of that one added."""
+        last_lease, sent = self._last_sent.get((lease.worker, lease.block.index), (None, {}))
+        if lease.continues is None or lease.continues != last_lease:
+            return version
+        return {name: version[name] + sent[name] for name in version}
 
-    def sent(self, lease: VirtualLease, base: Tensors, end: Tensors) -> SimulatedUpdate:
+    def send(self, lease: VirtualLease, version: Tensors, end: Tensors) -> SimulatedUpdate:
+        """`end`: the weights after training a lease that started from a version."""
         if self._codec:
-            learned = self._received(lease, self._known(lease, base), end, self._codec)
-            self._told[lease.worker, lease.block.index] = (lease.lease, learned)
-            return SimulatedUpdate(
-                learned, {name: np.zeros_like(array) for name, array in end.items()}
-            )
-        late = lease.base_version != lease.block.version
-        return SimulatedUpdate(end, base if late else None)
+            delta = self._through_codec(lease, self._base(lease, version), end, self._codec)
+            self._last_sent[lease.worker, lease.block.index] = (lease.lease, delta)
+            return SimulatedUpdate(delta, None, is_delta=True)
+        is_late = lease.base_version != lease.block.version
+        return SimulatedUpdate(end, version if is_late else None, is_delta=False)
 
-    def _received(self, lease: VirtualLease, base: Tensors, end: Tensors, codec: Codec) -> Tensors:
+    def _through_codec(
+        self, lease: VirtualLease, base: Tensors, end: Tensors, codec: Codec
+    ) -> Tensors:
+        """The change of the weights as it arrives; remembers what is left out."""
         count = sum(array.size for array in end.values())
-        left_out: list[Floats] = []
-        ahead = (np.subtract(end[name], base[name]) for name in sorted(end))
-        data = b"".join(encode_with_residual(codec, ahead, left_out.append))
+        residual: list[Floats] = []
+        delta = (np.subtract(end[name], base[name]) for name in sorted(end))
+        data = b"".join(encode_with_residual(codec, delta, residual.append))
         decoder = UpdateDecoder(lambda offset, size: data[offset : offset + size], len(data), count)
-        self._owed[lease.worker, lease.block.index] = _shaped(np.concatenate(left_out), end)
-        return _shaped(np.concatenate(list(decoder.frames())), end)
+        self._residuals[lease.worker, lease.block.index] = _split(np.concatenate(residual), end)
+        return _split(np.concatenate(list(decoder.frames())), end)
 
 
-def _shaped(numbers: Floats, like: Tensors) -> Tensors:
-    """One long row, in the order of the names, as tensors."""
+def _split(numbers: Floats, like: Tensors) -> Tensors:
+    """Numbers of all tensors, in the order of their names, as tensors."""
     names = sorted(like)
     parts = np.split(numbers, np.cumsum([like[name].size for name in names])[:-1])
     return {name: part.reshape(like[name].shape) for name, part in zip(names, parts, strict=True)}
@@ -98,15 +101,8 @@ class VirtualVersion:
     weights: Tensors
 
 
-@dataclass(frozen=True)
-class LeaseBase:
-    base: VirtualVersion
-    before: "FrozenVersions"  # in a cascade
-    losses: int  # how often its worker had lost its moments of the block before
-
-
 class FrozenVersions:
-    """The blocks before a block of a cascade, as they stood once."""
+    """The current versions of all blocks before a block, at one time."""
 
     def __init__(self, versions: Sequence[VirtualVersion]) -> None:
         self._versions = tuple(versions)
@@ -115,118 +111,139 @@ class FrozenVersions:
         return self._versions[block].number
 
     def weights(self, block: int) -> Mapping[str, Tensor]:
-        held = self._versions[block].weights
-        return {name: torch.from_numpy(array) for name, array in held.items()}
+        weights = self._versions[block].weights
+        return {name: torch.from_numpy(array) for name, array in weights.items()}
+
+
+@dataclass(frozen=True)
+class LeaseBase:
+    """What a lease is trained from."""
+
+    version: VirtualVersion
+    predecessors: FrozenVersions  # read in a cascade
+    memory_losses: int  # of its worker and block so far
 
 
 class VirtualTrainer:
+    """Trains the leases of all workers on a block. Each worker has optimizer moments of its own."""
+
     def __init__(
-        self, config: Config, block: int, corpus: Corpus, compute: Compute, before: FrozenVersions
+        self,
+        config: Config,
+        block: int,
+        corpus: Corpus,
+        compute: Compute,
+        predecessors: FrozenVersions,
     ) -> None:
-        # A captured step would go on with the moments of whoever trained first.
+        # A captured CUDA graph would always use the moments of the first worker.
         plain = config.with_settings(train__cuda_graph=False)
-        self._trainer = BlockTrainer(plain, block, corpus, compute, None, before)
+        self._trainer = BlockTrainer(plain, block, corpus, compute, None, predecessors)
         self._trainer.restore()
-        self._reads_others = self._trainer.predecessors is not None
-        self._moments: dict[
-            str, tuple[int, Tensors]
-        ] = {}  # by worker: after how many losses, and they
+        self._reads_predecessors = self._trainer.predecessors is not None
+        self._moments: dict[str, tuple[int, Tensors]] = {}  # by worker, with its memory losses
 
     def weights(self) -> Tensors:
-        """The block as it was last trained, or at first as every worker starts from it."""
+        """After the last lease; before any, the run's initial weights."""
         return {name: array.copy() for name, array in self._trainer.weights().items()}
 
-    def train(self, lease: VirtualLease, start: LeaseBase) -> Tensors:
+    def train(self, lease: VirtualLease, base: LeaseBase) -> Tensors:
         trainer = self._trainer
-        load_block(trainer.module, start.base.weights, f"version {start.base.number}")
-        self._take_moments(lease.worker, start.losses)
-        if self._reads_others:
-            trainer.build_on(start.before, lease.first_batch + lease.steps)
+        load_block(trainer.module, base.version.weights, f"version {base.version.number}")
+        self._load_moments(lease.worker, base.memory_losses)
+        if self._reads_predecessors:
+            trainer.build_on(base.predecessors, lease.first_batch + lease.steps)
         steps = range(lease.steps)
         positions = [lease.schedule_start + step * lease.schedule_stride for step in steps]
         trainer.run(lease.first_batch, lease.steps, positions=positions)
         trainer.refuse_divergence()
         trainer.close()
-        self._moments[lease.worker] = (start.losses, trainer.moments())
+        self._moments[lease.worker] = (base.memory_losses, trainer.moments())
         return self.weights()
 
-    def _take_moments(self, worker: str, losses: int) -> None:
-        made_after, moments = self._moments.get(worker, (losses, None))
-        if moments is not None and made_after == losses:
+    def _load_moments(self, worker: str, memory_losses: int) -> None:
+        losses_then, moments = self._moments.get(worker, (memory_losses, None))
+        if moments is not None and losses_then == memory_losses:
             self._trainer.take_moments(moments)
         else:
             self._trainer.optimizer.state.clear()
 
 
 class SimulatedLearning:
-    """The learner of a simulation."""
+    """The learner of a simulation (see virtual_coordinator.Learner)."""
 
     def __init__(self, config: Config, corpus: Corpus, compute: Compute, windows: int) -> None:
-        """`windows`: of valid, for a score."""
+        """`windows`: how many of the valid split a score is measured on."""
         window = config.model.window
         self.config, self._compute = config, compute
         self._valid = evaluation_windows(corpus.split("valid", window), window, windows)
-        self._practices: list[VirtualTrainer] = []
+        self._trainers: list[VirtualTrainer] = []
         self.versions: list[VirtualVersion] = []
         for block in range(config.block_count):
-            before = FrozenVersions(self.versions)
-            self._practices.append(VirtualTrainer(config, block, corpus, compute, before))
-            self.versions.append(VirtualVersion(0, self._practices[block].weights()))
+            predecessors = FrozenVersions(self.versions)
+            self._trainers.append(VirtualTrainer(config, block, corpus, compute, predecessors))
+            self.versions.append(VirtualVersion(0, self._trainers[block].weights()))
         self._velocities: list[dict[str, Floats | None]] = [{} for _ in self.versions]
-        self._parcels = SimulatedUpdates(config.swarm)
-        self._losses: Counter[tuple[str, int]] = Counter()  # of a worker's moments of a block
-        # A start goes with its lease, and takes a version nobody builds on any more with it.
-        self._starts: WeakKeyDictionary[VirtualLease, LeaseBase] = WeakKeyDictionary()
-        self._scored: tuple[tuple[int, ...], float] | None = None
+        self._updates = SimulatedUpdates(config.swarm)
+        self._memory_losses: Counter[tuple[str, int]] = Counter()  # by worker and block
+        # Weak, so that old versions are freed with the leases that started from them.
+        self._bases: WeakKeyDictionary[VirtualLease, LeaseBase] = WeakKeyDictionary()
+        self._last_score: tuple[tuple[int, ...], float] | None = None
 
-    def taken(self, lease: VirtualLease) -> None:
+    def started(self, lease: VirtualLease) -> None:
         index = lease.block.index
-        known = self._starts.get(lease)
-        base = known.base if known else self.versions[index]
-        before = FrozenVersions(self.versions[:index])
-        self._starts[lease] = LeaseBase(base, before, self._losses[lease.worker, index])
+        before = self._bases.get(lease)
+        version = before.version if before else self.versions[index]
+        predecessors = FrozenVersions(self.versions[:index])
+        losses = self._memory_losses[lease.worker, index]
+        self._bases[lease] = LeaseBase(version, predecessors, losses)
 
-    def left(self, worker: str, block: int) -> None:
-        self._losses[worker, block] += 1
+    def lost_memory(self, worker: str, block: int) -> None:
+        self._memory_losses[worker, block] += 1
 
     def merged(self, block: VirtualBlock, leases: Sequence[VirtualLease]) -> None:
-        parcels = {lease: self._trained(lease) for lease in leases}
+        updates = {lease: self._update(lease) for lease in leases}
         factors = merging_rules.chain_factors(leases)
         current, velocity = self.versions[block.index], self._velocities[block.index]
         rule = merge_rule(self.config.swarm)
-        following: Tensors = {}
-        for name, weights in current.weights.items():
+        weights: Tensors = {}
+        for name, before in current.weights.items():
             contributions = [
-                self._contribution(lease, parcel, name, factors[lease.lease])
-                for lease, parcel in parcels.items()
+                self._contribution(lease, update, name, factors[lease.lease])
+                for lease, update in updates.items()
             ]
-            target, velocity[name] = rule.combine(weights, contributions, velocity.get(name))
-            following[name] = finite_floats(target)
-        self.versions[block.index] = VirtualVersion(block.version + 1, following)
+            target, velocity[name] = rule.combine(before, contributions, velocity.get(name))
+            weights[name] = finite_floats(target)
+        self.versions[block.index] = VirtualVersion(block.version + 1, weights)
 
     def score(self) -> float:
-        """On the same windows every time; of the reading a user gets when none is named."""
+        """Always on the same windows, with the reading that a user gets by default."""
         numbers = tuple(version.number for version in self.versions)
-        if self._scored is None or self._scored[0] != numbers:
-            self._scored = (numbers, self._measured())
-        return self._scored[1]
+        if self._last_score is None or self._last_score[0] != numbers:
+            self._last_score = (numbers, self._measured())
+        return self._last_score[1]
 
-    def _trained(self, lease: VirtualLease) -> SimulatedUpdate:
-        start = self._starts[lease]
-        base = start.base.weights
-        begun = replace(start.base, weights=self._parcels.begun(lease, base))
-        end = self._practices[lease.block.index].train(lease, replace(start, base=begun))
-        return self._parcels.sent(lease, base, end)
+    def _update(self, lease: VirtualLease) -> SimulatedUpdate:
+        base = self._bases[lease]
+        version = base.version.weights
+        start = replace(base.version, weights=self._updates.starting_weights(lease, version))
+        trainer = self._trainers[lease.block.index]
+        end = trainer.train(lease, replace(base, version=start))
+        return self._updates.send(lease, version, end)
 
     def _contribution(
-        self, lease: VirtualLease, parcel: SimulatedUpdate, name: str, factor: float
+        self, lease: VirtualLease, update: SimulatedUpdate, name: str, factor: float
     ) -> Contribution:
         share = factor * merging_rules.update_weight(
             self.config.swarm, lease.block.version, lease.base_version
         )
-        start = parcel.start[name] if parcel.start else None
-        in_order = lease.lease
-        return Contribution(in_order, parcel.end[name], float(lease.steps), start, share)
+        return Contribution(
+            lease.lease,
+            update.values[name],
+            float(lease.steps),
+            update.start[name] if update.start else None,
+            share,
+            update.is_delta,
+        )
 
     def _measured(self) -> float:
         blocks = []
@@ -238,13 +255,9 @@ class SimulatedLearning:
         return evaluate(assemble(self.config, blocks), self._valid, draws=0).default.ce
 
 
-def learning_of(scenario: Scenario) -> SimulatedLearning:
-    """With the text and the device that the scenario's own settings name."""
+def simulate_learning(scenario: Scenario) -> Report:
+    """A simulation that trains, with the data and on the device of the scenario's settings."""
     compute = resolve(scenario.train.device, scenario.train.precision)
     corpus = load_corpus(scenario.data)
-    return SimulatedLearning(scenario, corpus, compute, scenario.simulate.score_windows)
-
-
-def simulate_learning(scenario: Scenario) -> Report:
-    """A simulation in which something is learned."""
-    return simulate(scenario, new_coordinator(scenario, learning_of(scenario)))
+    learner = SimulatedLearning(scenario, corpus, compute, scenario.simulate.score_windows)
+    return simulate(scenario, new_coordinator(scenario, learner))

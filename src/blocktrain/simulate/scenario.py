@@ -1,7 +1,7 @@
-"""The settings of a simulation: those of a run, and who its workers are.
+"""The settings of a simulation: those of a run, and a section [simulate] about its workers.
 
-A run's own [model], [train] and [swarm] sections mean the same here: blocks, batches of each, and
-the rules of its coordinator. [simulate] is no part of a run and travels nowhere.
+[model], [train] and [swarm] mean the same as in a run: number of blocks, batches of each, and the
+coordinator's rules. [simulate] is not part of a run's settings and is never sent to workers.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from blocktrain.codec.registry import Codec, update_codec
 from blocktrain.config import Config, build, read_settings, setting
 
 MEGABYTE = 1e6
-BYTES = 4  # of a number that is not encoded
-MANY = 1 << 20  # numbers, of which the first and last bytes of a file are nothing
+NUMBER_BYTES = 4  # of a number that is not encoded
+MANY_NUMBERS = 1 << 20  # enough that the encoding's header does not matter
 
 
 @dataclass(frozen=True)
@@ -85,19 +85,21 @@ class Scenario(Config):
 
     @property
     def update_bytes(self) -> float:
-        share = self.simulate.update_share or share_of(update_codec(self.swarm))
+        share = self.simulate.update_share or encoded_share(update_codec(self.swarm))
         return share * self.block_bytes
 
     def merge_seconds(self, updates: int) -> float:
-        """To read a version and the updates that make the next."""
+        """Time to read a version and the updates that are merged into the next."""
         read = self.block_bytes + updates * self.update_bytes
         return read / (self.simulate.merge_megabytes * MEGABYTE)
 
 
-def share_of(codec: Codec | None) -> float:
-    """The most that a codec makes of a block, as a share of its size; `sparse` usually makes a
-    little less."""
-    return largest_encoded_size(codec, MANY) / (BYTES * MANY) if codec else 1.0
+def encoded_share(codec: Codec | None) -> float:
+    """The largest size of a block's numbers with a codec, as a share of their size without one. For
+    `sparse` the usual size is a little smaller."""
+    return (
+        largest_encoded_size(codec, MANY_NUMBERS) / (NUMBER_BYTES * MANY_NUMBERS) if codec else 1.0
+    )
 
 
 def load_scenario(path: Path | str, overrides: Sequence[str] = ()) -> Scenario:

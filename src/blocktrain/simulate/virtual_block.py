@@ -1,7 +1,7 @@
-"""A block's state that is changed in place, and the leases that change it.
+"""A block's state and its leases, kept in memory and updated in place.
 
-Has what the plan reads of a block (`core.swarm.BlockView`), kept up to date change by change: a
-ledger rebuilds the same from its rows at every question, which a million questions do not allow.
+`VirtualBlock` is a `BlockView` (swarm/state.py), like the `BlockState` that a ledger builds from
+its rows for every request. Rebuilding it a million times would take too long here.
 """
 
 import heapq
@@ -14,31 +14,31 @@ Counted = TypeVar("Counted", bound=Hashable)
 
 
 class VirtualLease:
-    """A lease, and then the update that came of it."""
+    """A lease, and later the update that was trained in it."""
 
     __slots__ = (
-        "__weakref__", "base_version", "before", "block", "committed", "created", "deadline",
-        "expected", "first_batch", "lease", "merged_into", "reported", "schedule_start",
+        "__weakref__", "base_version", "block", "committed", "continued", "created", "deadline",
+        "expected", "first_batch", "lease", "merged_into", "reported_at", "schedule_start",
         "schedule_stride", "state", "steps", "steps_done", "worker",
     )  # fmt: skip
 
     def __init__(
         self,
-        number: str,
+        lease: str,
         worker: str,
         block: "VirtualBlock",
         first_batch: int,
         steps: int,
         deadline: float,
-        before: "VirtualLease | None" = None,
+        continued: "VirtualLease | None" = None,
     ) -> None:
-        """`before`: the one it continues; let go once this one's update is merged."""
-        self.lease, self.worker, self.block = number, worker, block
-        self.before = before
+        """`continued`: the lease from whose end it was trained, until this update is merged."""
+        self.lease, self.worker, self.block = lease, worker, block
+        self.continued = continued
         self.merged_into: int | None = None
         self.base_version = block.version
         self.first_batch, self.steps, self.deadline = first_batch, steps, deadline
-        self.steps_done, self.reported = 0, 0.0  # as its worker said; last progress
+        self.steps_done, self.reported_at = 0, 0.0  # by the last heartbeat with progress
         self.schedule_start, self.schedule_stride = 0, 1
         self.state = "open"
         self.created = self.committed = 0.0
@@ -46,7 +46,7 @@ class VirtualLease:
 
     @property
     def continues(self) -> str | None:
-        return self.before.lease if self.before else None
+        return self.continued.lease if self.continued else None
 
     @property
     def held(self) -> bool:
@@ -58,136 +58,141 @@ class VirtualBlock:
         self.index, self.total_batches = index, total_batches
         self.version = self.merged_batches = self.next_batch = self.open_leases = 0
         self.to_hand_out, self.under_way = total_batches, 0
-        self.met = self.missed = 0  # leases, in time
-        self._followed = [0.0]  # by version: the shares of all differences up to it
-        self.workers: defaultdict[str, int] = defaultdict(
-            int
-        )  # by how many leases and updates each counts
+        self.leases_met = self.leases_missed = 0
+        self.gaps: dict[int, int] = {}  # ranges that were given back: steps by first batch
+        self._gap_starts: list[int] = []  # a heap, from which closed gaps are removed later
+        # By worker, how many leases and pending updates it has: of any kind, and of the current
+        # version with training completed.
+        self.workers: defaultdict[str, int] = defaultdict(int)
         self.finishing: defaultdict[str, int] = defaultdict(int)
         self._unmerged: defaultdict[str, dict[str, int]] = defaultdict(dict)
         self.pending: list[VirtualLease] = []  # in the order of their arrival
         self.fresh_since: list[float] = []
-        self._fresh: set[str] = set()  # whose these are
-        self.gaps: dict[int, int] = {}  # ranges that came back: steps by first batch
-        self._order: list[int] = []  # a heap of first batches; some are no gaps any more
-        self._expected: dict[str, float] = {}  # by worker, of open leases: when its update is
-        self._ends: defaultdict[float, int] = defaultdict(int)  # the same times: many end together
-        self._last_ends: list[float] = []  # a heap of them, negative; some are over
+        self._fresh_workers: set[str] = set()
+        self._expected: dict[str, float] = {}  # arrival of each worker's update, of open leases
+        self._arrivals: defaultdict[float, int] = defaultdict(int)  # leases by that time
+        self._last_arrivals: list[float] = []  # a heap of them, negated; some are over
         self.merging = False
-        self.author: VirtualLease | None = None  # whose update this version is, to the last bit
+        self.made_from: VirtualLease | None = None  # the update that is exactly this version
+        self._delta_sums = [0.0]  # by version: sizes of all deltas up to it, as shares of a block
+
+    # Text
+
+    def take(self, most: int) -> tuple[int, int]:
+        """(first batch, steps): given back text first, then text that was never handed out."""
+        while self._gap_starts and self._gap_starts[0] not in self.gaps:
+            heapq.heappop(self._gap_starts)
+        if self._gap_starts:
+            first_batch = heapq.heappop(self._gap_starts)
+            length = self.gaps.pop(first_batch)
+            steps = min(most, length)
+            if length > steps:
+                self._open_gap(first_batch + steps, length - steps)
+        else:
+            first_batch = self.next_batch
+            steps = min(most, self.total_batches - first_batch)
+            self.next_batch += steps
+        self._count_handed_out(steps)
+        return first_batch, steps
+
+    def give_back(self, first_batch: int, steps: int) -> None:
+        self._open_gap(first_batch, steps)
+        self._count_handed_out(-steps)
+
+    def reclaim(self, first_batch: int, steps: int) -> bool:
+        """Take exactly this range, if it is still there as it was given back."""
+        if self.gaps.get(first_batch) != steps:
+            return False
+        del self.gaps[first_batch]
+        self._count_handed_out(steps)
+        return True
+
+    def _open_gap(self, first_batch: int, steps: int) -> None:
+        self.gaps[first_batch] = steps
+        heapq.heappush(self._gap_starts, first_batch)
+
+    def _count_handed_out(self, steps: int) -> None:
+        self.to_hand_out -= steps
+        self.under_way += steps
+
+    # Expected arrival of the updates that are being trained
+
+    @property
+    def busy_until(self) -> float:
+        while self._last_arrivals and -self._last_arrivals[0] not in self._arrivals:
+            heapq.heappop(self._last_arrivals)
+        return -self._last_arrivals[0] if self._last_arrivals else -math.inf
+
+    def expect(self, lease: VirtualLease, arrival: float | None) -> None:
+        self.expect_no_more(lease)
+        lease.expected = arrival
+        if arrival is not None:
+            self._expected[lease.worker] = arrival
+            if arrival not in self._arrivals:
+                heapq.heappush(self._last_arrivals, -arrival)
+            self._arrivals[arrival] += 1
+
+    def expect_no_more(self, lease: VirtualLease) -> None:
+        arrival = self._expected.pop(lease.worker, None)
+        if arrival is not None:
+            count_down(self._arrivals, arrival)
+
+    def arrives_last(self, lease: VirtualLease) -> bool:
+        """Whether no other update is expected as late as this lease's."""
+        arrival = lease.expected
+        return arrival is not None and arrival == self.busy_until and self._arrivals[arrival] == 1
+
+    # Updates and versions
 
     @property
     def senders(self) -> Collection[str]:
-        """Whose updates are on their way in, late ones too."""
+        """The workers with trained leases that are in no version yet."""
         return self._unmerged
 
     def unmerged(self, worker: str) -> Mapping[str, int]:
         return self._unmerged.get(worker, {})
 
     @property
-    def busy_until(self) -> float:
-        while self._last_ends and -self._last_ends[0] not in self._ends:
-            heapq.heappop(self._last_ends)
-        return -self._last_ends[0] if self._last_ends else -math.inf
-
-    def expect(self, lease: VirtualLease, at: float | None) -> None:
-        self.expect_no_more(lease)
-        lease.expected = at
-        if at is not None:
-            self._expected[lease.worker] = at
-            if at not in self._ends:
-                heapq.heappush(self._last_ends, -at)
-            self._ends[at] += 1
-
-    def expect_no_more(self, lease: VirtualLease) -> None:
-        at = self._expected.pop(lease.worker, None)
-        if at is not None:
-            count_out(self._ends, at)
-
-    def ends_last(self, lease: VirtualLease) -> bool:
-        """Whether it alone is expected as late as this."""
-        at = lease.expected
-        return at is not None and at == self.busy_until and self._ends[at] == 1
-
-    @property
     def waiting_since(self) -> float:
         return self.pending[0].committed if self.pending else math.inf
 
-    def wait(self, lease: VirtualLease) -> None:
-        """An update has arrived, after all others."""
+    def add_unmerged(self, lease: VirtualLease) -> None:
+        """A lease was trained."""
+        self._unmerged[lease.worker][lease.lease] = lease.steps
+
+    def remove_unmerged(self, lease: VirtualLease) -> None:
+        """A lease's update was merged, or never will be."""
+        unmerged = self._unmerged[lease.worker]
+        unmerged.pop(lease.lease, None)
+        if not unmerged:
+            del self._unmerged[lease.worker]
+
+    def add_pending(self, lease: VirtualLease) -> None:
+        """An update has arrived, after all others that are pending."""
         self.pending.append(lease)
         self._count_fresh(lease)
 
-    def follow(self, pending: list[VirtualLease], share: float) -> None:
-        """Another version, for which these have waited; `share`: the size of its difference from
-        the one before, as a share of its own."""
+    def publish(self, pending: list[VirtualLease], delta_share: float) -> None:
+        """The next version exists, and these updates wait for the one after it. `delta_share`:
+        the size of its delta, as a share of the block's size."""
         self.version += 1
-        self._followed.append(self._followed[-1] + share)
-        self.pending, self.fresh_since, self._fresh = pending, [], set()
+        self._delta_sums.append(self._delta_sums[-1] + delta_share)
+        self.pending, self.fresh_since, self._fresh_workers = pending, [], set()
         for lease in pending:
             self._count_fresh(lease)
 
-    def share_after(self, held: int, version: int) -> float:
-        """What has to be fetched by who holds an older version, as a share of all: differences,
-        where they are shorter."""
-        return min(self._followed[version] - self._followed[held], 1.0)
+    def share_to_fetch(self, cached_version: int, version: int) -> float:
+        """What a worker with an older version fetches, as a share of the block's size: all deltas
+        since then, or the whole block if that is smaller."""
+        return min(self._delta_sums[version] - self._delta_sums[cached_version], 1.0)
 
     def _count_fresh(self, lease: VirtualLease) -> None:
-        if lease.base_version == self.version and lease.worker not in self._fresh:
-            self._fresh.add(lease.worker)
+        if lease.base_version == self.version and lease.worker not in self._fresh_workers:
+            self._fresh_workers.add(lease.worker)
             self.fresh_since.append(lease.committed)
 
-    def trained(self, lease: VirtualLease) -> None:
-        """No version holds it yet."""
-        self._unmerged[lease.worker][lease.lease] = lease.steps
 
-    def settled(self, lease: VirtualLease) -> None:
-        """A version holds it, or none ever will."""
-        own = self._unmerged[lease.worker]
-        own.pop(lease.lease, None)
-        if not own:
-            del self._unmerged[lease.worker]
-
-    def take(self, most: int) -> tuple[int, int]:
-        """(first batch, steps): what came back first, then what was never handed out."""
-        while self._order and self._order[0] not in self.gaps:
-            heapq.heappop(self._order)
-        if self._order:
-            first_batch = heapq.heappop(self._order)
-            whole = self.gaps.pop(first_batch)
-            steps = min(most, whole)
-            if whole > steps:
-                self._open_gap(first_batch + steps, whole - steps)
-        else:
-            first_batch = self.next_batch
-            steps = min(most, self.total_batches - first_batch)
-            self.next_batch += steps
-        self._hand_out(steps)
-        return first_batch, steps
-
-    def give_back(self, first_batch: int, steps: int) -> None:
-        self._open_gap(first_batch, steps)
-        self._hand_out(-steps)
-
-    def reclaim(self, first_batch: int, steps: int) -> bool:
-        """Take back exactly this range, if nobody else has had it since."""
-        if self.gaps.get(first_batch) != steps:
-            return False
-        del self.gaps[first_batch]
-        self._hand_out(steps)
-        return True
-
-    def _open_gap(self, first_batch: int, steps: int) -> None:
-        self.gaps[first_batch] = steps
-        heapq.heappush(self._order, first_batch)
-
-    def _hand_out(self, steps: int) -> None:
-        self.to_hand_out -= steps
-        self.under_way += steps
-
-
-def count_out(counted: dict[Counted, int], what: Counted) -> None:
-    """One less; what counts nothing is not there."""
-    counted[what] -= 1
-    if not counted[what]:
-        del counted[what]
+def count_down(counts: dict[Counted, int], key: Counted) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

@@ -1,7 +1,7 @@
-"""What a plan decides on: the state of a run's blocks at one moment, as plain values.
+"""The state of a run's blocks that decisions are based on.
 
-A ledger reads a `BlockState` whenever it is asked; a simulation keeps one state and changes it. The
-plan takes either, because it asks for no more than a `BlockView`.
+A ledger reads a new `BlockState` for every decision; a simulation updates one object in place. The
+rules accept both, because they take a `BlockView`.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 
 class LeaseView(Protocol):
-    """What a plan reads of a lease that is trained."""
+    """What the rules read of an open lease."""
 
     @property
     def steps(self) -> int: ...
@@ -24,7 +24,7 @@ class LeaseView(Protocol):
 
 
 class UpdateView(Protocol):
-    """What a plan reads of an update that waits to be merged."""
+    """What the rules read of an update that waits to be merged."""
 
     @property
     def lease(self) -> str: ...
@@ -44,7 +44,7 @@ Update_co = TypeVar("Update_co", bound=UpdateView, covariant=True)
 
 
 class BlockView(Protocol[Update_co]):
-    """What a plan reads of a block; `BlockState` says what each of these means."""
+    """What the rules read of a block; `BlockState` explains the fields."""
 
     @property
     def index(self) -> int: ...
@@ -92,42 +92,45 @@ class BlockState:
     index: int
     version: int
     merged_batches: int
-    next_batch: int  # the first that was never handed out
+    next_batch: int  # the first batch that was never leased
     total_batches: int
-    returned_batches: int  # handed out once, given back or lost
+    returned_batches: int  # leased before, then given back or lost
     leased_batches: int
     open_leases: int
-    workers: frozenset[str]  # that hold a lease of it, or sent an update that waits
-    finishing: frozenset[str]  # of these, whose update of the current version is on its way in
+    workers: frozenset[str]  # with a lease or a pending update of this block
+    finishing: frozenset[str]  # with an update of the current version that is sent or pending
     pending: tuple[PendingUpdate, ...]
-    sending: tuple[tuple[str, str, int], ...] = ()  # worker, lease, steps
-    busy_until: float = -math.inf  # when the last of those who train now is expected to have sent
+    sending: tuple[tuple[str, str, int], ...] = ()  # (worker, lease, steps) that are being sent
+    busy_until: float = -math.inf  # when the last update that is being trained should arrive
 
     @property
     def to_hand_out(self) -> int:
+        """Batches that can be leased."""
         return self.total_batches - self.next_batch + self.returned_batches
 
     @property
     def under_way(self) -> int:
-        """Batches merged, or in somebody's hands."""
+        """Batches that are merged, leased or pending."""
         return self.merged_batches + self.leased_batches + sum(u.steps for u in self.pending)
 
     @property
     def waiting_since(self) -> float:
-        """When the first of the updates that wait came; infinity where none does."""
+        """When the first pending update arrived; infinite if there is none."""
         return min((update.committed for update in self.pending), default=math.inf)
 
     @property
     def fresh_since(self) -> list[float]:
-        """When each worker's first update of the current version came, in order."""
-        came: dict[str, float] = {}
+        """When each worker's first update of the current version arrived, in order."""
+        arrivals: dict[str, float] = {}
         for update in self.pending:
             if update.base_version == self.version:
-                came[update.worker] = min(update.committed, came.get(update.worker, math.inf))
-        return sorted(came.values())
+                arrivals[update.worker] = min(
+                    update.committed, arrivals.get(update.worker, math.inf)
+                )
+        return sorted(arrivals.values())
 
     def unmerged(self, worker: str) -> dict[str, int]:
-        """Leases a worker has trained that no version holds yet: how many steps each had."""
+        """The steps of each lease that a worker has trained and that is in no version yet."""
         sending: dict[str, int] = {
             lease: steps for sender, lease, steps in self.sending if sender == worker
         }

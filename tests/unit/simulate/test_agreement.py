@@ -32,6 +32,7 @@ from blocktrain.simulate.simulation import simulate
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
 from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
 from blocktrain.swarm import assignment, merging_rules
+from blocktrain.swarm.assignment import WorkRequest
 from blocktrain.swarm.state import BlockState
 
 RUN = {
@@ -97,29 +98,23 @@ class Mirrored(VirtualCoordinator):
         self.present: set[str] = set()
 
     def claim(
-        self,
-        worker: str,
-        held: int | None,
-        steps_per_second: float | None,
-        transfer_seconds: float,
-        now: float,
-        trained: VirtualLease | None = None,
+        self, request: WorkRequest, now: float, trained: VirtualLease | None = None
     ) -> VirtualLease | None:
         self.move_clock(now)
-        lease = super().claim(worker, held, steps_per_second, transfer_seconds, now, trained)
+        lease, worker = super().claim(request, now, trained), request.worker
         if worker not in self.members:
             self.members[worker] = join(self.service)
         self.present.add(worker)
         member = self.members[worker]
         answer = member.ask(
-            held_block=held,
-            steps_per_second=steps_per_second,
-            transfer_seconds=transfer_seconds,
+            held_block=request.loaded_block,
+            steps_per_second=request.steps_per_second,
+            transfer_seconds=request.transfer_seconds,
             trained=self.real[trained.lease][1].lease if trained else None,
         ).answer
         self.waiting.pop(worker, None)
         if lease is None:
-            self.waiting[worker] = steps_per_second
+            self.waiting[worker] = request.steps_per_second
             assert isinstance(answer, Wait)
             assert answer.seconds == assignment.wait_seconds(self.blocks, worker)
             return None
@@ -137,9 +132,9 @@ class Mirrored(VirtualCoordinator):
         self.compare()
         return lease
 
-    def left(self, worker: str, held: int | None, now: float) -> None:
+    def left(self, worker: str, loaded_block: int | None, now: float) -> None:
         self.move_clock(now)
-        super().left(worker, held, now)
+        super().left(worker, loaded_block, now)
         self.waiting.pop(worker, None)
         self.keep_reporting()
         self.present.discard(worker)

@@ -11,9 +11,11 @@ from tests.support.scenarios import scenario, scenes
 
 from blocktrain.simulate.report import Report
 from blocktrain.simulate.scenario import Scenario
-from blocktrain.simulate.simulation import simulate
+from blocktrain.simulate.simulation import new_coordinator, simulate
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
-from blocktrain.simulate.virtual_coordinator import FELL_BEHIND, VirtualCoordinator
+from blocktrain.simulate.virtual_coordinator import BECAME_STALE, VirtualCoordinator
+from blocktrain.swarm.assignment import WorkRequest
+from blocktrain.swarm.merging_rules import MOST_MERGED
 
 
 class Bookkeeper(VirtualCoordinator):
@@ -24,8 +26,10 @@ class Bookkeeper(VirtualCoordinator):
         self.leases: list[VirtualLease] = []
         self.merged: list[list[int]] = [[] for _ in self.blocks]
 
-    def claim(self, *asked: Any) -> VirtualLease | None:
-        lease = super().claim(*asked)
+    def claim(
+        self, request: WorkRequest, now: float, trained: VirtualLease | None = None
+    ) -> VirtualLease | None:
+        lease = super().claim(request, now, trained)
         if lease is not None and int(lease.lease) > len(self.leases):
             self.leases.append(lease)
         return lease
@@ -172,13 +176,13 @@ def test_a_codec_makes_updates_smaller_and_versions_come_as_differences(
     assert packed.bytes_down < down * whole.bytes_down
 
 
-def test_differences_are_followed_only_where_they_are_shorter_than_the_whole():
+def test_deltas_are_fetched_only_if_they_are_smaller_than_the_whole_block():
     block = VirtualBlock(0, 100)
     for share in (0.3, 0.3, 0.5):
-        block.follow([], share)
-    assert block.share_after(2, 3) == pytest.approx(0.5)
-    assert block.share_after(1, 3) == pytest.approx(0.8)
-    assert block.share_after(0, 3) == 1.0
+        block.publish([], share)
+    assert block.share_to_fetch(2, 3) == pytest.approx(0.5)
+    assert block.share_to_fetch(1, 3) == pytest.approx(0.8)
+    assert block.share_to_fetch(0, 3) == 1.0
 
 
 def shared_steps(scene: Scenario) -> float:
@@ -296,7 +300,7 @@ def test_an_update_that_falls_behind_while_a_merge_is_made_is_refused_too():
     slow_merges = {"simulate__block_megabytes": 10.0, "simulate__merge_megabytes": 2.0}
     busy = {"simulate__workers": 10, "simulate__speed_spread": 0.5, "train__steps": 500}
     report = simulate(scenario(**slow_merges, **busy, swarm__most_stale=0))
-    assert report.refused[FELL_BEHIND] > 0
+    assert report.refused[BECAME_STALE] > 0
     assert report.finished
 
 
@@ -347,3 +351,24 @@ def test_ten_thousand_workers_and_a_hundred_thousand_leases_take_seconds():
     assert time.process_time() - began < 15.0
     assert report.finished
     assert report.leases_given > 100_000
+
+
+def test_updates_beyond_the_most_of_one_merge_stay_pending_when_stale_ones_are_refused():
+    scene = scenario(
+        model__layers=1, model__blocks=1, train__steps=10_000, swarm__first_steps=1,
+        swarm__quorum=1, swarm__grace_seconds=0.0, swarm__most_stale=0,
+    )  # fmt: skip
+    coordinator = new_coordinator(scene)
+    (block,) = coordinator.blocks
+
+    def send_updates(count: int) -> None:
+        leases = [coordinator.claim(WorkRequest(f"worker {n}"), 0.0) for n in range(count)]
+        for lease in filter(None, leases):
+            coordinator.settle(lease, 1.0)
+
+    send_updates(MOST_MERGED + 40)
+    coordinator.publish(block, coordinator.begin_merge(block, 2.0), 2.0)
+    assert len(block.pending) == 40  # of version 0, so that they are stale now
+    send_updates(MOST_MERGED)
+    assert len(coordinator.begin_merge(block, 3.0)) == MOST_MERGED - 40
+    assert len(block.pending) == MOST_MERGED

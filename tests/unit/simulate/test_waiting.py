@@ -1,4 +1,4 @@
-"""Who waits in a simulation waits as a real worker would, who asks every few seconds."""
+"""A simulated worker waits no longer than a real one, which asks every few seconds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,19 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.scenarios import scenario, scenes
 
-from blocktrain.simulate.agenda import Agenda
-from blocktrain.simulate.population import draw_workers
+from blocktrain.simulate.event_queue import EventQueue
 from blocktrain.simulate.scenario import Scenario
-from blocktrain.simulate.simulation import new_coordinator
-from blocktrain.simulate.tally import Tally
-from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
-from blocktrain.simulate.virtual_worker import VirtualWorker
-from blocktrain.simulate.virtual_workers import VirtualWorkers
+from blocktrain.simulate.simulation import Simulation, new_coordinator
 from blocktrain.swarm.assignment import IDLE_WAIT
 
 
-class WatchedAgenda(Agenda):
-    """Has a look taken at everything before its clock moves on."""
+class WatchedEvents(EventQueue):
+    """Calls `look` whenever the clock is about to move on."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -39,38 +34,26 @@ class WatchedAgenda(Agenda):
 
 
 class Watch:
-    """Since when each of those who wait would get something, if it asked."""
+    """The longest time that a waiting worker would have got a lease if it had asked."""
 
     def __init__(self, scene: Scenario) -> None:
-        self.agenda = WatchedAgenda()
-        self.coordinator: VirtualCoordinator = new_coordinator(scene)
-        self.workers = draw_workers(scene.simulate)
-        self.lives = VirtualWorkers(scene, self.agenda, self.coordinator, self.workers, Tally())
+        self.events, self.coordinator = WatchedEvents(), new_coordinator(scene)
+        self.simulation = Simulation(scene, self.coordinator, self.events)
         self.since: dict[str, float] = {}
         self.longest = 0.0
-        self.agenda.look = self.look
+        self.events.look = self.look
 
     def look(self) -> None:
-        now, attendance = self.agenda.now, self.coordinator.dispatcher.attendance
-        everybody = sum(attendance.others("nobody", now).values())
-        for worker in self.workers:
-            name = worker.name
-            is_parked = name in self.lives._parked
-            if is_parked:
-                assert sum(attendance.others(name, now).values()) == everybody - 1
-            if not is_parked or not self.has_work(worker):
-                self.since.pop(name, None)
-            else:
+        now, attendance = self.events.now, self.coordinator.dispatcher.attendance
+        present = sum(attendance.others("no worker", now).values())
+        for name, worker in self.simulation.workers.items():
+            is_idle = name in self.simulation.waiting.idle
+            if is_idle:
+                assert sum(attendance.others(name, now).values()) == present - 1
+            if is_idle and self.coordinator.has_work(worker.request, now):
                 self.longest = max(self.longest, now - self.since.setdefault(name, now))
-
-    def has_work(self, worker: VirtualWorker) -> bool:
-        return self.coordinator.has_work(
-            worker.name,
-            worker.held_block,
-            worker.transfer_seconds,
-            self.agenda.now,
-            worker.ended,
-        )
+            else:
+                self.since.pop(name, None)
 
 
 kinds = st.sampled_from(
@@ -85,12 +68,10 @@ kinds = st.sampled_from(
 
 @settings(deadline=None, max_examples=100)
 @given(scenes, kinds)
-def test_nobody_is_left_waiting_while_there_is_something_for_it(
-    drawn: dict[str, Any], kind: dict[str, Any]
-):
-    """Twice as long as it waits: others may take what was there, and other text come back."""
+def test_no_worker_waits_while_there_is_work_for_it(drawn: dict[str, Any], kind: dict[str, Any]):
+    """For two waiting times at most: others may take the work, and other text be given back."""
     watch = Watch(scenario(**drawn, **kind))
-    watch.agenda.run(drawn["simulate__longest_seconds"])
+    watch.events.run(drawn["simulate__longest_seconds"])
     assert watch.longest <= 2 * IDLE_WAIT
 
 
@@ -112,10 +93,10 @@ CROWDED = {
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_who_waits_for_a_version_moves_on_once_others_have_taken_the_rest_of_its_block(codec: str):
-    """Few blocks with little text, and many who wait long for each other's updates."""
+def test_a_worker_that_waits_for_a_version_moves_on_once_its_block_has_no_text_left(codec: str):
+    """Few blocks with little text, and many workers that wait long for each other's updates."""
     for seed in range(150):
         drawn = {"train__steps": 60 + seed % 60, "simulate__seed": seed, "swarm__codec": codec}
         watch = Watch(scenario(**CROWDED, **drawn))
-        watch.agenda.run(2000.0)
+        watch.events.run(2000.0)
         assert watch.longest <= IDLE_WAIT + 1e-6

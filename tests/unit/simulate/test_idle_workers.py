@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Collection, Mapping
 
-from blocktrain.simulate.idle_workers import IdleWorkers
+from blocktrain.simulate.waiting import IdleWorkers
 
 
 def parked(*workers: str, awaited: int | None = None) -> IdleWorkers:
     parking = IdleWorkers()
     for worker in workers:
-        parking.park(worker, 5.0, awaited)
+        parking.add(worker, 5.0, awaited)
     return parking
 
 
@@ -40,7 +40,7 @@ def first_of(
 def test_the_first_that_came_is_found_first_and_stays_until_it_leaves():
     parking = parked("a", "b")
     assert (first_of(parking, nobody), first_of(parking, nobody)) == ("a", "a")
-    assert (parking.leave("a"), parking.leave("a")) == (5.0, None)
+    assert (parking.remove("a"), parking.remove("a")) == (5.0, None)
     assert first_of(parking, nobody) == "b"
     assert ("a" in parking, "b" in parking, len(parking)) == (False, True, 1)
 
@@ -58,10 +58,10 @@ def test_who_awaits_something_is_asked_once_until_something_happens_to_its_block
     assert awaits.asked == 110
     awaits.awaited.clear()
     assert first_of(parking, awaits) == "free"
-    parking.leave("free")
+    parking.remove("free")
     assert first_of(parking, awaits) is None
     assert len(parking) == 100
-    parking.look_again(1, awaits)
+    parking.update_awaiting(1, awaits)
     assert first_of(parking, awaits) == "w1"
 
 
@@ -70,7 +70,7 @@ def test_who_awaits_something_is_found_where_its_block_does_not_hold_it_back():
     assert parking.awaiting(2) == ("a", "b")
     assert first_of(parking, nobody) is None
     assert first_of(parking, nobody, without_text=[2]) == "a"
-    parking.leave("a")
+    parking.remove("a")
     assert first_of(parking, nobody, without_text=[2]) == "b"
     assert (parking.awaiting(2), parking.awaiting(1)) == (("b",), ())
 
@@ -78,13 +78,13 @@ def test_who_awaits_something_is_found_where_its_block_does_not_hold_it_back():
 def test_who_has_left_is_not_found_again():
     parking = parked("a", "b")
     assert first_of(parking, Counted({"a": 0, "b": 0})) is None
-    parking.leave("a")
-    parking.look_again(0, nobody)
+    parking.remove("a")
+    parking.update_awaiting(0, nobody)
     assert first_of(parking, nobody) == "b"
 
 
 def test_who_is_reconsidered_stands_with_those_who_await_the_same():
     parking = parked("a", "b", awaited=2)
-    parking.reconsider("a", nobody)
-    parking.reconsider("gone", nobody)
+    parking.update("a", nobody)
+    parking.update("gone", nobody)
     assert (parking.awaiting(2), first_of(parking, nobody)) == (("b",), "a")

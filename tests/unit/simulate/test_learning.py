@@ -39,12 +39,12 @@ def scenario(config: Config, **settings: Any) -> Scenario:
     return run.with_settings(**{**PLAIN, **settings})
 
 
-def rehearsal(scene: Config, corpus: Corpus) -> SimulatedLearning:
+def new_learner(scene: Config, corpus: Corpus) -> SimulatedLearning:
     return SimulatedLearning(scene, corpus, CPU, windows=8)
 
 
 def play(scene: Scenario, corpus: Corpus) -> tuple[Report, SimulatedLearning]:
-    learner = rehearsal(scene, corpus)
+    learner = new_learner(scene, corpus)
     return simulate(scene, new_coordinator(scene, learner)), learner
 
 
@@ -52,9 +52,9 @@ def lease(number: int, worker: str, block: VirtualBlock, first: int, steps: int 
     return VirtualLease(f"{number:012}", worker, block, first, steps, deadline=60.0)
 
 
-def taken(learner: SimulatedLearning, *leases: VirtualLease) -> tuple[VirtualLease, ...]:
+def started(learner: SimulatedLearning, *leases: VirtualLease) -> tuple[VirtualLease, ...]:
     for given in leases:
-        learner.taken(given)
+        learner.started(given)
     return leases
 
 
@@ -101,9 +101,9 @@ def test_only_what_counts_is_trained(
     trained: list[int] = []
     train = VirtualTrainer.train
 
-    def counted(practice: VirtualTrainer, given: VirtualLease, *rest: Any) -> Any:
-        trained.append(given.steps)
-        return train(practice, given, *rest)
+    def counted(trainer: VirtualTrainer, lease: VirtualLease, *rest: Any) -> Any:
+        trained.append(lease.steps)
+        return train(trainer, lease, *rest)
 
     monkeypatch.setattr(VirtualTrainer, "train", counted)
     report, _ = play(scenario(config, **CHURN), corpus)
@@ -124,19 +124,19 @@ def test_blocks_of_a_cascade_build_on_those_before_as_they_stood(cascade: Config
     """A lease of block 1 that was taken before block 0 moved, and one that was taken after."""
 
     def trained(*, before: bool) -> dict[str, np.ndarray]:
-        learner = rehearsal(cascade, corpus)
+        learner = new_learner(cascade, corpus)
         first, second = VirtualBlock(0, 12), VirtualBlock(1, 12)
-        moved = taken(learner, lease(1, "a", first, 0))
+        moved = started(learner, lease(1, "a", first, 0))
         given = lease(2, "b", second, 0)
         if before:
-            learner.taken(given)
+            learner.started(given)
         merge(learner, *moved)
         if not before:
-            learner.taken(given)
+            learner.started(given)
         return merge(learner, given)
 
-    untouched = rehearsal(cascade, corpus)
-    alone = merge(untouched, *taken(untouched, lease(2, "b", VirtualBlock(1, 12), 0)))
+    untouched = new_learner(cascade, corpus)
+    alone = merge(untouched, *started(untouched, lease(2, "b", VirtualBlock(1, 12), 0)))
     assert_equal(trained(before=True), alone)
     assert any(
         not np.array_equal(array, alone[name]) for name, array in trained(before=False).items()
@@ -144,13 +144,13 @@ def test_blocks_of_a_cascade_build_on_those_before_as_they_stood(cascade: Config
 
 
 def test_a_late_update_counts_from_where_it_started_and_for_less(config: Config, corpus: Corpus):
-    learner, block = rehearsal(config, corpus), VirtualBlock(0, 12)
+    learner, block = new_learner(config, corpus), VirtualBlock(0, 12)
     start = learner.versions[0].weights
-    early, late = taken(learner, lease(1, "a", block, 0), lease(2, "b", block, 4))
+    early, late = started(learner, lease(1, "a", block, 0), lease(2, "b", block, 4))
     current = merge(learner, early)
     merged = merge(learner, late)
-    other = rehearsal(config, corpus)
-    end = merge(other, *taken(other, lease(2, "b", VirtualBlock(0, 12), 4)))
+    other = new_learner(config, corpus)
+    end = merge(other, *started(other, lease(2, "b", VirtualBlock(0, 12), 4)))
     share = config.swarm.late_discount
     for name, weights in merged.items():
         expected = caught_up(end[name], start[name], current[name], share)
@@ -162,11 +162,11 @@ def test_updates_weigh_by_the_text_they_cover_in_whatever_order_they_came(
 ):
     ends = []
     for first, steps in ((0, 3), (3, 1)):
-        alone = rehearsal(config, corpus)
-        ends.append(merge(alone, *taken(alone, lease(1, "a", VirtualBlock(0, 12), first, steps))))
+        alone = new_learner(config, corpus)
+        ends.append(merge(alone, *started(alone, lease(1, "a", VirtualBlock(0, 12), first, steps))))
     for backwards in (False, True):
-        learner, block = rehearsal(config, corpus), VirtualBlock(0, 12)
-        pair = taken(learner, lease(1, "a", block, 0, 3), lease(2, "b", block, 3, 1))
+        learner, block = new_learner(config, corpus), VirtualBlock(0, 12)
+        pair = started(learner, lease(1, "a", block, 0, 3), lease(2, "b", block, 3, 1))
         merged = merge(learner, *(pair[::-1] if backwards else pair))
         for name, weights in merged.items():
             mean = (3.0 * ends[0][name].astype(float) + ends[1][name]) / 4.0
@@ -177,11 +177,11 @@ def test_who_leaves_begins_again_with_a_cold_optimizer(config: Config, corpus: C
     """But only in the block it had in memory: that of others is put away."""
 
     def second_version(*, leaves: int | None, second: str) -> dict[str, np.ndarray]:
-        learner, block = rehearsal(config, corpus), VirtualBlock(0, 12)
-        merge(learner, *taken(learner, lease(1, "a", block, 0)))
+        learner, block = new_learner(config, corpus), VirtualBlock(0, 12)
+        merge(learner, *started(learner, lease(1, "a", block, 0)))
         if leaves is not None:
-            learner.left("a", leaves)
-        return merge(learner, *taken(learner, lease(2, second, block, 4)))
+            learner.lost_memory("a", leaves)
+        return merge(learner, *started(learner, lease(2, second, block, 4)))
 
     warm = second_version(leaves=None, second="a")
     cold = second_version(leaves=0, second="a")
