@@ -201,8 +201,8 @@ def tls_of(certificate: Path, key: Path) -> ssl.SSLContext:
 def server_config(app: Starlette, tls: ssl.SSLContext | None = None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        log_level="warning",
-        access_log=False,
+        log_config=None,  # uvicorn logs through the handlers of this process
+        access_log=False,  # see RequestLog
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         server_header=False,
