@@ -202,8 +202,7 @@ def server_config(app: Starlette, tls: ssl.SSLContext | None = None) -> uvicorn.
     return uvicorn.Config(
         app,
         log_config=None,  # uvicorn logs through the handlers of this process
-        log_level="warning",
-        access_log=False,
+        access_log=False,  # see RequestLog
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         server_header=False,
