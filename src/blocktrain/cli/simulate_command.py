@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blocktrain.cli import options
-from blocktrain.cli.display import duration, size
+from blocktrain.cli.terminal import duration, size
 
 if TYPE_CHECKING:
     from rich.console import JustifyMethod
@@ -25,10 +25,11 @@ PIPED_WIDTH = 120
 @options.overrides
 @click.option(
     "--sweep",
-    metavar="A.B=C,D,...",
+    metavar="SECTION.KEY=VALUE,VALUE,...",
     help="Simulate once for each of these values of a setting and print one row for each.",
 )
 @options.thread_count
+@options.log_options("warning")
 @options.as_json
 @click.option(
     "--plots",
@@ -54,15 +55,14 @@ def simulate_command(
     """
     from rich.console import Console
 
-    from blocktrain.cli.options import resolve_config
     from blocktrain.simulate import plots
     from blocktrain.simulate.scenario import load_scenario
 
     if plots_folder:
         plots.check_installed()  # before a simulation that may take minutes
-    path, (name, values) = resolve_config(config_path), _parse_sweep(sweep)
+    name, values = _parse_sweep(sweep)
     scenarios = {
-        value: load_scenario(path, [*overrides, f"{name}={value}"] if name else overrides)
+        value: load_scenario(config_path, [*overrides, f"{name}={value}"] if name else overrides)
         for value in values
     }
     reports = {value: _simulated(scenario) for value, scenario in scenarios.items()}
