@@ -341,7 +341,7 @@ def test_the_database_is_restarted(tmp_path: Path, processes: Processes):
             for worker in workers:
                 processes.wait_for_end(worker)
     told = coordinator.log.read_text()
-    assert "the ledger does not answer" in told  # somebody had asked meanwhile
+    assert "the ledger's database does not answer" in told  # somebody had asked meanwhile
     assert "Traceback" not in told
 
 
@@ -378,4 +378,6 @@ def test_the_disk_is_full_for_a_while(swarm: Swarm, tmp_path: Path):
     swarm.finishes(tmp_path / "model")
     for worker in workers:
         swarm.processes.wait_for_end(worker)
-    assert "the ledger answers again" in coordinator.log.read_text()  # so it did not meanwhile
+    assert (
+        "the ledger's database answers again" in coordinator.log.read_text()
+    )  # so it did not meanwhile

@@ -300,7 +300,7 @@ def wait_for(
         (["serve", "nowhere", "--listen", "foo"], 2, "--listen"),
         (["stage", "nowhere", "--block", "1", "--listen", "foo"], 2, "--listen"),
         (["serve", "nowhere", "--stages", "host:7101, foo"], 2, "--stages"),
-        (["worker", "bt1_x", "--evaluate", "--idle-only"], 2, "for training"),
+        (["worker", "bt1_x", "--evaluate", "--idle-only"], 2, "do not apply to --evaluate"),
     ],
 )
 def test_a_mistake_is_one_clear_line(home: Path, arguments: list[str], code: int, says: str):

@@ -480,14 +480,20 @@ def test_the_access_log_has_a_line_for_every_request(
 
 def test_pages_of_other_sites_need_a_named_origin(engine: SmallEngine):
     origin = {"origin": "https://page.example"}
-    asked = {**origin, "access-control-request-method": "POST"}
+    preflight = {
+        **origin,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, content-type",
+    }
     for settings_, allowed in (
         (SETTINGS, None),
         (replace(SETTINGS, origins=("https://page.example",)), "https://page.example"),
     ):
         with served(engine, settings_) as address:
             url = f"{address}/v1/completions"
-            assert httpx.options(url, headers=asked).headers.get(ALLOW) == allowed
+            answer = httpx.options(url, headers=preflight)
+            assert answer.headers.get(ALLOW) == allowed
+            assert answer.is_success == bool(allowed)
             answer = httpx.get(f"{address}/health", headers=origin)
             assert answer.headers.get(ALLOW) == allowed
 

@@ -14,7 +14,7 @@ WORKERS = ("ann", "bob", "eve")
 
 
 def block(index: int = 0, **changes: Any) -> BlockState:
-    """A block of 100 batches that nobody has touched."""
+    """A new block of 100 batches."""
     fresh = BlockState(
         index=index, version=0, merged_batches=0, next_batch=0, total_batches=100,
         returned_batches=0, leased_batches=0, open_leases=0, workers=frozenset(),

@@ -1,4 +1,4 @@
-"""Small simulations to look at closely."""
+"""Small simulations."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from tests.support.coordinator import swarm_config
 from blocktrain.config import build
 from blocktrain.simulate.scenario import Scenario
 
-# Everybody is equal and always there, and nothing takes time but training.
+# All workers are equal and always present, and only training takes time.
 PLAIN = {
     "simulate__speed_spread": 0.0,
     "simulate__network_spread": 0.0,
@@ -24,7 +24,7 @@ def scenario(**settings: Any) -> Scenario:
     return run.with_settings(**{**PLAIN, **settings})
 
 
-# Of every kind, to be drawn.
+# Settings of simulations, drawn by hypothesis.
 scenes = st.fixed_dictionaries(
     {
         "model__layers": st.just(6),

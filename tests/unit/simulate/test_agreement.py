@@ -1,6 +1,6 @@
-"""A simulation and the real coordinator through the same events: the same answers, the same state.
+"""A simulation and a real coordinator give the same answers and have the same state.
 
-Whatever the simulated workers ask, a real service is asked too, at the same time by its clock.
+Every request of the simulated workers is also sent to a real service, at the same virtual time.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ RUN = {
     "swarm__deadline_factor": 1.0,
     "swarm__heartbeat_timeout": 30.0,
 }
-# A merge takes no time, because the real one takes none of the clock's; every block has a
-# coordinator of its own, so that none waits for another's merge.
+# A merge takes no time, because the real one takes none by its clock; each block has a coordinator
+# of its own, so that none waits for the merge of another.
 WORKERS = {
     "simulate__workers": 8,
     "simulate__coordinators": 2,
@@ -75,8 +75,8 @@ LIVES: dict[str, dict[str, Any]] = {
 }
 
 
-def learned(member: Member, lease: Lease, codec: str) -> Made:
-    """An update in which every number has grown by 1."""
+def make_update(member: Member, lease: Lease, codec: str) -> Made:
+    """An update that adds 1 to every number."""
     coder = update_codec(SwarmConfig(codec=codec))
     if coder is None:
         return member.make(lease)
@@ -86,7 +86,7 @@ def learned(member: Member, lease: Lease, codec: str) -> Made:
 
 
 class Mirrored(VirtualCoordinator):
-    """Does everything twice, and compares."""
+    """Sends every request to a real service as well, and compares."""
 
     def __init__(self, scene: Scenario, service: Service, clock: SetClock) -> None:
         super().__init__(scene.swarm, scene.block_count, scene.train.steps, lead=scene.lead)
@@ -94,7 +94,7 @@ class Mirrored(VirtualCoordinator):
         self.members: dict[str, Member] = {}
         self.real: dict[str, tuple[Member, Lease]] = {}
         self.made: dict[str, Made] = {}
-        self.waiting: dict[str, float | None] = {}  # how fast each is
+        self.waiting: dict[str, float | None] = {}  # the speed of each
         self.present: set[str] = set()
 
     def claim(
@@ -119,9 +119,9 @@ class Mirrored(VirtualCoordinator):
             assert answer.seconds == assignment.wait_seconds(self.blocks, worker)
             return None
         assert isinstance(answer, Lease)
-        told = (answer.block, answer.base_version, answer.first_batch, answer.steps)
+        answered = (answer.block, answer.base_version, answer.first_batch, answer.steps)
         own = (lease.block.index, lease.base_version, lease.first_batch, lease.steps)
-        assert told == own
+        assert answered == own
         assert answer.schedule_start == lease.schedule_start
         assert answer.schedule_stride == lease.schedule_stride
         assert answer.seconds_left == lease.deadline - now
@@ -143,8 +143,8 @@ class Mirrored(VirtualCoordinator):
         self.move_clock(now)
         super().progress(lease, steps_done, now)
         member, given = self.real[lease.lease]
-        told = LeaseProgress(fence=given.fence, steps_done=steps_done)
-        state = self.service.leases.progress(member.caller, given.lease, told)
+        progress = LeaseProgress(fence=given.fence, steps_done=steps_done)
+        state = self.service.leases.progress(member.caller, given.lease, progress)
         assert state.open
         assert state.seconds_left == lease.deadline - now
         self.compare()
@@ -160,7 +160,7 @@ class Mirrored(VirtualCoordinator):
         self.move_clock(now)
         super().offer(lease, now)
         member, given = self.real[lease.lease]
-        self.made[lease.lease] = learned(member, given, self.swarm.codec)
+        self.made[lease.lease] = make_update(member, given, self.swarm.codec)
         self.service.updates.record_offer(member.caller, self.made[lease.lease].offer)
         self.compare()
 
@@ -182,8 +182,8 @@ class Mirrored(VirtualCoordinator):
         self.move_clock(now)
         was_held = super().give_back(lease, now)
         member, given = self.real[lease.lease]
-        told = LeaseReturn(fence=given.fence, reason="leaving")
-        self.service.leases.give_back(member.caller, given.lease, told)
+        message = LeaseReturn(fence=given.fence, reason="leaving")
+        self.service.leases.give_back(member.caller, given.lease, message)
         self.compare()
         return was_held
 
@@ -213,7 +213,7 @@ class Mirrored(VirtualCoordinator):
             return tx.blocks.states()
 
     def move_clock(self, now: float) -> None:
-        """Whatever was due or overdue at the moment before has been dealt with by now."""
+        """Everything that was due or overdue before has been dealt with."""
         assert now >= self.clock.now
         if now > self.clock.now:
             with self.service.run.ledger.read() as tx:
@@ -225,8 +225,8 @@ class Mirrored(VirtualCoordinator):
         self.clock.now = now
 
     def keep_asking(self, until: float) -> None:
-        """Who waits asks a real coordinator every few seconds, and is known to be there. All others
-        who are there send heartbeats, and the coordinator makes its rounds."""
+        """Waiting workers ask a real coordinator every few seconds, so it knows they are present.
+        All other present workers send heartbeats, and the coordinator expires leases."""
         asks, attendance = self.clock.now, self.service.leases.dispatcher.attendance
         while asks < until:
             self.keep_reporting()
@@ -250,8 +250,8 @@ class Mirrored(VirtualCoordinator):
             assert state.busy_until == block.busy_until
             assert {names[worker] for worker in state.workers} == set(block.workers)
             assert {names[worker] for worker in state.finishing} == set(block.finishing)
-            told = sorted((u.committed, u.base_version, u.steps) for u in state.pending)
-            assert told == sorted((u.committed, u.base_version, u.steps) for u in block.pending)
+            pending = sorted((u.committed, u.base_version, u.steps) for u in state.pending)
+            assert pending == sorted((u.committed, u.base_version, u.steps) for u in block.pending)
             for worker, name in names.items():
                 mirrored = sorted(block.unmerged(name).values())
                 assert sorted(state.unmerged(worker).values()) == mirrored
@@ -259,9 +259,7 @@ class Mirrored(VirtualCoordinator):
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 @pytest.mark.parametrize("life", LIVES, ids=lambda life: life.replace(" ", "-"))
-def test_the_real_coordinator_gives_every_answer_that_was_simulated(
-    tmp_path: Path, life: str, codec: str
-):
+def test_the_real_coordinator_gives_the_same_answers(tmp_path: Path, life: str, codec: str):
     clock, settings = SetClock(now=0.0), {**RUN, "swarm__codec": codec}
     with running(tmp_path, clock, **settings) as service:
         scene = scenario(**{**settings, **WORKERS, **LIVES[life]})
@@ -269,7 +267,9 @@ def test_the_real_coordinator_gives_every_answer_that_was_simulated(
         report = simulate(scene, mirrored)
         assert report.finished
         assert report.merged_batches == (300, 300)
-        assert report.leases_missed and report.refused and report.staleness[1]  # all of it happened
+        assert (
+            report.leases_missed and report.refused and report.staleness[1]
+        )  # all of these happened
         with service.run.ledger.read() as tx:
             rows = [tx.blocks.get(index) for index in range(scene.block_count)]
         assert sum(row.fence for row in rows) == report.leases_given
@@ -292,7 +292,7 @@ def test_both_take_the_leases_of_silent_workers_back_before_their_deadlines(
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_both_let_the_blocks_of_a_cascade_begin_one_after_another(tmp_path: Path, codec: str):
+def test_both_open_the_blocks_of_a_cascade_one_after_another(tmp_path: Path, codec: str):
     settings = {**RUN, "swarm__codec": codec, "objective__kind": "cascade", "objective__tail": 1}
     clock = SetClock(now=0.0)
     with running(tmp_path, clock, **settings) as service:

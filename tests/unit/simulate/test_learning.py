@@ -1,4 +1,4 @@
-"""Real training in virtual time: what one machine would make, in the same order, and no more."""
+"""Real training in virtual time: as on one machine, and only of updates that are merged."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from blocktrain.simulate.simulation import new_coordinator, simulate
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
 from blocktrain.train.trainer import BlockTrainer
 
-# Everybody differs, many leave without a word, and updates come late.
+# Workers differ, many leave without notice, and updates come late.
 CHURN = {
     "train__steps": 60,
     "train__lr": 5e-3,
@@ -67,7 +67,7 @@ def merge(learner: SimulatedLearning, *leases: VirtualLease) -> dict[str, np.nda
 
 
 @pytest.mark.parametrize("kind", ["denoise", "end_to_end"])
-def test_with_a_worker_for_each_block_it_is_the_run_of_one_machine_to_the_last_bit(
+def test_with_one_worker_per_block_weights_are_those_of_one_machine_bit_for_bit(
     config: Config, corpus: Corpus, kind: str
 ):
     config = config.with_settings(objective__kind=kind, model__dropout=0.1)
@@ -95,7 +95,7 @@ def test_a_run_with_churn_learns_and_is_the_same_every_time(config: Config, corp
     assert scores[0] is not None and report.ce is not None and report.ce < scores[0] - 1.0
 
 
-def test_only_what_counts_is_trained(
+def test_only_merged_updates_are_trained(
     config: Config, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ):
     trained: list[int] = []
@@ -111,9 +111,7 @@ def test_only_what_counts_is_trained(
     assert report.steps_trained > 121.0
 
 
-def test_a_simulation_plays_out_the_same_whether_something_is_learned(
-    config: Config, corpus: Corpus
-):
+def test_training_does_not_change_the_course_of_a_simulation(config: Config, corpus: Corpus):
     scene = scenario(config, **CHURN)
     played, (trained, _) = simulate(scene), play(scene, corpus)
     assert played.ce is None
@@ -121,7 +119,7 @@ def test_a_simulation_plays_out_the_same_whether_something_is_learned(
 
 
 def test_blocks_of_a_cascade_build_on_those_before_as_they_stood(cascade: Config, corpus: Corpus):
-    """A lease of block 1 that was taken before block 0 moved, and one that was taken after."""
+    """A lease of block 1 that was claimed before a new version of block 0, and one after it."""
 
     def trained(*, before: bool) -> dict[str, np.ndarray]:
         learner = new_learner(cascade, corpus)
@@ -143,7 +141,7 @@ def test_blocks_of_a_cascade_build_on_those_before_as_they_stood(cascade: Config
     )
 
 
-def test_a_late_update_counts_from_where_it_started_and_for_less(config: Config, corpus: Corpus):
+def test_a_late_update_counts_as_a_discounted_change_from_its_base(config: Config, corpus: Corpus):
     learner, block = new_learner(config, corpus), VirtualBlock(0, 12)
     start = learner.versions[0].weights
     early, late = started(learner, lease(1, "a", block, 0), lease(2, "b", block, 4))
@@ -157,9 +155,7 @@ def test_a_late_update_counts_from_where_it_started_and_for_less(config: Config,
         assert np.array_equal(weights, expected.astype(np.float32))
 
 
-def test_updates_weigh_by_the_text_they_cover_in_whatever_order_they_came(
-    config: Config, corpus: Corpus
-):
+def test_updates_are_weighted_by_their_text_in_any_order(config: Config, corpus: Corpus):
     ends = []
     for first, steps in ((0, 3), (3, 1)):
         alone = new_learner(config, corpus)
@@ -173,8 +169,8 @@ def test_updates_weigh_by_the_text_they_cover_in_whatever_order_they_came(
             assert np.array_equal(weights, mean.astype(np.float32))
 
 
-def test_who_leaves_begins_again_with_a_cold_optimizer(config: Config, corpus: Corpus):
-    """But only in the block it had in memory: that of others is put away."""
+def test_a_worker_that_left_starts_again_with_a_cold_optimizer(config: Config, corpus: Corpus):
+    """Only for the block it had in memory: moments of other blocks are on disk."""
 
     def second_version(*, leaves: int | None, second: str) -> dict[str, np.ndarray]:
         learner, block = new_learner(config, corpus), VirtualBlock(0, 12)
@@ -197,7 +193,7 @@ def test_encoded_updates_are_merged_as_they_arrive(config: Config, corpus: Corpu
     packed, _ = play(scenario(config, **settings, swarm__codec=codec), corpus)
     assert (
         packed.virtual_seconds < whole.virtual_seconds
-    )  # nobody waits for what its update becomes
+    )  # no worker waits for the version with its update
     assert packed.ce is not None and whole.ce is not None
     assert packed.ce != whole.ce
     first = packed.samples[0].ce

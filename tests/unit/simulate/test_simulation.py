@@ -1,4 +1,4 @@
-"""Virtual swarms: nothing is lost, nothing counts twice, and time goes where it should."""
+"""Whole simulations: no batch is lost or counts twice, and times are as expected."""
 
 import time
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from blocktrain.swarm.merging_rules import MOST_MERGED
 
 
 class Bookkeeper(VirtualCoordinator):
-    """Writes down every batch that was given and merged."""
+    """Records every batch that was leased and merged."""
 
     def __init__(self, scene: Scenario) -> None:
         super().__init__(scene.swarm, scene.block_count, scene.train.steps)
@@ -39,11 +39,11 @@ class Bookkeeper(VirtualCoordinator):
         for lease in merged:
             self.merged[block.index] += batches(lease.first_batch, lease.steps)
 
-    def somewhere(self, block: VirtualBlock) -> list[int]:
-        """Every batch of a block, wherever it is: merged, waiting, out, back, never handed out."""
-        out = [lease for lease in self.leases if lease.block is block and lease.held]
+    def all_batches(self, block: VirtualBlock) -> list[int]:
+        """Every batch of a block: merged, pending, leased, given back or never handed out."""
+        leased = [lease for lease in self.leases if lease.block is block and lease.held]
         found = [*self.merged[block.index]]
-        for lease in (*out, *block.pending):
+        for lease in (*leased, *block.pending):
             found += batches(lease.first_batch, lease.steps)
         for first_batch, steps in block.gaps.items():
             found += batches(first_batch, steps)
@@ -56,16 +56,16 @@ def batches(first: int, steps: int) -> list[int]:
 
 @settings(deadline=None, max_examples=150)
 @given(scenes)
-def test_every_batch_is_merged_once_or_still_on_its_way(drawn: dict[str, Any]):
+def test_every_batch_is_merged_once_or_still_to_come(drawn: dict[str, Any]):
     scene = scenario(**drawn)
     books = Bookkeeper(scene)
     report = simulate(scene, books)
     for block in books.blocks:
-        assert sorted(books.somewhere(block)) == list(range(block.total_batches))
+        assert sorted(books.all_batches(block)) == list(range(block.total_batches))
         assert len(books.merged[block.index]) == block.merged_batches
-        out = sum(lease.steps for lease in books.leases if lease.block is block and lease.held)
-        waiting = sum(lease.steps for lease in block.pending)
-        assert block.under_way == block.merged_batches + out + waiting
+        leased = sum(lease.steps for lease in books.leases if lease.block is block and lease.held)
+        pending = sum(lease.steps for lease in block.pending)
+        assert block.under_way == block.merged_batches + leased + pending
         assert block.to_hand_out == block.total_batches - block.under_way
     assert report.finished == (sum(report.merged_batches) == report.batches)
 
@@ -93,16 +93,16 @@ CHURN = {
 }
 
 
-def test_the_same_seed_makes_the_same_run():
+def test_the_same_seed_gives_the_same_run():
     assert simulate(scenario(**CHURN)) == simulate(scenario(**CHURN))
 
 
-def test_another_seed_makes_another_run():
+def test_another_seed_gives_another_run():
     first, second = simulate(scenario(**CHURN)), simulate(scenario(**CHURN, simulate__seed=1))
     assert first.virtual_seconds != second.virtual_seconds
 
 
-# What a run comes to
+# Results of a run
 
 
 def test_a_worker_alone_meets_every_deadline_and_makes_every_version():
@@ -115,8 +115,8 @@ def test_a_worker_alone_meets_every_deadline_and_makes_every_version():
 
 
 def test_a_worker_alone_takes_as_long_as_its_training_and_its_transfers():
-    """One block of 40 batches at 2 a second; leases of 10 and 30, as its speed becomes known. The
-    first version is fetched; those it makes itself are here already, as nobody adds to them."""
+    """One block of 40 batches at 2 per second: leases of 10 and, once its speed is known, 30. It
+    fetches the first version only; later ones are exactly its own updates."""
     alone = {"model__blocks": 1, "simulate__steps_per_second": 2.0}
     assert simulate(scenario(**alone)).virtual_seconds == pytest.approx(20.0, abs=0.5)
     line = {
@@ -130,7 +130,7 @@ def test_a_worker_alone_takes_as_long_as_its_training_and_its_transfers():
     assert (report.bytes_down, report.bytes_up) == (6e6, 12e6)
 
 
-def test_with_momentum_a_version_is_nobodys_update_and_is_fetched():
+def test_with_momentum_a_version_differs_from_its_only_update_and_is_fetched():
     shared = {"model__blocks": 1, "simulate__block_megabytes": 1.0}
     own = simulate(scenario(**shared))
     added_to = simulate(scenario(**shared, swarm__outer_momentum=0.5))
@@ -138,7 +138,7 @@ def test_with_momentum_a_version_is_nobodys_update_and_is_fetched():
     assert added_to.bytes_down == added_to.leases_given * 1e6 > 1e6
 
 
-def test_a_cascade_fetches_the_blocks_before_too():
+def test_workers_of_a_cascade_also_fetch_the_blocks_before():
     four = {"simulate__workers": 4, "simulate__block_megabytes": 0.001, "train__steps": 400}
     plain = simulate(scenario(**four))
     cascade = simulate(scenario(**four, objective__kind="cascade", objective__tail=1))
@@ -148,13 +148,13 @@ def test_a_cascade_fetches_the_blocks_before_too():
 
 @pytest.mark.parametrize("lead", [0.25, 1.0])
 @pytest.mark.parametrize("workers", [1, 4, 30])
-def test_with_a_lead_whoever_waits_hears_of_the_block_that_opens(lead: float, workers: int):
+def test_with_a_lead_waiting_workers_notice_that_a_block_opens(lead: float, workers: int):
     settings = {"objective__kind": "cascade", "objective__lead": lead, "model__blocks": 4}
     result = simulate(scenario(**settings, model__layers=8, simulate__workers=workers))
     assert result.finished
 
 
-def test_smaller_updates_take_less_of_the_line_up_and_the_same_down():
+def test_smaller_updates_need_less_upload_and_the_same_download():
     line = {"simulate__block_megabytes": 4.0, "model__blocks": 1}
     whole, packed = (simulate(scenario(**line, simulate__update_share=s)) for s in (1.0, 0.25))
     assert packed.bytes_up == whole.bytes_up / 4
@@ -165,7 +165,7 @@ def test_smaller_updates_take_less_of_the_line_up_and_the_same_down():
 @pytest.mark.parametrize(
     ("codec", "times", "down"), [("bf16", 2.0, 1.0), ("int8", 3.97, 0.5), ("sparse", 96.2, 0.2)]
 )
-def test_a_codec_makes_updates_smaller_and_versions_come_as_differences(
+def test_with_a_codec_updates_are_smaller_and_versions_are_fetched_as_deltas(
     codec: str, times: float, down: float
 ):
     line = {"simulate__block_megabytes": 4.0, "model__blocks": 1, "simulate__workers": 4}
@@ -186,7 +186,7 @@ def test_deltas_are_fetched_only_if_they_are_smaller_than_the_whole_block():
 
 
 def shared_steps(scene: Scenario) -> float:
-    """The share of all steps that were trained while somebody else had a lease of the block."""
+    """The share of all steps that were trained while another worker had a lease of the block."""
     books = Bookkeeper(scene)
     assert simulate(scene, books).finished
     spans = [(lease.block.index, lease.created, lease.committed) for lease in books.leases]
@@ -200,9 +200,11 @@ def shared_steps(scene: Scenario) -> float:
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 @pytest.mark.parametrize(("workers", "most"), [(2, 0.0), (3, 0.07), (4, 0.02)])
-def test_no_more_workers_than_blocks_hardly_ever_share_one(codec: str, workers: int, most: float):
-    """Only towards the end, when fewer blocks than workers are left. Without a codec nobody trains
-    while an update travels."""
+def test_workers_hardly_ever_share_a_block_if_there_are_enough_blocks(
+    codec: str, workers: int, most: float
+):
+    """Only towards the end, when fewer blocks than workers are left. Without a codec no worker
+    trains while its update is sent."""
     four = {"model__layers": 4, "model__blocks": 4, "train__steps": 1500, "swarm__codec": codec}
     scene = scenario(**four, simulate__workers=workers, simulate__latency_seconds=0.05)
     assert shared_steps(scene) <= most
@@ -218,9 +220,9 @@ def test_equal_workers_are_used_fully():
 
 
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_nobody_waits_long_for_the_last_lease_of_another(seed: int):
-    """Nothing takes time but training, so that all waiting is for others: a hundredth of the time,
-    where one that took all that is left would be waited for half a minute."""
+def test_no_worker_waits_long_for_the_last_lease_of_another(seed: int):
+    """Only training takes time, so all waiting is for others: about 1% of the time. If one worker
+    took all remaining text, the others would wait for half a minute."""
     blocks = {"model__layers": 4, "model__blocks": 4, "train__steps": 900, "swarm__codec": "int8"}
     report = simulate(
         scenario(**blocks, simulate__workers=6, simulate__speed_spread=0.5, simulate__seed=seed)
@@ -229,15 +231,15 @@ def test_nobody_waits_long_for_the_last_lease_of_another(seed: int):
     assert report.utilisation["waiting"] < 0.016
 
 
-def test_faster_workers_get_more_done_but_not_more_of_them_at_the_same_time():
+def test_three_times_the_speed_takes_a_third_of_the_time():
     slow = simulate(scenario(train__steps=4000))
     fast = simulate(scenario(train__steps=4000, simulate__steps_per_second=3.0))
     assert fast.virtual_seconds == pytest.approx(slow.virtual_seconds / 3, rel=0.05)
     assert fast.steps_trained == pytest.approx(slow.steps_trained)
 
 
-def test_a_straggler_is_given_up_and_its_text_done_by_another():
-    """Both are fast when leases are cut, then half of them a hundred times slower, for long."""
+def test_the_text_of_a_straggler_is_trained_by_another_worker():
+    """All are fast when leases are sized; then half of them become a hundred times slower."""
     report = simulate(
         scenario(
             simulate__workers=8,
@@ -254,7 +256,7 @@ def test_a_straggler_is_given_up_and_its_text_done_by_another():
     assert report.useful_share < 1.0
 
 
-def test_a_run_outlives_workers_that_vanish_for_good():
+def test_a_run_finishes_though_most_workers_vanish_for_good():
     lost = {"simulate__workers": 20, "simulate__lost_share": 0.9, "simulate__stay_seconds": 100.0}
     report = simulate(scenario(**lost, simulate__goodbye_share=0.0, train__steps=3000))
     assert report.finished
@@ -262,7 +264,7 @@ def test_a_run_outlives_workers_that_vanish_for_good():
     assert report.utilisation["gone"] > 0.5
 
 
-def test_without_anybody_left_a_run_is_broken_off():
+def test_a_run_without_workers_stops_at_the_longest_time():
     lost = {"simulate__lost_share": 1.0, "simulate__stay_seconds": 10.0}
     report = simulate(scenario(**lost, train__steps=1000, simulate__longest_seconds=5000.0))
     assert not report.finished
@@ -270,7 +272,7 @@ def test_without_anybody_left_a_run_is_broken_off():
     assert report.slowest_progress < 1.0
 
 
-def test_who_says_goodbye_gives_its_lease_back():
+def test_a_worker_that_says_goodbye_gives_its_lease_back():
     leaving = {"simulate__availability": 0.5, "simulate__stay_seconds": 20.0}
     report = simulate(scenario(**leaving, simulate__goodbye_share=1.0, train__steps=200))
     assert report.finished
@@ -278,14 +280,14 @@ def test_who_says_goodbye_gives_its_lease_back():
     assert report.leases_missed == 0
 
 
-def test_availability_is_the_share_of_time_that_workers_are_there():
+def test_availability_is_the_share_of_time_that_workers_are_present():
     there = {"simulate__workers": 300, "simulate__stay_seconds": 50.0, "train__steps": 20_000}
     report = simulate(scenario(**there, swarm__most_stale=1000, simulate__availability=0.4))
     assert 1.0 - report.utilisation["gone"] == pytest.approx(0.4, abs=0.03)
 
 
-def test_an_update_that_is_too_stale_is_refused_and_its_text_done_again():
-    """Slow workers among fast ones, who make a version every few seconds."""
+def test_an_update_that_is_too_stale_is_refused_and_its_text_trained_again():
+    """Slow workers among fast ones, which make a version every few seconds."""
     stale = {"simulate__workers": 10, "simulate__speed_spread": 1.5, "train__steps": 2000}
     report = simulate(scenario(**stale, swarm__most_stale=0, simulate__latency_seconds=0.01))
     assert report.refused["too many versions behind"] > 0
@@ -296,7 +298,7 @@ def test_an_update_that_is_too_stale_is_refused_and_its_text_done_again():
     assert max(patient.staleness) > 0
 
 
-def test_an_update_that_falls_behind_while_a_merge_is_made_is_refused_too():
+def test_an_update_that_becomes_stale_during_a_merge_is_refused_too():
     slow_merges = {"simulate__block_megabytes": 10.0, "simulate__merge_megabytes": 2.0}
     busy = {"simulate__workers": 10, "simulate__speed_spread": 0.5, "train__steps": 500}
     report = simulate(scenario(**slow_merges, **busy, swarm__most_stale=0))
@@ -312,7 +314,7 @@ def test_more_coordinators_merge_more_blocks_at_once():
     assert two.virtual_seconds < one.virtual_seconds
 
 
-def test_samples_go_from_the_beginning_to_the_end():
+def test_samples_cover_the_whole_run():
     report = simulate(scenario(simulate__sample_seconds=7.0))
     times = [sample.seconds for sample in report.samples]
     assert times[:3] == [0.0, 7.0, 14.0]
@@ -321,7 +323,7 @@ def test_samples_go_from_the_beginning_to_the_end():
     assert report.samples[-1].updates_merged == sum(report.staleness.values())
 
 
-def test_numbers_of_a_run_that_made_nothing_are_still_numbers():
+def test_a_report_without_versions_has_numbers():
     report: Report = simulate(scenario(simulate__longest_seconds=1.0))
     assert not report.finished
     assert (report.participation, report.mean_staleness) == (1.0, 0.0)

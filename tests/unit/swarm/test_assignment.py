@@ -53,12 +53,12 @@ def continues(
     return may_continue(SWARM, block, request, now)
 
 
-def test_the_block_that_lags_goes_first():
+def test_the_block_that_is_furthest_behind_goes_first():
     assert choose([merged(0, 50), merged(1, 20), merged(2, 30)]) == 1
 
 
-def test_what_is_in_somebodys_hands_counts_as_done():
-    """Else everybody would be sent to the same block."""
+def test_leased_and_pending_batches_count_as_done():
+    """Otherwise all workers would get the same block."""
     leased = block(0, next_batch=40, leased_batches=40, open_leases=1, workers=frozenset({"bob"}))
     waiting = block(1, next_batch=30, pending=(update("bob", steps=30),))
     assert choose([leased, waiting]) == 1
@@ -90,9 +90,8 @@ def trained_by(state: BlockState, *names: str) -> BlockState:
     return replace(state, workers=frozenset(names))
 
 
-def test_a_block_that_somebody_trains_is_left_to_it():
-    """Two who are both far ahead do not both go to the one that lags: the second goes where nobody
-    is."""
+def test_a_block_with_a_worker_is_left_to_that_worker():
+    """Of two workers far ahead, one moves to the block behind; the other goes to an idle one."""
     lags, idle = trained_by(merged(0, 4), "bob"), merged(1, 50)
     assert choose([lags, idle, merged(2, 54)], own=2) == 2
     assert choose([lags, merged(1, 28), merged(2, 54)], own=2) == 1
@@ -113,8 +112,8 @@ def test_among_many_one_more_or_less_moves_nobody():
     assert choose(blocks, own=0) == 0
 
 
-def test_who_was_last_given_a_block_trains_it_though_it_holds_nothing_of_it_now():
-    """Between a version and the next leases of those who made it, their block looks empty."""
+def test_a_worker_counts_at_the_block_it_was_last_given():
+    """Between a version and the next leases of its workers, their block looks empty."""
     blocks = [merged(0, 50), merged(1, 50)]
     own = trained_by(blocks[0], "ann", "bob")
     assert choose([own, blocks[1]], own=0) == 1
@@ -134,7 +133,7 @@ def test_only_blocks_that_the_worker_can_train():
     assert choose(blocks, own=0, allowed=(1,)) == 1
 
 
-def test_a_returned_range_is_work():
+def test_returned_text_is_work():
     assert choose([block(0, next_batch=100, returned_batches=5)]) == 0
     assert choose([block(0, next_batch=100)]) is None
 
@@ -163,18 +162,18 @@ def test_a_block_of_a_cascade_begins_when_the_one_before_has_its_lead():
     assert choose([merged(0, 100), merged(1, 99), merged(2, 0)], lead=0.5) == 2
 
 
-def test_what_the_block_before_has_not_merged_is_no_lead():
+def test_only_merged_batches_count_as_lead():
     on_its_way = block(0, next_batch=90, pending=(update("bob", steps=90),))
     assert choose([on_its_way, merged(1, 0)], lead=0.5) == 0
     assert choose([replace(on_its_way, next_batch=100), merged(1, 0)], lead=0.5) is None
 
 
-def test_nobody_keeps_behind_a_finished_block():
+def test_a_finished_block_needs_no_lead():
     assert choose([merged(0, 100), merged(1, 80)], lead=1.0) == 1
 
 
 def test_workers_spread_over_the_blocks_that_are_open():
-    """Who shares a block leaves for one that nobody trains; who is alone stays."""
+    """A worker that shares a block leaves for an idle one; a worker alone stays."""
     shared = replace(merged(0, 60), workers=frozenset({"ann", "bob"}))
     assert choose([shared, merged(1, 0)], own=0, lead=0.5) == 1
     taken = replace(merged(1, 0), workers=frozenset({"bob"}))
@@ -183,8 +182,8 @@ def test_workers_spread_over_the_blocks_that_are_open():
 
 
 @pytest.mark.parametrize("lead", [0.1, 0.25, 0.5])
-def test_who_is_alone_on_its_block_stays_to_its_end(lead: float):
-    """Also while its own update becomes a version, however far behind an empty block is."""
+def test_a_worker_alone_on_its_block_stays_to_the_end(lead: float):
+    """Also while its own update is being merged, however far behind an idle block is."""
     for done in (60, 99):
         assert choose([merged(0, done), merged(1, 0)], own=0, lead=lead) == 0
     finishing = replace(merged(0, 80), finishing=frozenset({"ann"}), workers=frozenset({"ann"}))
@@ -192,8 +191,8 @@ def test_who_is_alone_on_its_block_stays_to_its_end(lead: float):
     assert choose([merged(0, 100), merged(1, 0)], own=0, lead=lead) == 1
 
 
-def test_what_a_worker_has_under_way_does_not_close_its_own_block_to_it():
-    """Two that are equally fast keep their blocks, whoever's update comes a moment later."""
+def test_a_workers_pending_update_does_not_close_its_own_block():
+    """Two equally fast workers keep their blocks, whichever update arrives first."""
     before = replace(merged(0, 60), workers=frozenset({"bob"}))
     own = block(1, merged_batches=0, next_batch=20, pending=(update(steps=20),))
     assert choose([before, replace(own, workers=frozenset({"ann"}))], own=1, lead=0.5) == 1
@@ -203,7 +202,7 @@ def test_what_a_worker_has_under_way_does_not_close_its_own_block_to_it():
 @settings(deadline=None)
 @given(some_blocks, st.floats(0.0, 1.0))
 def test_a_lead_never_leaves_a_run_without_work(blocks: tuple[BlockState, ...], lead: float):
-    """The first block that is not finished is always open: if it has text, somebody trains it."""
+    """The first unfinished block is always open."""
     first = next((b for b in blocks if b.merged_batches < b.total_batches), None)
     if first is not None and first.to_hand_out and "ann" not in first.finishing:
         assert choose(blocks, transfer_seconds=LONG, lead=lead) is not None
@@ -249,7 +248,7 @@ def test_the_choice_does_not_depend_on_the_order_of_the_blocks(
         assert choose(mixed, own, lead=lead) == choose(blocks, own, lead=lead)
 
 
-def test_who_has_an_update_on_its_way_asks_again_sooner_than_who_has_nothing():
+def test_a_worker_with_an_update_on_its_way_asks_again_sooner():
     blocks = [block(0), block(1, workers=frozenset({"ann"}))]
     assert wait_seconds(blocks, "ann") == MERGE_WAIT
     assert wait_seconds(blocks, "bob") == IDLE_WAIT
@@ -264,7 +263,7 @@ def shared_block(**changes: Any) -> BlockState:
     return BlockState(**fields)
 
 
-def test_a_worker_may_continue_what_is_all_that_is_missing():
+def test_a_lease_may_be_continued_if_its_update_is_the_only_one_not_merged():
     alone = {"workers": frozenset({"ann"})}
     sent = shared_block(sending=(("ann", "one", 10),), **alone)
     assert continues(sent, "one")
@@ -272,22 +271,22 @@ def test_a_worker_may_continue_what_is_all_that_is_missing():
     assert not continues(sent, None)
     update = PendingUpdate("one", "ann", 3, 10, 5.0)
     assert continues(shared_block(pending=(update,), **alone), "one")
-    assert not continues(shared_block(**alone), "one")  # it is merged: there is nothing to add
+    assert not continues(shared_block(**alone), "one")  # it is merged already
     both = shared_block(sending=(("ann", "two", 10),), pending=(update,), **alone)
     assert not continues(both, "two")
 
 
-def test_who_shares_a_block_waits_for_what_all_have_made_of_it():
+def test_workers_that_share_a_block_wait_for_the_merge():
     sent = shared_block(sending=(("ann", "one", 10), ("bob", "two", 10)))
     assert not continues(sent, "one")
-    assert continues(sent, "one", transfer_seconds=LONG)  # that would take too long
+    assert continues(sent, "one", transfer_seconds=LONG)  # waiting would take too long
     assert not continues(sent, "two", transfer_seconds=LONG)
     assert choose([sent], own=0, trained="one", transfer_seconds=LONG) == 0
     busy = shared_block(sending=sent.sending, finishing=frozenset({"ann", "bob"}))
     assert choose([busy], own=0, trained="one") is None
 
 
-def test_who_shares_a_block_trains_on_while_others_are_not_done_soon():
+def test_workers_that_share_a_block_train_on_if_others_take_longer():
     sent = shared_block(
         sending=(("ann", "one", 10),), finishing=frozenset({"ann"}), busy_until=500.0
     )
@@ -295,17 +294,17 @@ def test_who_shares_a_block_trains_on_while_others_are_not_done_soon():
         assert continues(sent, "one", now=now) == goes_on
         assert choose([sent], own=0, trained="one", now=now) == (0 if goes_on else None)
     ahead = shared_block(sending=(("ann", "one", 10), ("ann", "two", 10)), busy_until=500.0)
-    assert not continues(ahead, "two", now=0.0)  # two updates that nobody else has seen
+    assert not continues(ahead, "two", now=0.0)  # two updates are not merged
 
 
-def test_nobody_begins_anew_from_a_version_that_its_own_late_update_is_to_change():
-    """Though a late update, or one that continues another, is not of the current version."""
+def test_a_worker_waits_for_its_own_late_update_too():
+    """Even a late update, or one that continues another."""
     late = shared_block(sending=(("ann", "one", 10),))
     assert choose([late], own=0, trained="one") is None
-    assert choose([late], own=0) == 0  # codec none: there it would only wait
+    assert choose([late], own=0) == 0  # as without a codec
 
 
-def test_the_schedule_goes_on_as_if_all_had_gone_equally_far():
+def test_the_schedule_assumes_that_all_workers_are_equally_far():
     sent = shared_block(sending=(("ann", "one", 10),))
     assert place_in_schedule(sent, "ann", continuing=True) == (50, 2)
     assert place_in_schedule(sent, "ann") == (30, 2)

@@ -1,4 +1,4 @@
-"""Who is there, by what they said when they asked."""
+"""Which workers count as present, and how fast they are."""
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +29,7 @@ def test_others_are_counted_by_the_block_they_train():
     assert attendance.others("bob", 2.0) == {0: 1, None: 1}
 
 
-def test_who_waits_is_with_the_block_it_was_given_last_but_trains_nothing():
+def test_a_waiting_worker_counts_at_its_last_block_but_trains_nothing():
     attendance = Attendance(SWARM)
     attendance.record("ann", 2, 1.0, 0.0)
     attendance.record("ann", None, 1.0, 30.0)
@@ -38,7 +38,7 @@ def test_who_waits_is_with_the_block_it_was_given_last_but_trains_nothing():
     assert speeds(attendance, "bob") == {2: 0.0, None: 1.0}
 
 
-def test_who_asks_again_counts_once_where_it_is_now():
+def test_a_worker_that_asks_again_counts_once():
     attendance = Attendance(SWARM)
     attendance.record("ann", 0, 1.0, 0.0)
     attendance.record("ann", 1, 2.0, 30.0)
@@ -46,7 +46,7 @@ def test_who_asks_again_counts_once_where_it_is_now():
     assert attendance.others("bob", 30.0) == {0: 0, 1: 1}
 
 
-def test_who_has_not_asked_for_long_is_not_there():
+def test_a_worker_that_has_not_asked_for_long_is_absent():
     attendance = Attendance(SWARM)
     attendance.record("ann", 0, 1.0, 0.0)
     attendance.record("bob", 0, 2.0, 1.0)
@@ -57,14 +57,14 @@ def test_who_has_not_asked_for_long_is_not_there():
     assert attendance.others("eve", SECONDS + 0.5) == {0: 1, 1: 0}
 
 
-def test_who_has_gone_is_not_counted_by_the_first_to_ask_after_a_quiet_time():
+def test_absent_workers_are_forgotten_at_the_first_request_after_a_pause():
     attendance = Attendance(SWARM)
     attendance.record("ann", 0, 1.0, 0.0)
     attendance.record("bob", 1, 1.0, 10.0)
     assert attendance.others("eve", SECONDS + 1.0) == {0: 0, 1: 1}
 
 
-def test_who_is_kept_is_there_until_it_is_noted_again_or_seen_for_the_last_time():
+def test_a_worker_that_stays_is_present_until_it_is_recorded_again_or_has_left():
     attendance = Attendance(SWARM)
     for worker in ("ann", "bob"):
         attendance.record(worker, 0, 1.0, 0.0)
@@ -81,7 +81,7 @@ def test_who_is_kept_is_there_until_it_is_noted_again_or_seen_for_the_last_time(
     assert attendance.others("eve", later + SECONDS + 1.0) == {0: 0, 1: 0}
 
 
-def test_who_says_it_is_endlessly_fast_neither_counts_endlessly_nor_spoils_the_sum():
+def test_a_claimed_speed_beyond_all_bounds_is_cut():
     attendance = Attendance(SWARM)
     attendance.record("ann", 0, 1.0, 0.0)
     attendance.record("bob", 0, 1e308, 0.0)
@@ -89,7 +89,7 @@ def test_who_says_it_is_endlessly_fast_neither_counts_endlessly_nor_spoils_the_s
     assert speeds(attendance, "bob") == {0: 1.0}
 
 
-def test_whose_speed_is_unknown_is_there_without_one():
+def test_a_worker_of_unknown_speed_is_present():
     attendance = Attendance(SWARM)
     attendance.record("ann", 0, None, 0.0)
     assert speeds(attendance, "bob") == {0: 0.0}
@@ -106,7 +106,7 @@ asked = st.tuples(
 
 @settings(deadline=None)
 @given(st.lists(asked, max_size=30), st.sampled_from("abcdefg"))
-def test_sums_are_those_of_what_each_said_last(
+def test_sums_are_those_of_the_last_requests(
     said: list[tuple[str, int | None, float | None, float]], worker: str
 ):
     attendance, now, last, given = Attendance(SWARM), 0.0, {}, {}

@@ -28,7 +28,7 @@ from blocktrain.swarm.lease_terms import (
 
 
 def fitted(swarm: SwarmConfig, speed: float | None, left: int, busy_for: float = -math.inf) -> int:
-    """The steps of a lease on a block that others train for so many seconds more."""
+    """The steps of a lease on a block that others train for this many seconds more."""
     seconds = training_seconds(swarm, block(busy_until=NOW + busy_for), NOW, 0.0)
     return lease_steps(swarm, seconds, speed, left)
 
@@ -41,7 +41,7 @@ def test_a_first_lease_is_a_few_steps():
     ("speed", "left", "steps"),
     [(2.0, 1000, 60), (0.001, 1000, 1), (1000.0, 1000, 100), (2.0, 7, 7), (None, 3, 3)],
 )
-def test_a_lease_is_fitted_to_the_speed_the_most_and_what_is_left(
+def test_a_lease_fits_the_speed_the_bound_and_the_text_that_is_left(
     speed: float | None, left: int, steps: int
 ):
     assert fitted(SWARM, speed, left) == steps
@@ -66,11 +66,11 @@ def test_a_lease_fits_its_time_and_its_bounds(
     [(-math.inf, 60), (-5.0, 60), (3.0, 60), (3.5, 7), (20.0, 40), (50.0, 60)],
 )
 def test_a_lease_ends_with_those_that_others_train(busy_for: float, steps: int):
-    """Unless that is hardly worth a lease, or longer than a lease."""
+    """Unless the time until then is too short for a lease, or longer than one."""
     assert fitted(SWARM, 2.0, 1000, busy_for) == steps
 
 
-def test_what_a_worker_transfers_is_part_of_the_time_until_others_end():
+def test_transfers_are_part_of_the_time_until_others_end():
     shared = block(busy_until=NOW + 20.0)
     assert training_seconds(SWARM, shared, NOW, 4.0) == 16.0
     assert earliest_useful_end(SWARM, NOW, 4.0) == NOW + 7.0
@@ -79,7 +79,7 @@ def test_what_a_worker_transfers_is_part_of_the_time_until_others_end():
 
 @settings(deadline=None)
 @given(swarms, st.floats(1e-3, 1e5), st.floats(0, 100), st.floats(0, 2000))
-def test_updates_of_those_who_share_a_block_come_in_within_a_step_of_each_other(
+def test_updates_of_a_shared_block_arrive_within_a_step_of_each_other(
     swarm: SwarmConfig, speed: float, transfer: float, busy_for: float
 ):
     shared = block(busy_until=NOW + busy_for)
@@ -99,8 +99,8 @@ def millionths(steps_per_second: float) -> int:
 def shared(
     left: int, speeds: list[float], transfer: float = 0.0, swarm: SwarmConfig = SWARM
 ) -> list[tuple[int, float]]:
-    """(steps, when it ends) of the leases of workers who all ask now, while so many steps are left
-    of the run's only block."""
+    """(steps, end) of the leases of workers that all ask now, while this many steps are left of the
+    only block."""
     given: list[tuple[int, float]] = []
     waiting = sum(speeds)
     for number, speed in enumerate(speeds):
@@ -123,8 +123,8 @@ def test_the_last_steps_are_shared_out_by_speed():
     assert [steps for steps, _ in shared(40, [1.0])] == [30]
 
 
-def test_text_that_others_are_about_to_train_counts_by_when_they_end():
-    """Ann alone has ten seconds of text left, and bob will be free to help with it, or not."""
+def test_text_left_includes_what_others_are_training():
+    """Ann alone would train for ten seconds; bob may become free to help."""
     blocks = [block(0, total_batches=10), block(1, next_batch=100, busy_until=NOW + 4.0)]
     assert run_seconds_left(SWARM, blocks, NOW, 1.0, {1: millionths(1.0)}) == 7.0
     assert run_seconds_left(SWARM, blocks, NOW, 1.0, {}) == 10.0
@@ -132,7 +132,7 @@ def test_text_that_others_are_about_to_train_counts_by_when_they_end():
     assert run_seconds_left(SWARM, [blocks[0], later], NOW, 1.0, {1: millionths(1.0)}) > 10.0
 
 
-def test_who_has_no_speed_yet_leaves_nothing_to_others():
+def test_a_worker_of_unknown_speed_leaves_nothing_to_others():
     assert run_seconds_left(SWARM, [block()], NOW, None, {None: millionths(5.0)}) == math.inf
 
 
@@ -143,7 +143,7 @@ def test_no_lease_is_so_short_that_it_is_hardly_worth_its_transfers(transfer: fl
 
 @settings(deadline=None)
 @given(swarms, st.floats(1e-3, 1e5), st.floats(0, 100), st.integers(1, 1000), remaining)
-def test_a_worker_that_is_alone_takes_what_it_would_take_anyway(
+def test_sharing_out_does_not_change_the_lease_of_a_worker_alone(
     swarm: SwarmConfig, speed: float, transfer: float, left: int, busy_for: float
 ):
     last = block(total_batches=left, busy_until=NOW + busy_for)
@@ -155,8 +155,8 @@ def test_a_worker_that_is_alone_takes_what_it_would_take_anyway(
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=8), st.integers(1, 300))
-def test_whoever_trains_the_last_steps_ends_with_the_others(speeds: list[float], left: int):
-    """To a step, or to the shortest lease, where all that is left fits into one lease of each."""
+def test_workers_that_train_the_last_steps_end_together(speeds: list[float], left: int):
+    """To a step or the shortest lease, if the remaining text fits into one lease of each worker."""
     swarm = replace(SWARM, most_steps=10**9)
     together = left / sum(speeds)
     for steps, at in shared(left, speeds, swarm=swarm):
@@ -167,7 +167,7 @@ def test_whoever_trains_the_last_steps_ends_with_the_others(speeds: list[float],
 
 @dataclass
 class Trained:
-    """A lease that was given ten seconds ago."""
+    """A lease that was claimed ten seconds ago."""
 
     steps: int = 60
     created: float = NOW - 10.0
@@ -175,7 +175,7 @@ class Trained:
     expected: float | None = NOW + 20.0
 
 
-def test_nobody_knows_when_a_worker_of_unknown_speed_is_done():
+def test_the_update_of_a_worker_of_unknown_speed_has_no_expected_arrival():
     assert expected_arrival(block(), NOW, 10, None, 5.0) is None
     assert expected_arrival(block(), NOW, 10, 2.0, 5.0) == NOW + 10.0
 
@@ -183,14 +183,14 @@ def test_nobody_knows_when_a_worker_of_unknown_speed_is_done():
 @pytest.mark.parametrize(
     ("busy_for", "comes_in"), [(12.0, 10.0), (10.0, 10.0), (9.9, 9.9), (9.75, 9.75), (9.7, 10.0)]
 )
-def test_what_was_only_rounded_beyond_the_end_of_others_does_not_move_it(
+def test_rounding_to_steps_does_not_move_the_expected_arrival_past_the_others(
     busy_for: float, comes_in: float
 ):
     """Half a step of this worker is a quarter of a second."""
     assert expected_arrival(block(busy_until=NOW + busy_for), NOW, 10, 2.0, 5.0) == NOW + comes_in
 
 
-def test_a_lease_that_goes_otherwise_is_expected_otherwise():
+def test_progress_changes_the_expected_arrival():
     assert arrival_after_progress(SWARM, Trained(), 10, NOW) == NOW + 50.0
     assert arrival_after_progress(SWARM, Trained(), 60, NOW) == NOW
     assert arrival_after_progress(SWARM, Trained(expected=None), 10, NOW) == NOW + 50.0
@@ -198,7 +198,7 @@ def test_a_lease_that_goes_otherwise_is_expected_otherwise():
 
 
 @pytest.mark.parametrize("done", [0, 19, 20, 21])
-def test_a_lease_that_goes_as_was_thought_is_expected_as_before(done: int):
+def test_progress_as_expected_leaves_the_expected_arrival(done: int):
     assert arrival_after_progress(SWARM, Trained(), done, NOW) == NOW + 20.0
 
 
@@ -211,7 +211,7 @@ def test_no_lease_is_shorter_than_the_work_it_asks_for(
     seconds = deadline_seconds(swarm, steps, speed)
     assert seconds >= swarm.shortest_deadline
     expected = steps / speed if speed is not None else swarm.lease_seconds
-    expected = min(expected, SLOWEST_LEASES * swarm.lease_seconds)  # a claim counts no further
+    expected = min(expected, SLOWEST_LEASES * swarm.lease_seconds)  # a slower claim counts as this
     assert seconds >= expected
     assert seconds <= max(swarm.shortest_deadline, swarm.deadline_factor * expected)
 
@@ -222,7 +222,7 @@ def test_a_deadline_leaves_room():
     assert deadline_seconds(SWARM, 10, None) == 4 * 30
 
 
-def test_a_claim_of_speed_is_believed_as_far_as_it_was_measured():
+def test_a_claimed_speed_is_believed_up_to_a_multiple_of_the_measured_one():
     first = SWARM.first_steps / SWARM.lease_seconds
     assert trusted_speed(SWARM, None, None) is None
     assert trusted_speed(SWARM, None, 5.0) is None
@@ -252,9 +252,7 @@ def test_no_claim_moves_a_deadline_beyond_the_runs_bound(
         (99, 10.0, 80.0),
     ],
 )
-def test_progress_gives_more_time_where_there_is_little(
-    done: int, seconds_left: float, deadline: float
-):
+def test_progress_extends_a_deadline_that_is_near(done: int, seconds_left: float, deadline: float):
     lease = Trained(created=NOW - 200.0, deadline=NOW + seconds_left)
     assert deadline_after_steps(SWARM, lease, done, NOW - 20.0, NOW) == NOW + deadline
 

@@ -26,23 +26,23 @@ from blocktrain.swarm.merging_rules import (
 from blocktrain.swarm.state import BlockState, PendingUpdate
 
 
-def test_nothing_is_merged_where_nothing_waits():
+def test_without_pending_updates_nothing_is_merged():
     assert due_updates(block(), SWARM, NOW) == ()
     assert due_updates(block(open_leases=1, workers=frozenset({"bob"})), SWARM, NOW) == ()
 
 
-def test_where_nobody_else_trains_there_is_nothing_to_wait_for():
+def test_without_open_leases_updates_are_merged_at_once():
     alone = block(pending=(update(),), workers=frozenset({"ann"}))
     assert due_updates(alone, SWARM, NOW) == alone.pending
 
 
-def test_below_the_quorum_the_others_are_waited_for():
+def test_updates_wait_for_the_quorum():
     waiting = block(pending=(update(),), workers=frozenset({"ann", "bob"}), open_leases=1)
     assert due_updates(waiting, SWARM, NOW + 59.9) == ()
 
 
-def test_nobody_is_waited_for_longer_than_two_leases_take():
-    """Not for a quorum, and not by a grace window that is longer than that."""
+def test_updates_wait_for_two_lease_times_at_most():
+    """Neither for a quorum nor for a longer grace period."""
     swarm = replace(SWARM, lease_seconds=30.0)
     waiting = block(pending=(update(),), workers=frozenset({"ann", "bob"}), open_leases=1)
     assert due_updates(waiting, swarm, NOW + 60.0) == waiting.pending
@@ -51,27 +51,27 @@ def test_nobody_is_waited_for_longer_than_two_leases_take():
     assert due_at(full, replace(swarm, grace_seconds=20.0)) == NOW + 60.0
 
 
-def test_after_the_quorum_the_others_get_the_grace_window():
+def test_after_the_quorum_others_have_the_grace_period():
     both = (update("ann", NOW - 50), update("bob", NOW))
     full = block(pending=both, workers=frozenset(WORKERS), open_leases=1)
     assert due_updates(full, SWARM, NOW + 4.9) == ()
     assert due_updates(full, SWARM, NOW + 5.0) == both
 
 
-def test_a_third_update_does_not_start_the_grace_window_again():
+def test_a_third_update_does_not_restart_the_grace_period():
     three = (update("ann", NOW), update("bob", NOW + 1), update("eve", NOW + 5))
     full = block(pending=three, workers=frozenset({*WORKERS, "zoe"}), open_leases=1)
     assert due_updates(full, SWARM, NOW + 6) == three
 
 
 def test_the_quorum_is_never_more_than_there_are_workers():
-    """A worker that sent an update and trains on: it alone is all there is."""
+    """Here, one that has sent an update and trains on."""
     alone = block(pending=(update("ann", NOW),), workers=frozenset({"ann"}), open_leases=1)
     assert due_updates(alone, SWARM, NOW + 5) == alone.pending
 
 
 def test_late_updates_do_not_make_a_quorum():
-    """They come while the others train, and would make those late in turn."""
+    """They arrive while others train, and would make those late too."""
     late, fresh = update("ann"), replace(update("bob"), base_version=1)
     training = {"version": 1, "open_leases": 2, "workers": frozenset(WORKERS)}
     at_last = NOW + QUORUM_LEASES * SWARM.lease_seconds
@@ -107,12 +107,12 @@ def test_updates_are_due_from_their_time_on_and_not_before(state: BlockState, sw
         assert (due_updates(state, swarm, NOW) == ()) == (at == math.inf)
 
 
-def test_a_fresh_update_counts_fully_a_late_one_less_one_too_late_nothing():
+def test_an_update_counts_less_for_every_version_it_is_behind():
     swarm = SwarmConfig(most_stale=2, late_discount=0.5)
     assert [update_weight(swarm, 7, base) for base in (7, 6, 5, 4, 0)] == [1.0, 0.5, 0.25, 0.0, 0.0]
 
 
-def test_without_patience_every_late_update_is_refused():
+def test_with_most_stale_0_every_late_update_is_refused():
     swarm = SwarmConfig(most_stale=0)
     assert [update_weight(swarm, 1, base) for base in (1, 0)] == [1.0, 0.0]
 
@@ -154,7 +154,7 @@ def test_text_is_reclaimed_only_for_an_update_that_counts_and_came_too_late(
     judge_update(SwarmConfig(most_stale=2), 5, base, in_time=in_time, reclaim=reclaim)
 
 
-def test_what_fell_too_far_behind_is_told_apart_from_what_is_merged():
+def test_stale_updates_are_split_from_the_others():
     due = [replace(update(), base_version=base) for base in (4, 1, 5, 3, 2)]
     fresh, stale = split_stale(SwarmConfig(most_stale=2), 5, due)
     assert [item.base_version for item in fresh] == [4, 5, 3]
@@ -165,7 +165,7 @@ def test_what_fell_too_far_behind_is_told_apart_from_what_is_merged():
     ("kept", "down", "updates", "expected"),
     [(64, 0, 1, 64), (64, 0, 5, 320), (64, 0, 99, 4096), (64, 128, 5, 128)],
 )
-def test_a_version_has_room_for_all_its_updates_unless_the_run_says_otherwise(
+def test_a_delta_has_room_for_all_its_updates_unless_a_setting_limits_it(
     kept: int, down: int, updates: int, expected: int
 ):
     swarm = SwarmConfig(codec="sparse", top_k_per_4096=kept, top_k_per_4096_down=down)
@@ -175,7 +175,9 @@ def test_a_version_has_room_for_all_its_updates_unless_the_run_says_otherwise(
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 300))
-def test_differences_are_useful_as_long_as_all_from_there_are_shorter(sizes: list[int], whole: int):
+def test_deltas_are_useful_while_together_they_are_smaller_than_the_block(
+    sizes: list[int], whole: int
+):
     named = dict(enumerate(sizes, start=3))
     useful = useful_deltas(named, whole)
     assert useful == {
@@ -192,8 +194,8 @@ def test_an_update_is_never_older_than_its_base(base: int, into: int | None):
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=8))
-def test_chains_keep_their_weight_in_the_mean_and_add_up(links: list[tuple[int, bool]]):
-    """The share of a member, times its steps, is the chain's steps: for each what it learned."""
+def test_updates_of_a_chain_add_up(links: list[tuple[int, bool]]):
+    """The factor of each update, times its steps, is the number of steps of its chain."""
     updates = [
         PendingUpdate(str(n), "ann", 0, steps, float(n), str(n - 1) if linked and n else None)
         for n, (steps, linked) in enumerate(links)

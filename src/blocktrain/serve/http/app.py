@@ -182,6 +182,7 @@ def create_app(engine: AnswerEngine, settings: ApiSettings) -> Starlette:
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.origins,
+                allow_methods=["GET", "POST"],
                 allow_headers=["authorization", "content-type"],
                 expose_headers=["x-request-id"],
             )
