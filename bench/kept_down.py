@@ -35,7 +35,7 @@ from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_bl
 from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
-from blocktrain.train.loading import load_block
+from blocktrain.train.stored_models import load_block
 from blocktrain.worker.local_block import LeaseTrainer
 from quality import provenance
 

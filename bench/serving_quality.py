@@ -16,16 +16,15 @@ import torch
 
 from blocktrain.model.stack import Stack
 from blocktrain.numerics.sampling import Sampling
-from blocktrain.serve.activations import Activations, Row, initial
 from blocktrain.serve.ring import wire
 from blocktrain.serve.router.decode import AnswerCost, Decoding, GenerationRequest, Proposal
 from blocktrain.serve.router.first_block import FirstBlock
 from blocktrain.serve.router.local import run_locally
-from blocktrain.serve.stage.batch import SlotLimits
+from blocktrain.serve.stage.batch import Activations, Row, SlotLimits, initial
 from blocktrain.serve.stage.compute import BlockSource, RunBlockSource, StageCompute
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import Compute
-from blocktrain.train.loading import load_stack
+from blocktrain.train.stored_models import load_stack
 from blocktrain.vocabulary import BOS, MASK
 
 GRAM = 4

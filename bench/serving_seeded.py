@@ -24,7 +24,12 @@ from blocktrain.model.block import Block
 from blocktrain.numerics.sampling import mixed_seed
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import Compute
-from blocktrain.train.loading import finish_loading, meta_init_block, put_weight, weight_shapes
+from blocktrain.train.stored_models import (
+    finish_loading,
+    meta_init_block,
+    put_weight,
+    weight_shapes,
+)
 
 HELD = ("full", "int8", "logical")
 BENCH_STREAM = 77

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from blocktrain.protocol.framing import FrameMessage, Kind
+from blocktrain.protocol.framing import FrameKind, FrameMessage
 from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring, client_context, server_context
 from blocktrain.serve.ring.connection import RingConnection
 from blocktrain.serve.ring.handshake import RingListener, dial
@@ -35,10 +35,10 @@ async def answer(connection: RingConnection) -> None:
     """A STEP comes back as it is; of PREFILLs only one that asks is answered."""
     while True:
         said = await connection.receive()
-        if said.kind is Kind.STEP:
-            await connection.send(FrameMessage(Kind.RESULT, arrays=said.arrays))
+        if said.kind is FrameKind.STEP:
+            await connection.send(FrameMessage(FrameKind.RESULT, arrays=said.arrays))
         elif said.sequence:
-            await connection.send(FrameMessage(Kind.RESULT))
+            await connection.send(FrameMessage(FrameKind.RESULT))
 
 
 def serve(keys: Path, tls: bool, port: Pipe) -> None:
@@ -55,7 +55,7 @@ def serve(keys: Path, tls: bool, port: Pipe) -> None:
 
 async def round_trips(connection: RingConnection, size: int, seconds: float) -> float:
     """A second's."""
-    message = FrameMessage(Kind.STEP, arrays=(np.zeros(size, np.uint8),))
+    message = FrameMessage(FrameKind.STEP, arrays=(np.zeros(size, np.uint8),))
     began, done = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         await connection.send(message)
@@ -66,12 +66,12 @@ async def round_trips(connection: RingConnection, size: int, seconds: float) -> 
 
 async def pushed(connection: RingConnection, size: int, seconds: float) -> float:
     """Bytes a second."""
-    message = FrameMessage(Kind.PREFILL, arrays=(np.zeros(size, np.uint8),))
+    message = FrameMessage(FrameKind.PREFILL, arrays=(np.zeros(size, np.uint8),))
     began, done = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         await connection.send(message)
         done += 1
-    await connection.send(FrameMessage(Kind.PREFILL, sequence=1))
+    await connection.send(FrameMessage(FrameKind.PREFILL, sequence=1))
     await connection.receive()
     return done * size / (time.perf_counter() - began)
 

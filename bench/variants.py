@@ -28,8 +28,8 @@ from blocktrain.data.corpus import load_corpus
 from blocktrain.model.stack import CausalStack, Stack
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
-from blocktrain.train.loading import load_stack
 from blocktrain.train.run_session import open_session
+from blocktrain.train.stored_models import load_stack
 from contenders import refuse_eager_fallback
 from lockstep import train_in_lockstep
 
@@ -190,7 +190,7 @@ def _train_in_lockstep(
 
 
 def _train_by_workers(config: Config, folder: Path, workers: int, facts: dict[str, Any]) -> RunDir:
-    from blocktrain.cli.local_swarm import LocalSwarm
+    from blocktrain.cli.demo_command import LocalSwarm
     from blocktrain.worker.versions import fetch_model
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,7 @@ from blocktrain.swarm import merging_rules
 from blocktrain.swarm.state import PendingUpdate
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
-from blocktrain.train.loading import load_stack
+from blocktrain.train.stored_models import load_stack
 from blocktrain.worker.client import Client
 from blocktrain.worker.versions import fetch_model
 

@@ -21,8 +21,8 @@ from blocktrain.numerics.sampling import Sampling
 from blocktrain.serve.router.local import generate
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
-from blocktrain.train.loading import load_stack
 from blocktrain.train.run_session import open_session
+from blocktrain.train.stored_models import load_stack
 
 SECONDS = 60.0  # processes that load torch on a busy machine take their time
 KEY = "a key for tests"

@@ -18,8 +18,8 @@ from blocktrain.numerics.sampling import Sampling
 from blocktrain.serve.router.local import generate
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
-from blocktrain.train.loading import load_stack
 from blocktrain.train.run_session import open_session
+from blocktrain.train.stored_models import load_stack
 
 PROMPT = "The module"
 LONG = 150  # bytes: more than two windows

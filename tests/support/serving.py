@@ -11,11 +11,10 @@ from blocktrain.config import Config
 from blocktrain.model import readout as readouts
 from blocktrain.model.stack import DenoisingStack, Stack
 from blocktrain.numerics.sampling import mixed_seed, pick
-from blocktrain.serve.activations import Row, initial
 from blocktrain.serve.router.decode import GenerationRequest, Sampling
 from blocktrain.serve.router.first_block import NOISE_STREAM, FirstBlock
 from blocktrain.serve.router.local import run_locally
-from blocktrain.serve.stage.batch import DEFAULT_LIMITS, SlotLimits
+from blocktrain.serve.stage.batch import DEFAULT_LIMITS, Row, SlotLimits, initial
 from blocktrain.serve.stage.compute import StageCompute
 from blocktrain.train.device import resolve
 from blocktrain.vocabulary import BOS

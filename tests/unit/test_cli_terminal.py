@@ -10,7 +10,7 @@ from blocktrain.cli import main
 from blocktrain.cli.terminal import duration, plain, show_retry, size
 from blocktrain.cli.worker_command import _shown
 from blocktrain.errors import RefusedError
-from blocktrain.worker.events import WorkerEvent
+from blocktrain.worker.worker_events import WorkerEvent
 
 SAID = "no\x1b]0;mine\x07 \x9b2J\r\n[/b] :bomb: \u202ereason"
 SHOWN = "no ]0;mine   2J  [/b] :bomb:  reason"

@@ -71,13 +71,13 @@ def eval_command(
     The score is the row marked *: the product of all blocks' predictions. The other rows are for
     comparison: the prediction of each block alone; that of the last block is the readout
     `final`."""
-    from blocktrain.cli.progress import progress_bar
+    from blocktrain.cli.terminal import progress_bar
     from blocktrain.data.corpus import load_corpus
     from blocktrain.data.windows import evaluation_windows
     from blocktrain.storage.run_dir import RunDir
     from blocktrain.train.device import resolve
     from blocktrain.train.evaluate import evaluate, fit_product_weights
-    from blocktrain.train.loading import load_stack
+    from blocktrain.train.stored_models import load_stack
 
     if fit_weights and split == "valid":
         raise click.UsageError("--fit-weights fits on valid, so it needs --split test or train")

@@ -124,7 +124,7 @@ def generate_command(
     from blocktrain.serve.router.local import generate
     from blocktrain.storage.run_dir import RunDir
     from blocktrain.train.device import resolve
-    from blocktrain.train.loading import load_stack
+    from blocktrain.train.stored_models import load_stack
 
     stack = load_stack(RunDir.open(run), resolve(device, precision)).first(first_blocks)
     sampling = Sampling(temperature, seed=seed)

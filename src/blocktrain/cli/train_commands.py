@@ -45,7 +45,7 @@ def train_command(
 
     The loss and ce shown are those of the training batches; where blocks denoise, the input of a
     block contains the answer plus noise. They are not scores; `blocktrain eval` computes those."""
-    from blocktrain.cli.progress import training_progress
+    from blocktrain.cli.terminal import training_progress
     from blocktrain.config import load_config
     from blocktrain.errors import ConfigError
     from blocktrain.train.run_session import open_session

@@ -16,7 +16,7 @@ from blocktrain.cli import options
 from blocktrain.cli.terminal import plain, size, stop_on_signal
 
 if TYPE_CHECKING:
-    from blocktrain.worker.events import WorkerEvent
+    from blocktrain.worker.worker_events import WorkerEvent
 
 MOST_WORKERS_HERE = 256
 SECONDS_BETWEEN_LINES = 10.0

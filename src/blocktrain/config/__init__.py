@@ -9,7 +9,7 @@ from blocktrain.config.loading import (
     load_stored_config,
     read_settings,
 )
-from blocktrain.config.schema import (
+from blocktrain.config.sections import (
     CONFIG_VERSION,
     build,
     closest_match,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from blocktrain.config.schema import Values, build, current_name
+from blocktrain.config.sections import Values, build, current_name
 from blocktrain.config.settings import Config
 from blocktrain.errors import ConfigError
 

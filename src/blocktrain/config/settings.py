@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from blocktrain.codec.registry import CODECS
 from blocktrain.config.kinds import END_TO_END, KINDS, Kind
-from blocktrain.config.schema import Values, build, setting, stored_values, toml_text
+from blocktrain.config.sections import Values, build, setting, stored_values, toml_text
 from blocktrain.errors import ConfigError
 from blocktrain.numerics.noise import LogNormal, Partition, lognormal_partition
 from blocktrain.vocabulary import BYTE_VOCABULARY, Vocabulary

@@ -22,7 +22,7 @@ from blocktrain.coordinator.members import Caller
 from blocktrain.coordinator.reports import CoordinatorMetrics
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
-from blocktrain.protocol import tokens
+from blocktrain.protocol import identity
 from blocktrain.protocol.messages import (
     PROTOCOL,
     Hash,
@@ -137,7 +137,7 @@ class Endpoint:
             caller = app.service.members.caller(secret)
             app.rate_limiter.spend(caller.worker, cost)
             return caller
-        app.rate_limiter.spend(tokens.hash_secret(secret), cost)
+        app.rate_limiter.spend(identity.hash_secret(secret), cost)
         await app.service.executor.run(app.service.members.check_reader, secret)
         return None
 

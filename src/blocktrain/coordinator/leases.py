@@ -19,7 +19,7 @@ from blocktrain.errors import RefusedError
 from blocktrain.ledger.rows import LeaseRow, Version, WorkerRow
 from blocktrain.ledger.schema import HELD
 from blocktrain.ledger.transaction import Transaction
-from blocktrain.protocol import tokens
+from blocktrain.protocol import identity
 from blocktrain.protocol.messages import (
     Finished,
     Lease,
@@ -139,7 +139,7 @@ class Leases:
         first_batch, steps, fence = tx.blocks.take_range(block.index, plan.steps)
         terms = self.dispatcher.terms(work, block, steps, now)
         lease = LeaseRow(
-            id=tokens.identifier_of(now),
+            id=identity.identifier_of(now),
             worker=work.worker,
             block=block.index,
             base_version=block.version,

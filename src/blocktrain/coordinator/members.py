@@ -11,7 +11,7 @@ from blocktrain.ledger.ledger import Ledger
 from blocktrain.ledger.rows import InviteRow, WorkerRow
 from blocktrain.ledger.schema import HELD, LIVE
 from blocktrain.ledger.transaction import Transaction
-from blocktrain.protocol import identity, tokens
+from blocktrain.protocol import identity
 from blocktrain.protocol.messages import PROTOCOL, Join, Joined, Role, Token, TokenRequest
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Members:
         return Token(token=self._token(worker.id, worker.role, now), token_seconds=TOKEN_SECONDS)
 
     def caller(self, token: str) -> Caller:
-        claims = tokens.check(self.run.token_secret, token, self.run.clock())
+        claims = identity.check(self.run.token_secret, token, self.run.clock())
         return Caller(claims.worker, claims.role)
 
     def check_reader(self, secret: str) -> None:
@@ -111,7 +111,7 @@ class Members:
             tx.members.touch_worker(caller.worker, self.run.clock())
 
     def _valid_invite(self, tx: Transaction, secret: str, now: float) -> InviteRow:
-        invite = tx.members.invite(tokens.hash_secret(secret))
+        invite = tx.members.invite(identity.hash_secret(secret))
         if invite is None:
             raise RefusedError("unauthorized", "this invite is not of this run")
         if invite.revoked:
@@ -121,13 +121,13 @@ class Members:
         return invite
 
     def _token(self, worker: str, role: str, now: float) -> str:
-        return tokens.issue(self.run.token_secret, worker, role, now, TOKEN_SECONDS)
+        return identity.issue(self.run.token_secret, worker, role, now, TOKEN_SECONDS)
 
 
 def _register(tx: Transaction, invite: InviteRow, request: Join, now: float) -> str:
     if not tx.members.use_invite(invite.id):
         raise RefusedError("gone", "this invite has no uses left; ask the operator for another")
-    worker = tokens.new_identifier()
+    worker = identity.new_identifier()
     tx.members.add_worker(
         WorkerRow(
             id=worker,
@@ -170,12 +170,12 @@ class Operator:
 
     def invite(self, role: Role, uses: int, seconds: float) -> str:
         """The secret of a new invite. The ledger holds its hash only."""
-        secret = tokens.new_secret()
+        secret = identity.new_secret()
         with self.ledger.write() as tx:
             tx.members.add_invite(
                 InviteRow(
-                    id=tokens.new_identifier(),
-                    secret_hash=tokens.hash_secret(secret),
+                    id=identity.new_identifier(),
+                    secret_hash=identity.hash_secret(secret),
                     role=role,
                     uses_left=uses,
                     expires=self._clock() + seconds,
@@ -191,7 +191,7 @@ class Operator:
     def invite_of(self, secret: str) -> InviteState | None:
         """The invite with this secret, also if it was revoked or has expired."""
         with self.ledger.read() as tx:
-            row = tx.members.invite(tokens.hash_secret(secret))
+            row = tx.members.invite(identity.hash_secret(secret))
         return _invite_state(row, self._clock()) if row else None
 
     def revoke(self, invite: str, *, ban: bool = False) -> Sequence[WorkerRow]:

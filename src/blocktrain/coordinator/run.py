@@ -14,7 +14,7 @@ from blocktrain.data.corpus import Bytes, Corpus
 from blocktrain.errors import NotFoundError
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.ledger.rows import RunRow
-from blocktrain.protocol import tokens
+from blocktrain.protocol import identity
 from blocktrain.protocol.messages import (
     PROTOCOL,
     WHOLE_BYTES,
@@ -93,7 +93,7 @@ def create_run(
 ) -> None:
     """Store the text and each block's version 0, and record the run. If another coordinator
     recorded one meanwhile, that one is the run."""
-    blobs, run = Blobs(chunks), tokens.new_identifier()
+    blobs, run = Blobs(chunks), identity.new_identifier()
     authority = Authority.create(run, now)
     splits = {
         split: {
@@ -111,7 +111,7 @@ def create_run(
                 id=run,
                 config=config.to_toml(),
                 corpus=json.dumps(splits),
-                token_secret=tokens.new_secret().encode(),
+                token_secret=identity.new_secret().encode(),
                 authority_certificate=authority.certificate_pem,
                 authority_key=authority.key_pem,
                 created=now,

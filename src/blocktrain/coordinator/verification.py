@@ -12,8 +12,7 @@ from blocktrain.ledger.rows import Version
 from blocktrain.protocol import identity
 from blocktrain.protocol.messages import CHUNK_BYTES, Recipe, UpdateClaim, UpdateOffer
 from blocktrain.storage.tensor_file import TensorSpec
-from blocktrain.storage.validation import check_encoded, check_update
-from blocktrain.storage.weights_file import weights_form
+from blocktrain.storage.weights_file import check_encoded, check_update, weights_form
 from blocktrain.swarm import merging_rules
 
 FLOAT32_BYTES = 4

@@ -1,23 +1,111 @@
-"""Sources of text: the interpreter's own documentation and local files. See also hub.py.
+"""Where text comes from: the prose that every Python carries, local files, or a hub."""
 
-A source yields the bytes of each split it has, says which splits are missing, and has a fingerprint
-that changes with its content. Foreign errors become DataError here.
-"""
-
+import ast
 import glob
 import gzip
 import io
 import lzma
+import math
 import os
+import pydoc_data.topics
 import re
 import sys
+import sysconfig
+import tokenize
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from inspect import cleandoc
 from pathlib import Path
 
-from blocktrain.data import stdlib_text
 from blocktrain.errors import DataError
+
+REVISION = 2
+# Installed by the user, or by some systems only on request; tests hold data rather than prose.
+SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "distutils",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "tkinter",
+    "turtledemo",
+}
+SHORTEST_PIECE = 20
+SHORTEST_COMMENT_LINES = 2
+WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def collect() -> bytes:
+    """All of it as one text, every piece once, in an order that mixes the kinds everywhere."""
+    pieces = list(dict.fromkeys([*_topics(), *_module_texts()]))
+    stride = _coprime_stride(len(pieces))
+    ordered = [pieces[i * stride % len(pieces)] for i in range(len(pieces))]
+    return "\n\n".join(ordered).encode("utf-8", errors="replace")
+
+
+def _topics() -> Iterator[str]:
+    for name in sorted(pydoc_data.topics.topics):
+        yield pydoc_data.topics.topics[name].strip()
+
+
+def _module_texts() -> Iterator[str]:
+    for path in _modules(Path(sysconfig.get_paths()["stdlib"])):
+        for text in _texts(path):
+            piece = cleandoc(text)
+            if len(piece) >= SHORTEST_PIECE:
+                yield piece
+
+
+def _modules(root: Path) -> Iterator[Path]:
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - SKIPPED)
+        for name in sorted(files):
+            if name.endswith(".py"):
+                yield Path(folder, name)
+
+
+def _texts(path: Path) -> list[str]:
+    try:
+        with tokenize.open(path) as file:
+            source = file.read()
+        return [*_docstrings(source), *_comments(source)]
+    except (SyntaxError, UnicodeDecodeError):
+        return []  # a stray file: not everything in that folder need be Python 3
+
+
+def _docstrings(source: str) -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of stray backslashes in that source
+        tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, WITH_DOCSTRING):
+            yield ast.get_docstring(node, clean=False) or ""
+
+
+def _comments(source: str) -> Iterator[str]:
+    """Runs of lines that are nothing but comment."""
+    run: list[str] = []
+    for line in (*source.splitlines(), ""):
+        if line.lstrip().startswith("#"):
+            run.append(line.strip().lstrip("#"))
+            continue
+        if len(run) >= SHORTEST_COMMENT_LINES:
+            yield "\n".join(run)
+        run = []
+
+
+def _coprime_stride(count: int) -> int:
+    """A step near the golden section of `count` that visits every one of `count` places."""
+    stride = max(1, int(count * 0.618))
+    while math.gcd(stride, count) > 1:
+        stride += 1
+    return stride
+
 
 CHUNK = 1 << 20
 SPLITS = ("train", "valid", "test")
@@ -56,10 +144,10 @@ def split_of(name: str) -> str:
 def stdlib_source() -> Source:
     def chunks(split: str) -> Iterator[bytes]:
         if split == "train":
-            yield stdlib_text.collect()
+            yield collect()
 
     version = ".".join(map(str, sys.version_info[:3]))
-    return Source(f"stdlib {stdlib_text.REVISION} {version}", chunks, ("valid", "test"))
+    return Source(f"stdlib {REVISION} {version}", chunks, ("valid", "test"))
 
 
 def file_source(spec: str, pattern: str, limit: int) -> Source:

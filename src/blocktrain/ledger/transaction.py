@@ -4,12 +4,11 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, insert, select, text, update
 
-from blocktrain.ledger.events import Events
-from blocktrain.ledger.leases import Blocks, Leases
-from blocktrain.ledger.members import Members
+from blocktrain.ledger.lease_tables import BlockTable, LeaseTable
+from blocktrain.ledger.member_tables import EventTable, MemberTable
 from blocktrain.ledger.rows import BlockRow, RunRow, Statements, Version
 from blocktrain.ledger.schema import blocks, runs
-from blocktrain.ledger.updates import Updates, Versions
+from blocktrain.ledger.update_tables import UpdateTable, VersionTable
 from blocktrain.protocol.messages import Blob
 from blocktrain.swarm.state import PendingUpdate
 
@@ -18,12 +17,12 @@ class Transaction(Statements):
     def __init__(self, connection: Connection, *, locked: bool = False) -> None:
         """`locked`: blocks and events are locked for the whole transaction already."""
         super().__init__(connection)
-        self.blocks = Blocks(connection, locked=locked)
-        self.leases = Leases(connection)
-        self.updates = Updates(connection)
-        self.versions = Versions(connection)
-        self.members = Members(connection)
-        self.events = Events(connection, locked=locked)
+        self.blocks = BlockTable(connection, locked=locked)
+        self.leases = LeaseTable(connection)
+        self.updates = UpdateTable(connection)
+        self.versions = VersionTable(connection)
+        self.members = MemberTable(connection)
+        self.events = EventTable(connection, locked=locked)
 
     def run(self) -> RunRow | None:
         return self.first(RunRow, select(runs))

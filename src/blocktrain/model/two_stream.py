@@ -11,15 +11,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig
 from blocktrain.model.cache import CachedPositions, CacheShape, LayerCache
-from blocktrain.model.layer import (
-    Context,
-    Layer,
-    LayerCosts,
-    Linear,
-    Rotation,
-    rms_norm,
-    rotate,
-)
+from blocktrain.model.layer import Context, Layer, LayerCosts, Linear, Rotation, rms_norm, rotate
 
 
 class SwiGLU(nn.Module):

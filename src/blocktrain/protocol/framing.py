@@ -57,7 +57,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 1
     STEP = 2
     RESULT = 3
@@ -71,14 +71,14 @@ class Kind(IntEnum):
     PAD = 11
 
 
-KINDS = frozenset(map(int, Kind))
+KINDS = frozenset(map(int, FrameKind))
 
 
 @dataclass(frozen=True, eq=False)
 class FrameMessage:
     """`size` is that of a received message's frame."""
 
-    kind: Kind
+    kind: FrameKind
     request: int = 0
     sequence: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def encode(message: FrameMessage) -> list[Buffer]:
 
 
 class _Head(NamedTuple):
-    kind: Kind
+    kind: FrameKind
     arrays: int
     request: int
     sequence: int
@@ -234,7 +234,7 @@ def _parsed_head(data: Buffer, limit: int) -> _Head:
         _refuse(f"{arrays} arrays and {meta} bytes of meta are too many")
     if _padded_size(meta) + payload > limit:
         _refuse(f"{meta + payload} bytes; the limit is {limit}")
-    return _Head(Kind(kind), arrays, request, sequence, meta, payload, body_sum)
+    return _Head(FrameKind(kind), arrays, request, sequence, meta, payload, body_sum)
 
 
 def _entry(array: Array) -> bytes:

@@ -30,7 +30,7 @@ from blocktrain.storage.tensor_file import Tensors
 from blocktrain.swarm import merging_rules
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.evaluate import evaluate
-from blocktrain.train.loading import load_block
+from blocktrain.train.stored_models import load_block
 from blocktrain.train.trainer import BlockTrainer
 
 

@@ -1,15 +1,51 @@
-"""Writes a version's file from an older one and the deltas between them, frame by frame."""
+"""From one version to the next by an encoded delta: of arrays, and of stored files by chunks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import reduce
 
-from blocktrain.codec.delta import apply_delta
-from blocktrain.codec.frames import UpdateDecoder
+import numpy as np
+
+from blocktrain.codec.frames import UpdateDecoder, encode_frame
+from blocktrain.codec.registry import Codec
+from blocktrain.numerics.merge import Doubles, finite_floats
+from blocktrain.numerics.quantization import Floats
 from blocktrain.protocol.messages import Blob
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.tensor_file import canonical
 from blocktrain.storage.weights_file import number_count, weights_form, weights_frames
+
+
+@dataclass(frozen=True)
+class DeltaFrame:
+    """A frame of the next version, and what leads there."""
+
+    encoded: bytes
+    weights: Floats
+    residual: Floats
+
+
+def encode_delta(current: Floats, target: Doubles, codec: Codec) -> DeltaFrame:
+    """The frame nearest to the target that the codec can lead to from `current`."""
+    change = finite_floats(target - current)
+    _zero_what_moves_nothing(current, change)
+    encoded = encode_frame(codec, change)
+    weights = apply_delta(current, codec.decode(encoded, current.size))
+    # Rounding counts too: steps too small for their weight add up until they are not.
+    return DeltaFrame(encoded, weights, finite_floats(target - weights))
+
+
+def _zero_what_moves_nothing(current: Floats, change: Floats) -> None:
+    """A change too small to move its weight would take the place of numbers that matter."""
+    with np.errstate(over="ignore"):
+        np.copyto(change, np.float32(0), where=current + change == current)
+
+
+def apply_delta(current: Floats, delta: Floats) -> Floats:
+    with np.errstate(over="ignore"):  # the result is checked instead
+        return finite_floats(np.add(current, delta, dtype=np.float32))
+
 
 AT_ONCE = 4  # deltas in one pass: more passes write more, larger ones keep more files open
 

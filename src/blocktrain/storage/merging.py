@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import TypeVar
 
-from blocktrain.codec.delta import encode_delta
 from blocktrain.codec.frames import UpdateDecoder, enclose
 from blocktrain.codec.registry import Codec
 from blocktrain.errors import DivergedError, ProtocolError
@@ -20,6 +19,7 @@ from blocktrain.numerics.merge import Contribution, Doubles, MergeRule, finite_f
 from blocktrain.numerics.quantization import Floats
 from blocktrain.protocol.messages import Blob, Recipe
 from blocktrain.storage.blobs import Blobs, BlobWriter, ForwardReader
+from blocktrain.storage.deltas import encode_delta
 from blocktrain.storage.tensor_file import canonical
 from blocktrain.storage.weights_file import check_form, number_count, weights_form, weights_frames
 

@@ -14,8 +14,8 @@ from blocktrain.data.windows import evaluation_windows
 from blocktrain.errors import RunError
 from blocktrain.storage.run_dir import BlockDir, RunDir, Snapshot
 from blocktrain.train.evaluate import solo_ce
-from blocktrain.train.loading import load_block
 from blocktrain.train.optimizer import learning_rate
+from blocktrain.train.stored_models import load_block
 
 if TYPE_CHECKING:
     from blocktrain.train.trainer import BlockTrainer

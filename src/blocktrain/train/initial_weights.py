@@ -13,7 +13,7 @@ from blocktrain.errors import BlocktrainError
 from blocktrain.model.stack import initial_block
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.storage.tensor_file import encode
-from blocktrain.train.loading import load_block
+from blocktrain.train.stored_models import load_block
 
 
 def write_first_weights(config_path: Path, folder: Path) -> None:

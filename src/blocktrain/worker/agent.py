@@ -14,20 +14,20 @@ from blocktrain.train.estimation import memory_of
 from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
 from blocktrain.worker.corpus_cache import CorpusCache
-from blocktrain.worker.events import EventReporter, WorkerEvent
 from blocktrain.worker.lease_loop import REQUEST_SECONDS, LeaseLoop
 from blocktrain.worker.lease_work import RunSession
 from blocktrain.worker.local_block import LocalBlock
 from blocktrain.worker.machine import (
     Idleness,
+    StopCondition,
     WorkerSettings,
     check_role,
     idleness_of_this_machine,
     lock_folder,
 )
 from blocktrain.worker.residual import settle_leftover_residuals
-from blocktrain.worker.timing import StopCondition
 from blocktrain.worker.transfer import Bandwidth, Transfer
+from blocktrain.worker.worker_events import EventReporter, WorkerEvent
 
 log = logging.getLogger(__name__)
 

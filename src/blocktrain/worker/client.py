@@ -41,7 +41,7 @@ from blocktrain.protocol.messages import (
     whole_update_head,
 )
 from blocktrain.worker.http import TIMEOUT, Http, HttpRequest, JsonRequest
-from blocktrain.worker.timing import Clock, Deadline
+from blocktrain.worker.machine import Clock, Deadline
 
 PROTOCOLS = (PROTOCOL,)
 RENEW_AFTER = 0.8  # of a token's life

@@ -21,7 +21,7 @@ from blocktrain.data.sources import SPLITS
 from blocktrain.errors import DataError, ProtocolError
 from blocktrain.files import file_sha256
 from blocktrain.protocol.messages import Blob, RunDescription
-from blocktrain.worker.timing import Deadline
+from blocktrain.worker.machine import Deadline
 from blocktrain.worker.transfer import Transfer
 
 FOLDER = "splits"

@@ -16,15 +16,20 @@ from blocktrain.protocol.messages import Score, Status
 from blocktrain.storage import tensor_file
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.evaluate import Evaluation, evaluate
-from blocktrain.train.loading import load_block
+from blocktrain.train.stored_models import load_block
 from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
 from blocktrain.worker.corpus_cache import CorpusCache
-from blocktrain.worker.events import EventReporter, WorkerEvent
-from blocktrain.worker.machine import WorkerSettings, check_role, lock_folder
-from blocktrain.worker.timing import Deadline, StopCondition
+from blocktrain.worker.machine import (
+    Deadline,
+    StopCondition,
+    WorkerSettings,
+    check_role,
+    lock_folder,
+)
 from blocktrain.worker.transfer import Bandwidth, Transfer
-from blocktrain.worker.versions import Versions
+from blocktrain.worker.versions import LocalVersions
+from blocktrain.worker.worker_events import EventReporter, WorkerEvent
 
 SCORED_WINDOWS = 256
 POLL_SECONDS = 2.0  # between two requests for new versions
@@ -74,7 +79,7 @@ class Evaluator:
         config = from_toml(joined.description.config)
         compute = resolve(self.settings.device, config.train.precision)
         folder = self.settings.folder / joined.description.run
-        self._versions = Versions(
+        self._versions = LocalVersions(
             self._transfer, folder, config.swarm.codec, lambda text: report("astray", text)
         )
         corpora = CorpusCache(

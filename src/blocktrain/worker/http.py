@@ -21,7 +21,7 @@ from blocktrain.errors import ProtocolError, RefusedError, UnreachableError, Unt
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import Refusal
 from blocktrain.protocol.tls import pinned_context
-from blocktrain.worker.timing import Clock, Deadline
+from blocktrain.worker.machine import Clock, Deadline
 
 FIRST_PAUSE = 0.5  # seconds; doubles with every failure
 LONGEST_PAUSE = 20.0

@@ -8,17 +8,11 @@ import math
 import threading
 from collections.abc import Callable
 
-from blocktrain.errors import (
-    BlocktrainError,
-    DivergedError,
-    RefusedError,
-    UnreachableError,
-)
+from blocktrain.errors import BlocktrainError, DivergedError, RefusedError, UnreachableError
 from blocktrain.protocol.messages import Finished, Lease, LeaseAnswer, LeaseRequest, Wait
 from blocktrain.worker.lease_work import LeaseWork, RunSession
 from blocktrain.worker.local_block import LeaseReport, TrainedLease
-from blocktrain.worker.machine import Idleness
-from blocktrain.worker.timing import LeaseTimer, StopCondition
+from blocktrain.worker.machine import Idleness, LeaseTimer, StopCondition
 
 FINISH_SECONDS = 5.0  # a lease that ends within this is finished before a stop
 SEND_SECONDS = 15.0  # after that, for its update to be sent

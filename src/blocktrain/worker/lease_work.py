@@ -24,7 +24,6 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.swarm.lease_terms import heartbeat_interval
 from blocktrain.worker.client import Client
-from blocktrain.worker.events import EventKind, EventReporter
 from blocktrain.worker.local_block import (
     LearnedDelta,
     LeaseReport,
@@ -32,8 +31,9 @@ from blocktrain.worker.local_block import (
     StoredUpdate,
     TrainedLease,
 )
-from blocktrain.worker.timing import Deadline
+from blocktrain.worker.machine import Deadline
 from blocktrain.worker.transfer import Transfer
+from blocktrain.worker.worker_events import EventKind, EventReporter
 
 RETURN_SECONDS = 5.0
 LONGEST_REASON = 500

@@ -24,12 +24,12 @@ from blocktrain.storage import tensor_file
 from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.cascade import Published
 from blocktrain.train.device import Compute
-from blocktrain.train.loading import load_block
+from blocktrain.train.stored_models import load_block
 from blocktrain.train.trainer import BlockTrainer
+from blocktrain.worker.machine import Deadline
 from blocktrain.worker.residual import ResidualFile
-from blocktrain.worker.timing import Deadline
 from blocktrain.worker.transfer import Transfer
-from blocktrain.worker.versions import Versions
+from blocktrain.worker.versions import LocalVersions
 
 REPORT_EVERY = 10  # steps on a GPU: a report waits for the device
 
@@ -252,7 +252,7 @@ class LocalBlock:
     ) -> None:
         self._config, self._corpus, self._compute = config, corpus, compute
         self._transfer, self._scratch = transfer, scratch
-        self.versions = Versions(transfer, scratch, config.swarm.codec, on_astray)
+        self.versions = LocalVersions(transfer, scratch, config.swarm.codec, on_astray)
         self._trainer: LeaseTrainer | None = None
         # Where the block stands: at what the last lease learned, or at a blob of the cache.
         self._end: LearnedDelta | Blob | None = None

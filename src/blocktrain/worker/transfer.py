@@ -16,13 +16,7 @@ import numpy as np
 
 from blocktrain import faults
 from blocktrain.errors import ProtocolError, RefusedError, RunError, UnreachableError
-from blocktrain.protocol.messages import (
-    CHUNK_BYTES,
-    Blob,
-    Receipt,
-    UpdateOffer,
-    whole_update_head,
-)
+from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Receipt, UpdateOffer, whole_update_head
 from blocktrain.storage.chunks import name_of
 from blocktrain.worker.blob_cache import (
     BlobCache,
@@ -33,7 +27,7 @@ from blocktrain.worker.blob_cache import (
 )
 from blocktrain.worker.client import Client
 from blocktrain.worker.http import HttpRequest, HttpResponse, TransientError
-from blocktrain.worker.timing import Clock, Deadline
+from blocktrain.worker.machine import Clock, Deadline
 
 THREADS = 4
 URL_SECONDS = 15.0  # for how long a presigned URL is tried before the coordinator is

@@ -26,7 +26,7 @@ from blocktrain.storage.run_dir import RunDir
 from blocktrain.storage.tensor_file import Tensors
 from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
-from blocktrain.worker.timing import Deadline
+from blocktrain.worker.machine import Deadline
 from blocktrain.worker.transfer import Transfer
 
 MODEL_SECONDS = 3600.0  # for how long the download of a block is retried
@@ -41,7 +41,7 @@ class CachedVersion:
 _FILE = TypeAdapter(dict[int, CachedVersion])
 
 
-class Versions:
+class LocalVersions:
     def __init__(
         self, transfer: Transfer, folder: Path, codec: str, on_astray: Callable[[str], None]
     ) -> None:

@@ -21,8 +21,8 @@ from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.cascade import PublishedRun
 from blocktrain.train.checkpoints import Progress
 from blocktrain.train.evaluate import evaluate
-from blocktrain.train.loading import load_stack
 from blocktrain.train.optimizer import learning_rate
+from blocktrain.train.stored_models import load_stack
 from blocktrain.train.trainer import BlockTrainer
 
 

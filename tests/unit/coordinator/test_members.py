@@ -12,7 +12,7 @@ from tests.support.coordinator import (
 from blocktrain.coordinator.members import CLOCK_SKEW, TOKEN_SECONDS, Caller
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
-from blocktrain.protocol import tokens
+from blocktrain.protocol import identity
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import LeaseProgress, LeaseRequest, TokenRequest
 
@@ -143,7 +143,7 @@ def test_a_token_ends_and_is_renewed_by_the_key(service: Service, clock: SetCloc
 
 
 def test_a_token_of_another_run_is_refused(service: Service, clock: SetClock):
-    foreign = tokens.issue(b"another secret", join(service).id, "train", clock.now, 60)
+    foreign = identity.issue(b"another secret", join(service).id, "train", clock.now, 60)
     for token in (foreign, "", "x", "a.b"):
         with pytest.raises(RefusedError) as refused:
             service.members.caller(token)
@@ -205,7 +205,7 @@ def test_a_banned_worker_gets_no_further(service: Service, clock: SetClock):
 
 def test_a_good_token_of_an_unknown_worker_opens_nothing(service: Service, clock: SetClock):
     """Say, of a ledger that was restored from before the worker joined."""
-    token = tokens.issue(service.run.token_secret, "nobody00", "train", clock.now, 60)
+    token = identity.issue(service.run.token_secret, "nobody00", "train", clock.now, 60)
     with pytest.raises(RefusedError) as refused:
         service.leases.claim(service.members.caller(token), LeaseRequest())
     assert refused.value.code == "unauthorized"

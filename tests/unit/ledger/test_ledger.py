@@ -19,7 +19,7 @@ import sqlalchemy as sql
 from tests.support.postgres import fresh_database
 
 from blocktrain.errors import ConfigError, UnreachableError
-from blocktrain.ledger.leases import Leases
+from blocktrain.ledger.lease_tables import LeaseTable
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.ledger.rows import InviteRow, LeaseRow, RunRow, UpdateRow, WorkerRow
 from blocktrain.ledger.schema import HELD, metadata
@@ -732,7 +732,7 @@ def test_postgresql_looks_things_up_while_tables_are_small():
     ledger = Ledger(fresh_database())
     with ledger.engine.connect() as connection:
         connection.exec_driver_sql("ANALYZE")  # it knows that they are empty
-        plan = connection.execute(sql.text(f"EXPLAIN {Leases.ALL_HELD.compile(ledger.engine)}"))
+        plan = connection.execute(sql.text(f"EXPLAIN {LeaseTable.ALL_HELD.compile(ledger.engine)}"))
         steps = " ".join(plan.scalars())
     ledger.close()
     assert "leases_by_" in steps and "Seq Scan" not in steps

@@ -18,8 +18,8 @@ from blocktrain.protocol.framing import (
     MAX_META,
     STAGING_BYTES,
     FrameDecoder,
+    FrameKind,
     FrameMessage,
-    Kind,
     encode,
     largest_frame,
 )
@@ -38,7 +38,7 @@ ARRAYS = st.sampled_from(list(DTYPES.values())).flatmap(
 )
 MESSAGES = st.builds(
     FrameMessage,
-    st.sampled_from(Kind),
+    st.sampled_from(FrameKind),
     NUMBERS,
     NUMBERS,
     st.dictionaries(st.text(), JSON, max_size=3),
@@ -76,9 +76,13 @@ def same(one: FrameMessage, other: FrameMessage) -> bool:
     )  # fmt: skip
 
 
-BIG = FrameMessage(Kind.STEP, 7, 9, {"hops": ["a:1"]}, (np.arange(40_000, dtype=np.float32),))
+BIG = FrameMessage(FrameKind.STEP, 7, 9, {"hops": ["a:1"]}, (np.arange(40_000, dtype=np.float32),))
 SMALL = FrameMessage(
-    Kind.RESULT, 1, 2, {"a": 1}, (np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(3, np.int8))
+    FrameKind.RESULT,
+    1,
+    2,
+    {"a": 1},
+    (np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(3, np.int8)),
 )
 
 # What was sent arrives
@@ -112,7 +116,7 @@ def test_messages_arrive_through_the_decoders_own_buffers(sizes: list[int]):
             decoder.buffer_updated(count)
             found += decoder.messages()
     assert [message.kind for message in found] == [
-        Kind.STEP if i % 2 else Kind.RESULT for i in range(4)
+        FrameKind.STEP if i % 2 else FrameKind.RESULT for i in range(4)
     ]
     assert all(same(message, BIG if i % 2 else SMALL) for i, message in enumerate(found))
 
@@ -121,13 +125,13 @@ def test_arrays_are_sent_without_a_copy():
     array = BIG.arrays[0]
     assert any(np.shares_memory(np.frombuffer(part, np.uint8), array) for part in encode(BIG))
     strided = np.arange(20, dtype=np.float32).reshape(4, 5).T
-    (found,) = decoded(frame(FrameMessage(Kind.STEP, arrays=(strided,))))
+    (found,) = decoded(frame(FrameMessage(FrameKind.STEP, arrays=(strided,))))
     np.testing.assert_array_equal(found.arrays[0], strided)
 
 
 def test_received_arrays_lie_in_one_buffer_aligned_and_writable():
     (message,) = decoded(
-        frame(FrameMessage(Kind.STEP, meta={"x": "odd"}, arrays=SMALL.arrays[::-1]))
+        frame(FrameMessage(FrameKind.STEP, meta={"x": "odd"}, arrays=SMALL.arrays[::-1]))
     )
     assert all(array.base is message.arrays[0].base for array in message.arrays)
     for array in message.arrays:
@@ -140,16 +144,16 @@ def test_received_arrays_lie_in_one_buffer_aligned_and_writable():
 @pytest.mark.parametrize(
     "message",
     [
-        FrameMessage(Kind.STEP, request=-1),
-        FrameMessage(Kind.STEP, sequence=2**64),
-        FrameMessage(Kind.STEP, meta={"x": float("nan")}),
-        FrameMessage(Kind.STEP, meta={"x": object()}),
-        FrameMessage(Kind.STEP, meta={"x": "y" * MAX_META}),
-        FrameMessage(Kind.STEP, arrays=(np.zeros(1, np.float64),)),
-        FrameMessage(Kind.STEP, arrays=(np.array([None]),)),
-        FrameMessage(Kind.STEP, arrays=(np.zeros(2, ">f4"),)),
-        FrameMessage(Kind.STEP, arrays=(np.zeros((1, 1, 1, 1, 1), np.uint8),)),
-        FrameMessage(Kind.STEP, arrays=(np.zeros(1, np.uint8),) * (MAX_ARRAYS + 1)),
+        FrameMessage(FrameKind.STEP, request=-1),
+        FrameMessage(FrameKind.STEP, sequence=2**64),
+        FrameMessage(FrameKind.STEP, meta={"x": float("nan")}),
+        FrameMessage(FrameKind.STEP, meta={"x": object()}),
+        FrameMessage(FrameKind.STEP, meta={"x": "y" * MAX_META}),
+        FrameMessage(FrameKind.STEP, arrays=(np.zeros(1, np.float64),)),
+        FrameMessage(FrameKind.STEP, arrays=(np.array([None]),)),
+        FrameMessage(FrameKind.STEP, arrays=(np.zeros(2, ">f4"),)),
+        FrameMessage(FrameKind.STEP, arrays=(np.zeros((1, 1, 1, 1, 1), np.uint8),)),
+        FrameMessage(FrameKind.STEP, arrays=(np.zeros(1, np.uint8),) * (MAX_ARRAYS + 1)),
     ],
 )
 def test_messages_too_large_for_a_frame_are_refused(message: FrameMessage):
@@ -227,7 +231,7 @@ def test_a_forged_frame_with_nothing_wrong_is_taken():
     [
         forged(version=2),
         forged(kind=0),
-        forged(kind=max(Kind) + 1),
+        forged(kind=max(FrameKind) + 1),
         forged(count=MAX_ARRAYS + 1),
         forged(meta_bytes=MAX_META + 1),
         forged(payload=LIMIT),
@@ -293,4 +297,4 @@ def test_the_limit_holds_from_the_next_frame_on():
     decoder.feed(frame(SMALL))
     decoder.limit = LIMIT
     decoder.feed(frame(BIG))
-    assert [message.kind for message in decoder.messages()] == [Kind.RESULT, Kind.STEP]
+    assert [message.kind for message in decoder.messages()] == [FrameKind.RESULT, FrameKind.STEP]

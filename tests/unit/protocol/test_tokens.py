@@ -7,8 +7,7 @@ from pydantic import TypeAdapter
 
 from blocktrain.errors import RefusedError
 from blocktrain.protocol import identity
-from blocktrain.protocol.messages import Base64, Identifier
-from blocktrain.protocol.tokens import (
+from blocktrain.protocol.identity import (
     TokenClaims,
     check,
     hash_secret,
@@ -17,6 +16,7 @@ from blocktrain.protocol.tokens import (
     new_identifier,
     new_secret,
 )
+from blocktrain.protocol.messages import Base64, Identifier
 
 SECRET = b"the run's own secret"
 TOKEN = issue(SECRET, "worker01", "train", now=1000.7, seconds=60)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktrain.errors import OverloadedError
-from blocktrain.serve.http.admission import AdmissionQueue
+from blocktrain.serve.http.answer import AdmissionQueue
 
 
 async def turns(count: int = 3) -> None:

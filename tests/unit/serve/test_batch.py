@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from blocktrain.errors import CacheFullError, MissingPrefixError
-from blocktrain.serve.activations import Row
-from blocktrain.serve.stage.batch import SlotTable
+from blocktrain.serve.stage.batch import Row, SlotTable
 
 
 def row(request: int, start: int = 0) -> Row:

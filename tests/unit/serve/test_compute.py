@@ -10,10 +10,20 @@ from blocktrain.config import Config
 from blocktrain.errors import CacheFullError, MissingPrefixError, ProtocolError
 from blocktrain.model import readout
 from blocktrain.model.stack import Stack
-from blocktrain.serve.activations import Activations, Refinement, Row, initial, joined, split_rows
 from blocktrain.serve.router.decode import Sampling
 from blocktrain.serve.router.first_block import FirstBlock
-from blocktrain.serve.stage.batch import RowSpan, SlotLimits, SlotOwner, grouped_by_length
+from blocktrain.serve.stage.batch import (
+    Activations,
+    Refinement,
+    Row,
+    RowSpan,
+    SlotLimits,
+    SlotOwner,
+    grouped_by_length,
+    initial,
+    joined,
+    split_rows,
+)
 from blocktrain.serve.stage.compute import RunBlockSource, StageCompute
 from blocktrain.storage.run_dir import RunDir, Snapshot
 

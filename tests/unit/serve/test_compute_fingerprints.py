@@ -6,11 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.config import Config
-from blocktrain.serve.stage.compute import (
-    settings_fingerprint,
-    stage_mismatch,
-    weights_fingerprint,
-)
+from blocktrain.serve.stage.compute import settings_fingerprint, stage_mismatch, weights_fingerprint
 
 WEIGHTS = ["w0", "w1", "w2"]
 GOOD = {"blocks": [1, 2], "settings": "s", "weights": ["w1", "w2"], "address": ""}

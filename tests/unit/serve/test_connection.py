@@ -22,7 +22,7 @@ from blocktrain.errors import (
     UnreachableError,
     UntrustedError,
 )
-from blocktrain.protocol.framing import FrameDecoder, FrameMessage, Kind, encode, largest_frame
+from blocktrain.protocol.framing import FrameDecoder, FrameKind, FrameMessage, encode, largest_frame
 from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring, client_context, server_context
 from blocktrain.serve.ring.connection import MAX_HELLO_BYTES, RingConnection, Terms
 from blocktrain.serve.ring.flow import window_for
@@ -73,7 +73,7 @@ async def echo(connection: RingConnection) -> None:
     while True:
         said = await connection.receive()
         await connection.send(
-            FrameMessage(Kind.RESULT, said.request, said.sequence, {}, said.arrays)
+            FrameMessage(FrameKind.RESULT, said.request, said.sequence, {}, said.arrays)
         )
 
 
@@ -125,7 +125,7 @@ class Stranger:
 
     def greet(self, **changed: Any) -> None:
         meta = {"hello": HELLO, "limit": QUICK.limit, "beat": QUICK.beat, **changed}
-        self.say(FrameMessage(Kind.HELLO, meta=meta))
+        self.say(FrameMessage(FrameKind.HELLO, meta=meta))
 
     async def heard(self) -> list[FrameMessage]:
         """Everything until the other side hangs up."""
@@ -138,7 +138,7 @@ class Stranger:
 
     async def refusal(self) -> str:
         last = (await self.heard())[-1]
-        assert last.kind is Kind.ERROR and last.request == 0
+        assert last.kind is FrameKind.ERROR and last.request == 0
         return str(last.meta["reason"])
 
 
@@ -334,7 +334,7 @@ def test_messages_of_all_sizes_come_back_in_order(keys: Path, tls: bool, new_loo
 
             async def push() -> None:
                 for index, array in enumerate(sent):
-                    await connection.send(FrameMessage(Kind.STEP, 1, index, {}, (array,)))
+                    await connection.send(FrameMessage(FrameKind.STEP, 1, index, {}, (array,)))
 
             pushing = asyncio.create_task(push())
             for index, array in enumerate(sent):
@@ -355,7 +355,7 @@ def test_padding_uses_no_message_credit_and_is_not_received():
             near = await dialled(address, terms=padding)
             for request in range(1, 9):
                 await near.send(
-                    FrameMessage(Kind.STEP, request, arrays=(np.zeros(1 << 18, np.uint8),))
+                    FrameMessage(FrameKind.STEP, request, arrays=(np.zeros(1 << 18, np.uint8),))
                 )
                 assert (await near.receive()).request == request
 
@@ -367,7 +367,7 @@ def test_an_error_of_a_request_is_an_ordinary_message():
         kept = Kept()
         async with serving(kept) as address:
             near = await dialled(address)
-            await near.send(FrameMessage(Kind.ERROR, 5, meta={"reason": "no cache"}))
+            await near.send(FrameMessage(FrameKind.ERROR, 5, meta={"reason": "no cache"}))
             assert (await (await kept.arrived.get()).receive()).meta == {"reason": "no cache"}
 
     run(scene())
@@ -380,14 +380,14 @@ def test_what_was_sent_before_closing_still_arrives(new_loop: NewLoop):
         async with serving(kept) as address:
             near = await dialled(address)
             far = await kept.arrived.get()
-            await near.send(FrameMessage(Kind.STEP, 1))
+            await near.send(FrameMessage(FrameKind.STEP, 1))
             near.close()
             assert (await far.receive()).request == 1
             for _ in range(2):
                 with pytest.raises(UnreachableError, match="closed the connection"):
                     await far.receive()
             with pytest.raises(UnreachableError):
-                await far.send(FrameMessage(Kind.STEP, 1))
+                await far.send(FrameMessage(FrameKind.STEP, 1))
             await near.wait_closed()
 
     run(scene(), new_loop)
@@ -399,9 +399,9 @@ def test_a_message_over_the_other_sides_limit_is_not_sent():
             near = await dialled(address)
             with pytest.raises(ProtocolError, match="too large"):
                 await near.send(
-                    FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(QUICK.limit, np.float32),))
+                    FrameMessage(FrameKind.STEP, 1, 0, {}, (np.zeros(QUICK.limit, np.float32),))
                 )
-            await near.send(FrameMessage(Kind.STEP, 2))
+            await near.send(FrameMessage(FrameKind.STEP, 2))
             assert (await near.receive()).request == 2
 
     run(scene())
@@ -411,7 +411,7 @@ def test_a_message_over_the_other_sides_limit_is_not_sent():
 
 
 def test_who_has_no_credit_waits_until_the_other_has_read():
-    message = FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(1000, np.uint8),))
+    message = FrameMessage(FrameKind.STEP, 1, 0, {}, (np.zeros(1000, np.uint8),))
 
     async def scene() -> None:
         kept, sent = Kept(), 0
@@ -437,20 +437,20 @@ def test_who_has_no_credit_waits_until_the_other_has_read():
             await asyncio.gather(pushing, return_exceptions=True)
             for _ in range(sent - in_flight // 2):
                 await far.receive()
-            await near.send(FrameMessage(Kind.RESULT, 9))
+            await near.send(FrameMessage(FrameKind.RESULT, 9))
             assert (await far.receive()).request == 9
 
     run(scene())
 
 
 def test_the_largest_message_never_waits_for_ever():
-    largest = FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(QUICK.limit - 8, np.uint8),))
+    largest = FrameMessage(FrameKind.STEP, 1, 0, {}, (np.zeros(QUICK.limit - 8, np.uint8),))
 
     async def scene() -> None:
         async with serving() as address:
             near = await dialled(address)
             for _ in range(10):
-                await near.send(FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(5000, np.uint8),)))
+                await near.send(FrameMessage(FrameKind.STEP, 1, 0, {}, (np.zeros(5000, np.uint8),)))
                 await near.send(largest)
                 await near.receive()
                 await near.receive()
@@ -462,22 +462,24 @@ def test_the_largest_message_never_waits_for_ever():
 
 
 def overrun(peer: Stranger) -> None:
-    message = b"".join(encode(FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(10_000, np.uint8),))))
+    message = b"".join(
+        encode(FrameMessage(FrameKind.STEP, 1, 0, {}, (np.zeros(10_000, np.uint8),)))
+    )
     peer.greet()
     peer.say_bytes(message * (WINDOW // len(message) + 1))
 
 
 def too_large(peer: Stranger) -> None:
     peer.greet()
-    peer.say(FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(QUICK.limit + 1, np.uint8),)))
+    peer.say(FrameMessage(FrameKind.STEP, 1, 0, {}, (np.zeros(QUICK.limit + 1, np.uint8),)))
 
 
 def too_large_a_hello(peer: Stranger) -> None:
-    peer.say(FrameMessage(Kind.HELLO, arrays=(np.zeros(MAX_HELLO_BYTES, np.uint8),)))
+    peer.say(FrameMessage(FrameKind.HELLO, arrays=(np.zeros(MAX_HELLO_BYTES, np.uint8),)))
 
 
 def no_hello(peer: Stranger) -> None:
-    peer.say(FrameMessage(Kind.STEP, 1))
+    peer.say(FrameMessage(FrameKind.STEP, 1))
 
 
 def two_hellos(peer: Stranger) -> None:
@@ -487,12 +489,12 @@ def two_hellos(peer: Stranger) -> None:
 
 def credit_from_nothing(peer: Stranger) -> None:
     peer.greet()
-    peer.say(FrameMessage(Kind.CREDIT, sequence=2**63))
+    peer.say(FrameMessage(FrameKind.CREDIT, sequence=2**63))
 
 
 def pong_from_the_future(peer: Stranger) -> None:
     peer.greet()
-    peer.say(FrameMessage(Kind.PONG, sequence=2**64 - 1))
+    peer.say(FrameMessage(FrameKind.PONG, sequence=2**64 - 1))
 
 
 @pytest.mark.parametrize(
@@ -553,7 +555,9 @@ def test_a_sender_that_waits_for_a_silent_peer_is_told():
         async with serving(kept) as address, stranger(address) as peer:
             peer.greet()
             connection = await kept.arrived.get()
-            message = FrameMessage(Kind.STEP, 1, 0, {}, (np.zeros(WINDOW // 2 - 4000, np.uint8),))
+            message = FrameMessage(
+                FrameKind.STEP, 1, 0, {}, (np.zeros(WINDOW // 2 - 4000, np.uint8),)
+            )
             await connection.send(message)
             with pytest.raises(UnreachableError, match="was silent for"):
                 await asyncio.gather(connection.send(message), connection.send(message))
@@ -580,7 +584,7 @@ def test_time_in_which_this_side_stood_still_is_not_the_others_silence():
             near = await dialled(address)
             time.sleep(4 * QUICK.beat + QUICK.slack)
             await asyncio.sleep(QUICK.beat)
-            await near.send(FrameMessage(Kind.STEP, 3))
+            await near.send(FrameMessage(FrameKind.STEP, 3))
             assert (await near.receive()).request == 3
 
     run(scene())

@@ -14,7 +14,6 @@ from tests.support.serving import answers, of_kind, reference_text, ring, stage
 from blocktrain.config import load_config
 from blocktrain.model.stack import Stack
 from blocktrain.numerics.sampling import log_softmax
-from blocktrain.serve.activations import Row
 from blocktrain.serve.router.decode import (
     AnswerCost,
     Decoding,
@@ -25,7 +24,7 @@ from blocktrain.serve.router.decode import (
 )
 from blocktrain.serve.router.first_block import FirstBlock
 from blocktrain.serve.router.local import run_locally
-from blocktrain.serve.stage.batch import SlotLimits
+from blocktrain.serve.stage.batch import Row, SlotLimits
 from blocktrain.vocabulary import BOS, MASK
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -18,7 +18,7 @@ from blocktrain.config import load_config
 from blocktrain.errors import OverloadedError, UnavailableError, UnreachableError
 from blocktrain.model.stack import Stack
 from blocktrain.protocol.addresses import bound_socket
-from blocktrain.protocol.framing import FrameMessage, Kind
+from blocktrain.protocol.framing import FrameKind, FrameMessage
 from blocktrain.protocol.ring_keys import ROUTER, STAGE
 from blocktrain.serve.ring.connection import RingConnection
 from blocktrain.serve.ring.envelope import READS_BARE_STEPS
@@ -218,7 +218,7 @@ def test_a_stage_that_leaves_while_others_are_introduced_is_only_missed() -> Non
             send = connection.send
 
             async def send_late(message: FrameMessage) -> None:
-                if message.kind is Kind.DIAL and known() > set(like):
+                if message.kind is FrameKind.DIAL and known() > set(like):
                     (other,) = set(like) - {address}
                     await ring.stop(other)
                     await until(lambda: other not in known())

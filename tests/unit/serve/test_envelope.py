@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.errors import ProtocolError
-from blocktrain.protocol.framing import FrameDecoder, FrameMessage, Kind, encode
-from blocktrain.serve.activations import Activations, Refinement, Row
+from blocktrain.protocol.framing import FrameDecoder, FrameKind, FrameMessage, encode
 from blocktrain.serve.ring.envelope import (
     StepEnvelope,
     failure_message,
@@ -22,6 +21,7 @@ from blocktrain.serve.ring.envelope import (
     takes_bare_steps,
 )
 from blocktrain.serve.router.decode import Sampling
+from blocktrain.serve.stage.batch import Activations, Refinement, Row
 from blocktrain.vocabulary import BYTES, IDS
 
 WIDTH = 8
@@ -60,10 +60,12 @@ def step_of(given_rows: list[Row]) -> StepEnvelope:
     return StepEnvelope(work, "a router", ("b:1", "c:2"), seconds=(("block 1", 0.5),))
 
 
-@given(st.lists(rows(), min_size=1, max_size=4), st.sampled_from([Kind.STEP, Kind.RESULT]))
-def test_a_step_arrives_as_it_left(given_rows: list[Row], kind: Kind) -> None:
+@given(
+    st.lists(rows(), min_size=1, max_size=4), st.sampled_from([FrameKind.STEP, FrameKind.RESULT])
+)
+def test_a_step_arrives_as_it_left(given_rows: list[Row], kind: FrameKind) -> None:
     sent = step_of(given_rows)
-    message = step_message(sent) if kind is Kind.STEP else result_message(sent)
+    message = step_message(sent) if kind is FrameKind.STEP else result_message(sent)
     received = read_step(travelled(message))
     assert (received.router, received.hops, received.seconds) == (
         sent.router,
@@ -75,7 +77,7 @@ def test_a_step_arrives_as_it_left(given_rows: list[Row], kind: Kind) -> None:
         assert got.refinement == row.refinement
         np.testing.assert_array_equal(got.ids, row.ids)
     np.testing.assert_array_equal(received.activations.readout_RV, sent.activations.readout_RV)
-    if kind is Kind.STEP:
+    if kind is FrameKind.STEP:
         np.testing.assert_array_equal(received.activations.state, sent.activations.state)
 
 
@@ -140,7 +142,7 @@ def test_any_meta_is_accepted_or_refused(anything: object) -> None:
     message = a_step()
     for key in message.meta:
         changed = FrameMessage(
-            Kind.STEP, meta={**message.meta, key: anything}, arrays=message.arrays
+            FrameKind.STEP, meta={**message.meta, key: anything}, arrays=message.arrays
         )
         try:
             read_step(changed)

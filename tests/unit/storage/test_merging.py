@@ -22,8 +22,7 @@ from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.merging import MergeInput, merge_blobs
 from blocktrain.storage.tensor_file import decode, encode
-from blocktrain.storage.validation import check_encoded, check_update
-from blocktrain.storage.weights_file import weights_form
+from blocktrain.storage.weights_file import check_encoded, check_update, weights_form
 
 Floats = npt.NDArray[np.float32]
 

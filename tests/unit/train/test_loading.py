@@ -15,7 +15,7 @@ from blocktrain.errors import RunError
 from blocktrain.model.stack import assemble
 from blocktrain.storage.run_dir import RunDir, Snapshot
 from blocktrain.storage.tensor_file import Tensors
-from blocktrain.train.loading import (
+from blocktrain.train.stored_models import (
     finish_loading,
     load_stored_block,
     meta_init_block,

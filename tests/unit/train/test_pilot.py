@@ -6,8 +6,7 @@ from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
-from blocktrain.train.pilot import loss_by_sigma, with_fitted_bounds
-from blocktrain.train.run_session import open_session
+from blocktrain.train.run_session import loss_by_sigma, open_session, with_fitted_bounds
 
 CPU = resolve("cpu", "fp32")
 

@@ -20,9 +20,9 @@ from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.cascade import WARM_START, Prefix, PublishedRun
 from blocktrain.train.checkpoints import Progress
 from blocktrain.train.evaluate import evaluate
-from blocktrain.train.loading import load_stack
 from blocktrain.train.objective import Batch, Loss, Objective
 from blocktrain.train.run_session import open_session, training_lock
+from blocktrain.train.stored_models import load_stack
 from blocktrain.train.trainer import BlockTrainer
 
 

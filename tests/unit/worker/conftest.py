@@ -19,7 +19,7 @@ from tests.support.worker_side import (
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.tls import Authority
 from blocktrain.worker.client import Client
-from blocktrain.worker.timing import Clock
+from blocktrain.worker.machine import Clock
 
 
 @pytest.fixture

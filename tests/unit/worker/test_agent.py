@@ -42,8 +42,8 @@ from blocktrain.train.device import resolve
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.agent import Agent
 from blocktrain.worker.client import Client
-from blocktrain.worker.events import WorkerEvent
 from blocktrain.worker.machine import Idleness, WorkerSettings
+from blocktrain.worker.worker_events import WorkerEvent
 
 CPU = resolve("cpu", "fp32")
 SOON = Wait(seconds=0.02, reason="the last update is about to become a version")

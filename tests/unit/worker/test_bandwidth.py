@@ -4,7 +4,7 @@ import time
 import pytest
 from tests.support.turned_clock import TurnedClock
 
-from blocktrain.worker.timing import Clock
+from blocktrain.worker.machine import Clock
 from blocktrain.worker.transfer import LARGEST_PIECE, Bandwidth
 
 

@@ -23,7 +23,7 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.protocol.tls import Authority
 from blocktrain.worker.client import Client
-from blocktrain.worker.timing import Clock
+from blocktrain.worker.machine import Clock
 
 NewClient = Callable[..., Client]
 STATUS = Status(run=RUN, state="running", ce=None, codec="none", blocks=(), workers=(), seconds=1.0)

@@ -17,12 +17,12 @@ from blocktrain.errors import RefusedError
 from blocktrain.protocol.messages import Blob, Downloaded, Finished, Lease, LeaseAnswer, Receipt
 from blocktrain.storage import tensor_file
 from blocktrain.storage.tensor_file import Tensors
-from blocktrain.train.loading import load_block
+from blocktrain.train.stored_models import load_block
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client
-from blocktrain.worker.events import WorkerEvent
 from blocktrain.worker.local_block import LeaseTrainer, Trained
 from blocktrain.worker.residual import ResidualFile
+from blocktrain.worker.worker_events import WorkerEvent
 
 
 class FinalUpdates(Script):

@@ -21,8 +21,8 @@ from blocktrain.protocol.messages import Score
 from blocktrain.storage import tensor_file
 from blocktrain.worker.client import DEFAULT_SECONDS, Client
 from blocktrain.worker.evaluator import Evaluator
-from blocktrain.worker.events import WorkerEvent
 from blocktrain.worker.machine import WorkerSettings
+from blocktrain.worker.worker_events import WorkerEvent
 
 
 class Judge:

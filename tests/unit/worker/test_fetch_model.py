@@ -16,7 +16,7 @@ from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client
-from blocktrain.worker.timing import Deadline
+from blocktrain.worker.machine import Deadline
 from blocktrain.worker.versions import fetch_model
 
 GONE = Blob(name="ab" * 32, size=1000)

@@ -6,7 +6,7 @@ from tests.support.turned_clock import TurnedClock
 
 from blocktrain.errors import RefusedError, UnreachableError
 from blocktrain.worker.http import LONGEST_PAUSE, Retry, TransientError
-from blocktrain.worker.timing import Deadline
+from blocktrain.worker.machine import Deadline
 
 
 class Longest(Random):

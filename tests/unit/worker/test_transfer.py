@@ -26,7 +26,7 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
-from blocktrain.worker.timing import Deadline
+from blocktrain.worker.machine import Deadline
 from blocktrain.worker.transfer import Bandwidth, Transfer
 
 LARGE = np.random.default_rng(0).bytes(2 * CHUNK_BYTES + 1000)  # three chunks

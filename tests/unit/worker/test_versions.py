@@ -16,7 +16,7 @@ from blocktrain.storage import tensor_file
 from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
 from blocktrain.worker.transfer import Transfer
-from blocktrain.worker.versions import Versions
+from blocktrain.worker.versions import LocalVersions
 
 
 @pytest.fixture
@@ -54,12 +54,14 @@ def astray() -> list[str]:
 
 
 @pytest.fixture
-def new_versions(transfer: Transfer, tmp_path: Path, astray: list[str]) -> Callable[[], Versions]:
-    return lambda: Versions(transfer, tmp_path / "worker", "sparse", astray.append)
+def new_versions(
+    transfer: Transfer, tmp_path: Path, astray: list[str]
+) -> Callable[[], LocalVersions]:
+    return lambda: LocalVersions(transfer, tmp_path / "worker", "sparse", astray.append)
 
 
 @pytest.fixture
-def versions(new_versions: Callable[[], Versions]) -> Versions:
+def versions(new_versions: Callable[[], LocalVersions]) -> LocalVersions:
     return new_versions()
 
 
@@ -69,7 +71,7 @@ def newest(service: Service) -> tuple[int, Blob]:
     return current.version, current.weights
 
 
-def had(service: Service, versions: Versions, transfer: Transfer) -> Downloaded:
+def had(service: Service, versions: LocalVersions, transfer: Transfer) -> Downloaded:
     """Have the newest version; what was moved for it."""
     version, weights = newest(service)
     data = versions.read(0, version, weights, transfer.client.deadline())
@@ -82,7 +84,7 @@ def had(service: Service, versions: Versions, transfer: Transfer) -> Downloaded:
 
 
 def test_the_first_version_is_downloaded_whole_and_later_ones_by_deltas(
-    service: Service, member: Member, versions: Versions, transfer: Transfer
+    service: Service, member: Member, versions: LocalVersions, transfer: Transfer
 ):
     size = newest(service)[1].size
     assert had(service, versions, transfer) == Downloaded(
@@ -96,14 +98,16 @@ def test_the_first_version_is_downloaded_whole_and_later_ones_by_deltas(
         assert 0 < moved.differences < made * size / 100
 
 
-def test_a_cached_version_costs_nothing(service: Service, versions: Versions, transfer: Transfer):
+def test_a_cached_version_costs_nothing(
+    service: Service, versions: LocalVersions, transfer: Transfer
+):
     had(service, versions, transfer)
     versions.fetch(0, *newest(service), transfer.client.deadline())
     assert versions.take_downloads() == ()
 
 
 def test_a_version_downloaded_in_two_tries_counts_once(
-    service: Service, versions: Versions, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+    service: Service, versions: LocalVersions, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ):
     def cut(*arguments: object) -> None:
         raise UnreachableError("the line is gone")
@@ -119,7 +123,7 @@ def test_a_version_downloaded_in_two_tries_counts_once(
 
 
 def test_downloads_that_could_not_be_reported_are_reported_later(
-    service: Service, member: Member, versions: Versions, transfer: Transfer
+    service: Service, member: Member, versions: LocalVersions, transfer: Transfer
 ):
     whole = had(service, versions, transfer)
     versions.put_back([whole])
@@ -129,7 +133,7 @@ def test_downloads_that_could_not_be_reported_are_reported_later(
     assert both.differences > 0
 
 
-def test_downloads_that_exceed_a_message_are_reported_with_the_next(versions: Versions):
+def test_downloads_that_exceed_a_message_are_reported_with_the_next(versions: LocalVersions):
     for block in reversed(range(MOST_DOWNLOADS + 3)):
         versions.put_back([Downloaded(block=block, whole=block, differences=0, raw=0)])
     told = [versions.take_downloads() for _ in range(3)]
@@ -140,9 +144,9 @@ def test_downloads_that_exceed_a_message_are_reported_with_the_next(versions: Ve
 def test_a_restarted_worker_continues_with_deltas(
     service: Service,
     member: Member,
-    versions: Versions,
+    versions: LocalVersions,
     transfer: Transfer,
-    new_versions: Callable[[], Versions],
+    new_versions: Callable[[], LocalVersions],
 ):
     had(service, versions, transfer)
     make_version(service, member)
@@ -155,9 +159,9 @@ def test_a_restarted_worker_continues_with_deltas(
 def test_a_version_is_downloaded_whole_if_deltas_do_not_work(
     service: Service,
     member: Member,
-    versions: Versions,
+    versions: LocalVersions,
     transfer: Transfer,
-    new_versions: Callable[[], Versions],
+    new_versions: Callable[[], LocalVersions],
     astray: list[str],
     tmp_path: Path,
     trouble: str,
@@ -186,7 +190,7 @@ def test_a_version_is_downloaded_whole_if_deltas_do_not_work(
 def test_deltas_that_give_other_weights_or_are_larger_are_not_used(
     service: Service,
     member: Member,
-    versions: Versions,
+    versions: LocalVersions,
     transfer: Transfer,
     monkeypatch: pytest.MonkeyPatch,
     astray: list[str],

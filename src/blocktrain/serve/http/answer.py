@@ -1,22 +1,29 @@
-"""One HTTP answer while it is generated: several choices side by side, whole or as an event stream.
+"""Answers of one HTTP request: admitted when there is a place, generated, sent whole or streamed.
 
-A client may be slow: every event waits until the one before it is sent, and a client that reads
-nothing for `patience` seconds is given up (StalledError). A client that leaves cancels the work.
+Knows no request format and no stage.
 """
 
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from blocktrain.errors import BlocktrainError, StalledError
-from blocktrain.serve.http.admission import AdmissionQueue, ServerMetrics
+from blocktrain.errors import BlocktrainError, OverloadedError, StalledError, UnavailableError
 from blocktrain.serve.http.openai import CompletionRequest, api_error
 from blocktrain.serve.http.replies import (
     Json,
@@ -28,6 +35,128 @@ from blocktrain.serve.http.replies import (
     usage_body,
 )
 from blocktrain.serve.router.decode import AnswerCost, GenerationRequest, Piece
+
+
+class AdmissionQueue:
+    def __init__(self, places: int, queue: int, queue_seconds: float) -> None:
+        self.places = places
+        self._free = places
+        self._max_waiting = queue
+        self._queue_seconds = queue_seconds
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._closed = asyncio.Event()
+
+    @property
+    def inside(self) -> int:
+        return self.places - self._free
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def close(self) -> None:
+        """Admit no further request, and wake what waits in `closing`."""
+        self._closed.set()
+
+    async def closing(self) -> NoReturn:
+        """Wait until the queue is closed, then raise UnavailableError."""
+        await self._closed.wait()
+        raise UnavailableError("the server is stopping")
+
+    @asynccontextmanager
+    async def enter(self, places: int) -> AsyncIterator[None]:
+        await self._take(places)
+        try:
+            yield
+        finally:
+            self._give_back(places)
+
+    async def _take(self, places: int) -> None:
+        if not self._waiting and places <= self._free:
+            self._free -= places
+            return
+        if len(self._waiting) >= self._max_waiting:
+            raise OverloadedError(
+                f"the server is full: {self.inside} answers in progress, {self.waiting} waiting"
+            )
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((places, turn))
+        try:
+            async with asyncio.timeout(self._queue_seconds):
+                await turn
+        except (asyncio.CancelledError, TimeoutError) as error:
+            if turn.cancelled():
+                self._waiting.remove((places, turn))
+                self._admit()  # smaller requests behind this one may fit
+            else:
+                self._give_back(places)  # admitted in the same moment
+            if isinstance(error, TimeoutError):
+                raise OverloadedError(
+                    f"the server is full: no answer ended within {self._queue_seconds:g} s"
+                ) from None
+            raise
+
+    def _give_back(self, places: int) -> None:
+        self._free += places
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self._free:
+            places, turn = self._waiting[0]
+            if turn.cancelled():
+                return  # its own task is about to remove it and to call this again
+            self._waiting.popleft()
+            self._free -= places
+            turn.set_result(None)
+
+
+SUMS = {
+    "prompt_bytes": "Bytes of prompts read",
+    "output_bytes": "Bytes of answers written",
+    "traversals": "Traversals of the ring",
+    "drafted": "Bytes drafted",
+    "accepted": "Drafted bytes that were accepted",
+    "replays": "Contexts sent again after a stage or its cache lost them",
+}
+
+
+class ServerMetrics:
+    def __init__(self, queue: AdmissionQueue) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "blocktrain_serve_requests", "Requests answered", ["path", "status"], registry=registry
+        )
+        self._seconds = Histogram(
+            "blocktrain_serve_request_seconds", "From a request's headers to the end of its"
+            " answer", ["path"], registry=registry,
+        )  # fmt: skip
+        self._sums = {
+            name: Counter(f"blocktrain_serve_{name}", text, registry=registry)
+            for name, text in SUMS.items()
+        }
+        self._stages = Counter(
+            "blocktrain_serve_stage_seconds", "Time spent in a stage", ["stage"], registry=registry
+        )
+        for name, text, value in (
+            ("answering", "Answers in progress", lambda: queue.inside),
+            ("waiting", "Requests that wait for a place", lambda: queue.waiting),
+        ):
+            Gauge(f"blocktrain_serve_{name}", text, registry=registry).set_function(value)
+
+    def requested(self, path: str, status: int, seconds: float) -> None:
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def answered(self, costs: Sequence[AnswerCost]) -> None:
+        for cost in costs:
+            for name, total in self._sums.items():
+                total.inc(getattr(cost, name))
+            for stage, seconds in cost.stage_seconds.items():
+                self._stages.labels(stage).inc(seconds)
+
+    def page(self) -> tuple[bytes, str]:
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
 
 OUTPUT_TOKENS = "output_tokens"  # in the request's scope, for the access log
 STREAM_HEADERS = (

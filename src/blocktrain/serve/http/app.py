@@ -25,8 +25,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blocktrain.errors import BlocktrainError, ConfigError, RefusedError
 from blocktrain.serve.http import openai
-from blocktrain.serve.http.admission import AdmissionQueue, ServerMetrics
-from blocktrain.serve.http.answer import OUTPUT_TOKENS, Answer, AnswerEngine
+from blocktrain.serve.http.answer import (
+    OUTPUT_TOKENS,
+    AdmissionQueue,
+    Answer,
+    AnswerEngine,
+    ServerMetrics,
+)
 from blocktrain.serve.http.openai import CODE_OF, CompletionRequest, RequestLimits, api_error
 from blocktrain.serve.http.replies import ChatFormat, TextFormat, model_card
 

@@ -23,8 +23,8 @@ from blocktrain.protocol.framing import (
     LIMIT,
     Buffer,
     FrameDecoder,
+    FrameKind,
     FrameMessage,
-    Kind,
     encode,
     largest_frame,
 )
@@ -130,7 +130,7 @@ class RingConnection(asyncio.BufferedProtocol):
 
     def refuse(self, reason: BlocktrainError) -> None:
         """Close, and tell the other side why."""
-        self._write_control(Kind.ERROR, meta={"reason": str(reason)[:MAX_REASON]})
+        self._write_control(FrameKind.ERROR, meta={"reason": str(reason)[:MAX_REASON]})
         self._end(reason, farewell=True)
 
     # The greeting, for `handshake`
@@ -138,7 +138,7 @@ class RingConnection(asyncio.BufferedProtocol):
     def greet(self, hello: Hello) -> None:
         terms = self._terms
         meta = {"hello": hello, "limit": terms.limit, "beat": terms.beat}
-        self._write_control(Kind.HELLO, meta=meta)
+        self._write_control(FrameKind.HELLO, meta=meta)
 
     async def greeted(self) -> Hello:
         return await self._greeting
@@ -181,7 +181,7 @@ class RingConnection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._outgoing.resume()
         if self._unsent_pong is not None:
-            self._write_control(Kind.PONG, self._unsent_pong)
+            self._write_control(FrameKind.PONG, self._unsent_pong)
             self._unsent_pong = None
         self._grant_credit()
 
@@ -204,20 +204,20 @@ class RingConnection(asyncio.BufferedProtocol):
     # Incoming messages
 
     def _take(self, message: FrameMessage) -> None:
-        if message.kind is Kind.ERROR and not message.request:
+        if message.kind is FrameKind.ERROR and not message.request:
             reason = str(message.meta.get("reason", "no reason given"))[:MAX_REASON]
             self._end(RefusedError("refused", f"{self.peer} refused: {reason}"), farewell=True)
-        elif (message.kind is Kind.HELLO) == self._outgoing.is_open:
+        elif (message.kind is FrameKind.HELLO) == self._outgoing.is_open:
             raise ProtocolError("the first message, and no other, must be a HELLO")
-        elif message.kind is Kind.HELLO:
+        elif message.kind is FrameKind.HELLO:
             self._take_hello(message.meta)
-        elif message.kind is Kind.PING:
+        elif message.kind is FrameKind.PING:
             self._answer_ping(message.sequence)
-        elif message.kind is Kind.PONG:
+        elif message.kind is FrameKind.PONG:
             self._heartbeat.pong(message.sequence)
-        elif message.kind is Kind.CREDIT:
+        elif message.kind is FrameKind.CREDIT:
             self._outgoing.grant(message.sequence)
-        elif message.kind is Kind.PAD:
+        elif message.kind is FrameKind.PAD:
             self._take_padding(message)
         else:
             self._incoming.arrived(message.size)
@@ -240,7 +240,7 @@ class RingConnection(asyncio.BufferedProtocol):
         if self._outgoing.paused:
             self._unsent_pong = ping
         else:
-            self._write_control(Kind.PONG, ping)
+            self._write_control(FrameKind.PONG, ping)
 
     def _take_padding(self, message: FrameMessage) -> None:
         if not message.arrays:  # an acknowledgement
@@ -251,29 +251,29 @@ class RingConnection(asyncio.BufferedProtocol):
         self._incoming.read(message.size)
         self._grant_credit()
         if not self._outgoing.paused:
-            self._write_control(Kind.PAD)
+            self._write_control(FrameKind.PAD)
 
     # Outgoing messages and the end
 
     def _ping(self, microseconds: int) -> None:
         if not self._outgoing.paused:
-            self._write_control(Kind.PING, microseconds)
+            self._write_control(FrameKind.PING, microseconds)
 
     def _silent(self, seconds: float) -> None:
         self._end(UnreachableError(f"{self.peer} was silent for {seconds:.1f} s"))
 
     def _grant_credit(self) -> None:
         if not self._outgoing.paused and (more := self._incoming.top_up()):
-            self._write_control(Kind.CREDIT, more)
+            self._write_control(FrameKind.CREDIT, more)
 
     async def _pad(self, size: int) -> None:
         """Returns once the other side has received this many meaningless bytes."""
         self._padded = self._loop.create_future()
-        await self.send(FrameMessage(Kind.PAD, arrays=(np.zeros(size, np.uint8),)))
+        await self.send(FrameMessage(FrameKind.PAD, arrays=(np.zeros(size, np.uint8),)))
         await self._padded
 
     def _write_control(
-        self, kind: Kind, sequence: int = 0, meta: dict[str, Any] | None = None
+        self, kind: FrameKind, sequence: int = 0, meta: dict[str, Any] | None = None
     ) -> None:
         if not self.reason:
             self._transport.write(b"".join(encode(FrameMessage(kind, 0, sequence, meta or {}))))

@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from blocktrain.errors import ProtocolError
 from blocktrain.numerics.sampling import Sampling
-from blocktrain.protocol.framing import FrameMessage, Kind
+from blocktrain.protocol.framing import FrameKind, FrameMessage
 from blocktrain.protocol.messages import first_problem
-from blocktrain.serve.activations import Activations, Refinement, Row
 from blocktrain.serve.ring import wire
+from blocktrain.serve.stage.batch import Activations, Refinement, Row
 from blocktrain.vocabulary import BYTES, IDS
 
 MAX_HOPS = 64
@@ -115,15 +115,15 @@ def step_message(step: StepEnvelope, *, bare: bool = False) -> FrameMessage:
     """To the next stage; `bare` leaves the readout out."""
     activations = step.activations
     readout = () if bare else wire.pack(activations.readout_RV, step.wire)
-    return _message(Kind.STEP, step, (*readout, *wire.pack(activations.state, step.wire)))
+    return _message(FrameKind.STEP, step, (*readout, *wire.pack(activations.state, step.wire)))
 
 
 def result_message(step: StepEnvelope) -> FrameMessage:
     """To the router, with the readout alone."""
-    return _message(Kind.RESULT, step, wire.pack(step.activations.readout_RV, step.wire))
+    return _message(FrameKind.RESULT, step, wire.pack(step.activations.readout_RV, step.wire))
 
 
-def _message(kind: Kind, step: StepEnvelope, arrays: Sequence[np.ndarray]) -> FrameMessage:
+def _message(kind: FrameKind, step: StepEnvelope, arrays: Sequence[np.ndarray]) -> FrameMessage:
     rows = step.activations.rows
     head = StepHead(
         router=step.router,
@@ -140,12 +140,12 @@ def read_step(message: FrameMessage) -> StepEnvelope:
     count = wire.arrays_of(head.wire)
     ids, *packed = message.arrays or [np.zeros(0, np.uint16)]
     rows = _rows(head.rows, ids)
-    expected = {count} if message.kind is Kind.RESULT else {count, 2 * count}
+    expected = {count} if message.kind is FrameKind.RESULT else {count, 2 * count}
     if len(packed) not in expected:
         raise ProtocolError(f"a step has {len(packed)} arrays, expected {max(expected)}")
     shape = (sum(row.read for row in rows), BYTES)
     readout = np.zeros(shape, np.float32)
-    if message.kind is Kind.RESULT or len(packed) == 2 * count:
+    if message.kind is FrameKind.RESULT or len(packed) == 2 * count:
         readout, packed = wire.unpack(packed[:count], head.wire), packed[count:]
     state = wire.unpack(packed, head.wire) if packed else readout[:, :0]
     if readout.shape != shape or state.ndim != 2:
@@ -161,7 +161,7 @@ def read_step(message: FrameMessage) -> StepEnvelope:
 
 def prefill_message(rows: Sequence[Row]) -> FrameMessage:
     head = RowsHead(rows=[_row_head(row) for row in rows])
-    return FrameMessage(Kind.PREFILL, meta=head.model_dump(), arrays=(_ids(rows),))
+    return FrameMessage(FrameKind.PREFILL, meta=head.model_dump(), arrays=(_ids(rows),))
 
 
 def read_prefill(message: FrameMessage) -> tuple[Row, ...]:
@@ -172,7 +172,7 @@ def read_prefill(message: FrameMessage) -> tuple[Row, ...]:
 
 
 def release_message(requests: Sequence[int]) -> FrameMessage:
-    return FrameMessage(Kind.RELEASE, meta=ReleaseHead(requests=list(requests)).model_dump())
+    return FrameMessage(FrameKind.RELEASE, meta=ReleaseHead(requests=list(requests)).model_dump())
 
 
 def read_release(message: FrameMessage) -> list[int]:
@@ -181,7 +181,7 @@ def read_release(message: FrameMessage) -> list[int]:
 
 def failure_message(requests: Sequence[int], code: str, text: str, hop: str = "") -> FrameMessage:
     head = FailureHead(requests=list(requests), code=code, message=text[:1000], hop=hop)  # type: ignore[arg-type]
-    return FrameMessage(Kind.ERROR, request=requests[0], meta=head.model_dump())
+    return FrameMessage(FrameKind.ERROR, request=requests[0], meta=head.model_dump())
 
 
 def read_failure(message: FrameMessage) -> FailureHead:

@@ -12,12 +12,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
-from blocktrain.errors import (
-    BlocktrainError,
-    RefusedError,
-    UnreachableError,
-    UntrustedError,
-)
+from blocktrain.errors import BlocktrainError, RefusedError, UnreachableError, UntrustedError
 from blocktrain.protocol.addresses import join_host_port, split_host_port
 from blocktrain.protocol.ring_keys import member_of
 from blocktrain.serve.ring.connection import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from blocktrain.numerics.sampling import Sampling, likeliest, picks
-from blocktrain.serve.activations import Row
+from blocktrain.serve.stage.batch import Row
 from blocktrain.vocabulary import BOS, MASK
 
 __all__ = ["DRAFTS", "MODES", "AnswerCost", "GenerationRequest", "Piece", "Sampling"]

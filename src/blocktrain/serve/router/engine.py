@@ -22,7 +22,6 @@ from blocktrain.errors import (
     OverloadedError,
     UnavailableError,
 )
-from blocktrain.serve.activations import Activations, Row, is_finite, joined, split_rows
 from blocktrain.serve.ring.envelope import FailureHead, StepEnvelope
 from blocktrain.serve.router.decode import (
     AnswerCost,
@@ -35,6 +34,7 @@ from blocktrain.serve.router.decode import (
 )
 from blocktrain.serve.router.first_block import FirstBlock
 from blocktrain.serve.router.pipeline import Pipeline, Route
+from blocktrain.serve.stage.batch import Activations, Row, is_finite, joined, split_rows
 
 MAX_UNREAD = 32  # pieces a client may leave unread before its request pauses
 MAX_REPLAYS = 5  # in a row, without a result between them

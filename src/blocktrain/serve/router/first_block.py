@@ -14,17 +14,18 @@ import torch
 
 from blocktrain.model.stack import starting_point
 from blocktrain.numerics.sampling import log_softmax, mixed_seed, picks
-from blocktrain.serve.activations import (
+from blocktrain.serve.router.decode import Proposal
+from blocktrain.serve.stage.batch import (
+    DEFAULT_LIMITS,
     NO_STATE,
     Activations,
     Refinement,
     Row,
+    SlotLimits,
     initial,
     joined,
     split_rows,
 )
-from blocktrain.serve.router.decode import Proposal
-from blocktrain.serve.stage.batch import DEFAULT_LIMITS, SlotLimits
 from blocktrain.serve.stage.compute import BlockSource, StageCompute
 from blocktrain.train.device import Compute
 from blocktrain.vocabulary import MASK

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from blocktrain.errors import MissingPrefixError
 from blocktrain.model.stack import Stack
-from blocktrain.serve.activations import Activations
 from blocktrain.serve.router.decode import (
     GREEDY,
     AnswerCost,
@@ -16,7 +15,7 @@ from blocktrain.serve.router.decode import (
     new_decoding,
 )
 from blocktrain.serve.router.first_block import FirstBlock
-from blocktrain.serve.stage.batch import SlotLimits
+from blocktrain.serve.stage.batch import Activations, SlotLimits
 from blocktrain.serve.stage.compute import StageCompute
 from blocktrain.train.device import Compute
 

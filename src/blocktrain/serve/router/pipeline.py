@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from blocktrain.errors import BlocktrainError, ProtocolError, UnreachableError
-from blocktrain.protocol.framing import FrameMessage, Kind
-from blocktrain.serve.activations import Row
+from blocktrain.protocol.framing import FrameKind, FrameMessage
 from blocktrain.serve.ring.connection import Dial, RingConnection
 from blocktrain.serve.ring.envelope import (
     FailureHead,
@@ -28,6 +27,7 @@ from blocktrain.serve.ring.envelope import (
     step_message,
     takes_bare_steps,
 )
+from blocktrain.serve.stage.batch import Row
 
 Edge = tuple[str, str]
 
@@ -226,14 +226,14 @@ class Pipeline:
         for stage in self.stages:
             for successor in self.stages:
                 if successor.first == stage.stop:
-                    message = FrameMessage(Kind.DIAL, meta={"address": successor.address})
+                    message = FrameMessage(FrameKind.DIAL, meta={"address": successor.address})
                     with suppress(BlocktrainError):  # a lost stage is noticed by its own task
                         await self._connection(stage.address).send(message)
 
     def _deliver(self, address: str, message: FrameMessage, listener: PipelineListener) -> None:
-        if message.kind is Kind.RESULT:
+        if message.kind is FrameKind.RESULT:
             listener.arrived(read_step(message))
-        elif message.kind is Kind.ERROR:
+        elif message.kind is FrameKind.ERROR:
             listener.failed(address, read_failure(message))
         else:
             raise ProtocolError(f"a stage may not send {message.kind.name}")

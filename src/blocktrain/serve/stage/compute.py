@@ -25,9 +25,10 @@ from blocktrain.model.cache import BlockCache, SlotCache
 from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock
 from blocktrain.model.stack import Descent
-from blocktrain.serve.activations import Activations, Row
 from blocktrain.serve.stage.batch import (
     DEFAULT_LIMITS,
+    Activations,
+    Row,
     RowBatch,
     RowSpan,
     SlotLimits,
@@ -36,7 +37,7 @@ from blocktrain.serve.stage.batch import (
 )
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import Compute
-from blocktrain.train.loading import load_stored_block
+from blocktrain.train.stored_models import load_stored_block
 from blocktrain.vocabulary import BYTES, IDS
 
 

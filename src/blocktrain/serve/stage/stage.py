@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from blocktrain.errors import BlocktrainError, CacheFullError, ProtocolError
-from blocktrain.protocol.framing import FrameMessage, Kind
+from blocktrain.protocol.framing import FrameKind, FrameMessage
 from blocktrain.protocol.ring_keys import ROUTER
-from blocktrain.serve.activations import Row, is_finite, joined, split_rows
 from blocktrain.serve.ring.connection import ConnectionPool, Dial, RingConnection
 from blocktrain.serve.ring.envelope import (
     StepEnvelope,
@@ -25,6 +24,7 @@ from blocktrain.serve.ring.envelope import (
     step_message,
     takes_bare_steps,
 )
+from blocktrain.serve.stage.batch import Row, is_finite, joined, split_rows
 from blocktrain.serve.stage.compute import StageCompute
 
 MAX_WAITING = 256  # steps not yet computed before their connections have to wait
@@ -130,17 +130,17 @@ class Stage:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _take(self, message: FrameMessage, *, from_router: bool) -> None:
-        if message.kind is Kind.STEP:
+        if message.kind is FrameKind.STEP:
             async with self._room:
                 await self._room.wait_for(lambda: len(self._steps) < MAX_WAITING)
             self._steps.append(read_step(message))
         elif not from_router:
             raise ProtocolError("a stage may send steps only")
-        elif message.kind is Kind.PREFILL:
+        elif message.kind is FrameKind.PREFILL:
             self._prefills += read_prefill(message)
-        elif message.kind is Kind.RELEASE:
+        elif message.kind is FrameKind.RELEASE:
             self._released += read_release(message)
-        elif message.kind is Kind.DIAL:
+        elif message.kind is FrameKind.DIAL:
             self._start(self._connect(str(message.meta.get("address", ""))))
         else:
             raise ProtocolError(f"a stage does not accept {message.kind.name}")

@@ -21,7 +21,7 @@ from blocktrain.ledger.schema import (
 from blocktrain.protocol.messages import Blob
 
 
-class Updates(Statements):
+class UpdateTable(Statements):
     ADD = insert(updates)
     GET = select(updates).where(updates.c.lease == the_lease)
 
@@ -101,7 +101,7 @@ class Updates(Statements):
         self.write(waiting.values(base_version=version))
 
 
-class Versions(Statements):
+class VersionTable(Statements):
     GET = select(versions).where(
         versions.c.block == the_block, versions.c.version == bindparam("the_version")
     )

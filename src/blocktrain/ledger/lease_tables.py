@@ -36,7 +36,7 @@ class Range(NamedTuple):
     fence: int
 
 
-class Blocks(Statements):
+class BlockTable(Statements):
     def __init__(self, connection: Connection, *, locked: bool) -> None:
         """`locked`: the transaction began by locking all blocks."""
         super().__init__(connection)
@@ -168,7 +168,7 @@ class Blocks(Statements):
         self.write(same.values(merging_until=0.0))
 
 
-class Leases(Statements):
+class LeaseTable(Statements):
     ADD = insert(leases)
     GET = select(leases).where(leases.c.id == the_lease)
 

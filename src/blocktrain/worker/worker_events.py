@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from blocktrain.protocol.messages import Lease
-from blocktrain.worker.timing import Clock
+from blocktrain.worker.machine import Clock
 from blocktrain.worker.transfer import Bandwidth
 
 EventKind = Literal[
