@@ -32,7 +32,7 @@ from blocktrain.storage import tensor_file
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_blobs
-from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
 from blocktrain.train.loading import load_block

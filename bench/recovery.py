@@ -69,7 +69,7 @@ class Watch:
     def versions(self) -> int | None:
         """Versions of all blocks together; None while nobody answers."""
         try:
-            status = self.client.status(self.client.patience(0.2))
+            status = self.client.status(self.client.deadline(0.2))
         except BlocktrainError:
             return None
         return sum(block.version for block in status.blocks)

@@ -26,10 +26,8 @@ import numpy as np
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import Lease, LeaseRequest, UpdateClaim, UpdateOffer
-from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.tensor_file import header_bytes
-from blocktrain.worker.bandwidth import Throttle, TrafficCounter
+from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
 from blocktrain.worker.transfer import Transfer
 from coordinator_server import Running, found, most_memory, server
@@ -48,16 +46,15 @@ class Worker:
         invite = Invite((running.address,), running.invite, None, running.run)
         self.client = Client(invite, self.key)
         self.joined = self.client.join(f"worker {name}", "none")
-        self.cache = Blobs(LocalChunks(folder / f"cache-{name}", sync=False))
-        throttle = Throttle(None, self.client.clock)
-        self.transfer = Transfer(self.client, self.cache, throttle, TrafficCounter())
+        self.cache = BlobCache(folder / f"cache-{name}")
+        self.transfer = Transfer(self.client, self.cache)
         self.draws = np.random.default_rng(1 + name)  # 0 made the block
         lease = self.client.lease(LeaseRequest()).answer
         assert isinstance(lease, Lease)
         self.lease = lease
 
     def download(self) -> None:
-        self.transfer.fetch(self.lease.base, self.client.patience(PATIENCE))
+        self.transfer.fetch(self.lease.base, self.client.deadline(PATIENCE))
 
     def make_update(self) -> UpdateOffer:
         """Other numbers of the same form, in the cache, as if they had been trained."""
@@ -75,7 +72,7 @@ class Worker:
         return UpdateOffer(claim=claim, signature=self.key.sign_update(claim))
 
     def upload(self, offer: UpdateOffer) -> None:
-        receipt = self.transfer.send(offer, self.client.patience(PATIENCE))
+        receipt = self.transfer.send(offer, self.client.deadline(PATIENCE))
         assert receipt.state in ("pending", "merged"), receipt
 
     def wait_for_merge(self) -> None:
@@ -84,7 +81,7 @@ class Worker:
             time.sleep(0.1)
 
     def forget(self) -> None:
-        self.transfer.keep_only([])
+        self.transfer.cache.keep_only([])
 
     def _parts(self) -> Iterator[bytes]:
         yield header_bytes([("w", "F32", (self.numbers,))])

@@ -191,7 +191,7 @@ def _train_in_lockstep(
 
 def _train_by_workers(config: Config, folder: Path, workers: int, facts: dict[str, Any]) -> RunDir:
     from blocktrain.cli.local_swarm import LocalSwarm
-    from blocktrain.worker.fetch import fetch_model
+    from blocktrain.worker.versions import fetch_model
 
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "model", ignore_errors=True)  # of an earlier run of this bench

@@ -30,12 +30,12 @@ from blocktrain.protocol.messages import (
     UpdateOffer,
     Wait,
 )
-from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import resolve
-from blocktrain.worker.bandwidth import Throttle, TrafficCounter
+from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
 from blocktrain.worker.local_block import LeaseReport, LeaseTrainer, LocalBlock, Trained
-from blocktrain.worker.transfer import Transfer, open_cache
+from blocktrain.worker.transfer import Transfer
 from coordinator_server import found
 
 HOUR = 3600.0
@@ -76,9 +76,7 @@ class Worker:
         self.client = Client(Invite.decode(invite), self.key)
         self.joined = self.client.join(f"worker {number}", "none")
         self.codec = from_toml(self.joined.description.config).swarm.codec
-        cache = open_cache(folder / "chunks")
-        throttle = Throttle(None, self.client.clock)
-        self.transfer = Transfer(self.client, cache, throttle, TrafficCounter())
+        self.transfer = Transfer(self.client, BlobCache(folder / "chunks"))
         self.held = self._holder(folder)
         self.expected = np.zeros(0, np.float32)
         self._next_version()
@@ -92,10 +90,9 @@ class Worker:
 
     def average(self) -> None:
         """Send what was trained, and have what both made of it."""
-        lease, patience = self.lease, self.client.patience(HOUR)
+        lease, deadline = self.lease, self.client.deadline(HOUR)
         if self.held.encodes:
-            learned = self.held.take_learned(lease, self.trained)
-            update = self.held.encode(learned, last_words=False)
+            update = self.held.encode(self.held.learned(self.trained), final=False)
         else:
             update = self.held.write(self.trained)
         claim = UpdateClaim(
@@ -110,15 +107,15 @@ class Worker:
             loss=update.loss,
         )
         offer = UpdateOffer(claim=claim, signature=self.key.sign_update(claim))
-        receipt = self.transfer.send(offer, patience)
-        self.held.settled(lease, accepted=receipt.state != "refused")
+        receipt = self.transfer.send(offer, deadline)
+        self.held.settle(lease, accepted=receipt.state != "refused")
         self._next_version()
 
     def check(self) -> None:
         """Only what travels whole arrives exactly."""
         if self.codec == "none":
             check(self.trained.weights["w"], self.expected)
-        self.transfer.keep_only([self.lease.base])
+        self.transfer.cache.keep_only([self.lease.base])
 
     def _next_version(self) -> None:
         answer = self.client.lease(LeaseRequest(held_block=0)).answer
@@ -126,7 +123,7 @@ class Worker:
             time.sleep(answer.seconds)
             answer = self.client.lease(LeaseRequest(held_block=0)).answer
         assert isinstance(answer, Lease)
-        trained = self.held.train(answer, self.client.patience(HOUR), lambda _: None, lambda: False)
+        trained = self.held.train(answer, self.client.deadline(HOUR), lambda _: None, lambda: False)
         assert trained
         self.lease, self.trained = answer, trained
 

@@ -34,13 +34,13 @@ from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.deltas import follow_blobs
 from blocktrain.storage.merging import Compression, MergeInput, merge_blobs
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.swarm import plan
+from blocktrain.swarm import merging_rules
 from blocktrain.swarm.state import PendingUpdate
 from blocktrain.train.device import resolve
 from blocktrain.train.evaluate import evaluate
 from blocktrain.train.loading import load_stack
 from blocktrain.worker.client import Client
-from blocktrain.worker.fetch import fetch_model
+from blocktrain.worker.versions import fetch_model
 
 STEPS = 30
 LEARNED = 4.0  # nats per byte; knowing nothing is ln 256 = 5.5
@@ -246,14 +246,14 @@ def _check_versions_follow(run: Run) -> None:
             continue
         before = versions[block, number - 1]
         waited = pending_of(run, [r for r in sent if (r.block, r.merged_into) == (block, number)])
-        factors = plan.chain_factors(waited)
+        factors = merging_rules.chain_factors(waited)
         merged = [
             MergeInput(
                 row.lease,
                 claimed(row).recipe,
                 row.steps * run.batch_bytes,
                 share=factors[row.lease]
-                * plan.weight(run.config.swarm, number - 1, row.base_version),
+                * merging_rules.update_weight(run.config.swarm, number - 1, row.base_version),
                 encoded=True,
             )
             for row in sent

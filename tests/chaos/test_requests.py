@@ -51,10 +51,8 @@ from blocktrain.protocol.messages import (
     UploadState,
 )
 from blocktrain.protocol.tls import pinned_context
-from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.tensor_file import decode
-from blocktrain.worker.bandwidth import Throttle, TrafficCounter
+from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
 from blocktrain.worker.transfer import Transfer
 
@@ -299,7 +297,7 @@ def stalled(worker: Worker, name: str, lease: str, size: int, most: int) -> Sequ
     return lines
 
 
-def test_connections_that_trickle_do_not_hold_up_others(server: Server):
+def test_trickling_connections_do_not_delay_others(server: Server):
     server.start()
     slow, quick = server.join(), server.join()
     made = slow.make(slow.lease())
@@ -320,7 +318,7 @@ def test_connections_that_trickle_do_not_hold_up_others(server: Server):
     assert slow.commit(made).state == "pending"
 
 
-def test_an_update_for_an_old_version_is_refused_and_its_text_handed_out_again(server: Server):
+def test_an_update_for_an_old_version_is_refused_and_its_text_leased_again(server: Server):
     server.start()
     slow, quick = server.join(), server.join()
     lease = slow.lease()
@@ -367,7 +365,7 @@ def test_two_coordinators_race_to_merge_every_version(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("what", "threads"), [("connections", 1), ("coordinator", 4)])
-def test_an_upload_broken_at_90_percent_goes_on_from_there(what: str, threads: int):
+def test_an_upload_cut_at_90_percent_continues_from_there(what: str, threads: int):
     """What was under way is lost, which is a chunk at most for every thread that sends."""
     weights = np.random.default_rng(0).random(TEN_CHUNKS // 4 - 100, np.float32)
     with (
@@ -390,13 +388,11 @@ def test_an_upload_broken_at_90_percent_goes_on_from_there(what: str, threads: i
             lease = client.lease(LeaseRequest(blocks=(0,))).answer
             assert isinstance(lease, Lease)
             made = Signer(server.run, joined.worker, key).update(lease, {"large": weights + 1})
-            cache = Blobs(LocalChunks(Path(large) / "cache", sync=False))
+            cache = BlobCache(Path(large) / "cache")
             for chunk in made.chunks.values():
                 cache.chunks.put(chunk)
-            transfer = Transfer(
-                client, cache, Throttle(None, client.clock), TrafficCounter(), threads
-            )
-            assert transfer.send(made.offer, client.patience(SECONDS)).state == "pending"
+            transfer = Transfer(client, cache, threads=threads)
+            assert transfer.send(made.offer, client.deadline(SECONDS)).state == "pending"
         under_way = 0.005 * TEN_CHUNKS if threads == 1 else threads * CHUNK_BYTES
         assert proxy.up < 1.005 * TEN_CHUNKS + under_way  # half a percent for TLS
         server.processes.wait_for("a merge", lambda: bool(server.merged()), SECONDS)
@@ -404,7 +400,7 @@ def test_an_upload_broken_at_90_percent_goes_on_from_there(what: str, threads: i
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no process can limit another here")
-def test_a_full_disk_means_try_again(server: Server):
+def test_a_full_disk_is_a_transient_error(server: Server):
     running = server.start()
     worker = server.join()
     made = worker.make(worker.lease())

@@ -1,6 +1,6 @@
 """A clock that only moves when somebody sleeps or turns it."""
 
-from blocktrain.worker.clock import Clock
+from blocktrain.worker.timing import Clock
 
 
 class TurnedClock:

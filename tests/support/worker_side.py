@@ -1,14 +1,17 @@
-"""What tests of the worker agree on: one run, one key, a client with short timeouts."""
+"""What tests of the worker share: one run, one key, short timeouts, a server with TLS."""
 
 import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 
 import httpx
+from tests.support.fault_server import Fault, FaultServer
 
 from blocktrain.protocol.identity import WorkerKey
-from blocktrain.protocol.messages import Joined, RunDescription
-from blocktrain.worker.http import IDLE_SECONDS
-from blocktrain.worker.wire import Wire
+from blocktrain.protocol.messages import Hello, Joined, RunDescription, Token
+from blocktrain.protocol.tls import Authority
 
 RUN, WORKER, SECRET = "run00001", "worker01", "c2VjcmV0"
 KEY = WorkerKey.create()
@@ -21,8 +24,7 @@ class Eager(Random):
         return a + (b - a) / 100
 
 
-def impatient(context: ssl.SSLContext) -> httpx.Client:
-    return httpx.Client(transport=Wire(context, IDLE_SECONDS), timeout=httpx.Timeout(1.0))
+SHORT_TIMEOUT = httpx.Timeout(1.0)
 
 
 def described(**changes: object) -> RunDescription:
@@ -33,3 +35,26 @@ def described(**changes: object) -> RunDescription:
 def joined(**changes: object) -> Joined:
     fields = {"role": "train", "token_seconds": 100, "description": described(), **changes}
     return Joined(worker=WORKER, token="token1", **fields)  # type: ignore[arg-type]
+
+
+def answer_joins(server: FaultServer) -> None:
+    server.on("GET /v1/hello", lambda body: Hello(run=RUN, protocols=(1,)))
+    server.on("POST /v1/join", lambda body: joined())
+    server.on("POST /v1/token", lambda body: Token(token="token2", token_seconds=100))
+
+
+def tls_server(shown: Authority, signer: Authority, folder: Path) -> Iterator[FaultServer]:
+    """A server that shows one authority, and has a certificate by the same or another one."""
+    issued = signer.issue_server(["elsewhere.example"], time.time())
+    folder.mkdir(exist_ok=True)
+    (folder / "cert.pem").write_text(issued.cert_pem)
+    (folder / "key.pem").write_text(issued.key_pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    server = FaultServer(context)
+    server.faults = [
+        Fault("GET /v1/ca", status=200, body=shown.certificate_pem.encode(), times=1000)
+    ]
+    answer_joins(server)
+    yield server
+    server.close()

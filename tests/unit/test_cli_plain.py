@@ -10,7 +10,7 @@ from blocktrain.cli import options as calling
 from blocktrain.cli.display import plain
 from blocktrain.cli.worker_command import _shown
 from blocktrain.errors import RefusedError
-from blocktrain.worker.machine import WorkerEvent
+from blocktrain.worker.events import WorkerEvent
 
 SAID = "no\x1b]0;mine\x07 \x9b2J\r\n[/b] :bomb: \u202ereason"
 SHOWN = "no ]0;mine   2J  [/b] :bomb:  reason"

@@ -86,7 +86,7 @@ def _train_in_swarm(config: "Config", out: Path, folder: Path, console: "Console
     from blocktrain.cli.local_swarm import LocalSwarm
     from blocktrain.cli.options import stop_on_signal
     from blocktrain.storage.run_dir import RunDir
-    from blocktrain.worker.fetch import fetch_model
+    from blocktrain.worker.versions import fetch_model
 
     if (out / EXPORTED).exists():
         return RunDir.open(out)

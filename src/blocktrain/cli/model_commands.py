@@ -43,7 +43,7 @@ def export_command(run: Path, out: Path, as_json: bool) -> None:
 def fetch_command(invite: str, out: Path, as_json: bool) -> None:
     """Download every block's current version into a run directory that eval, generate and export
     accept. Can be done at any moment of a run."""
-    from blocktrain.worker.fetch import fetch_model
+    from blocktrain.worker.versions import fetch_model
 
     fetched = fetch_model(caller(invite), out)
     if as_json:

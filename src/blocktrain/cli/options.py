@@ -162,7 +162,7 @@ def caller(invite: str) -> "Client":
     from blocktrain.worker.client import Client
 
     client = Client(Invite.decode(invite), WorkerKey.create())
-    client.connection.on_silence = _tell
+    client.http.on_unreachable = _tell
     return client
 
 

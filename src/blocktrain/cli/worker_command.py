@@ -16,43 +16,45 @@ from blocktrain.cli import options
 from blocktrain.cli.display import plain, size
 
 if TYPE_CHECKING:
-    from blocktrain.worker.machine import WorkerEvent
+    from blocktrain.worker.events import WorkerEvent
 
 MOST_WORKERS_HERE = 256
 SECONDS_BETWEEN_LINES = 10.0
-PASSING = ("training", "scoring", "waiting")  # shown until the next thing happens
-ROUTINE = ("leased", "trained", "accepted")  # the passing ones say it too
+PASSING = ("training", "scoring", "waiting")  # shown until the next event
+ROUTINE = ("leased", "trained", "accepted")  # not shown: the passing ones imply them
 
 
 @click.command("worker")
 @options.invite
 @options.device
 @options.thread_count
-@click.option("--blocks", type=int, multiple=True, help="Train only this block; repeatable.")
-@click.option("--memory", type=click.FloatRange(min=0.001), metavar="GB", help="Use at most this.")
+@click.option("--blocks", type=int, multiple=True, help="Train only this block; may be repeated.")
+@click.option(
+    "--memory", type=click.FloatRange(min=0.001), metavar="GB", help="Use at most this much."
+)
 @click.option(
     "--max-bandwidth",
     type=click.FloatRange(min=0.001),
     metavar="MB/S",
-    help="Of the network, both directions together.",
+    help="Network limit, both directions together.",
 )
-@click.option("--until", metavar="HH:MM", help="Leave at this local time, or after 90m, 8h.")
+@click.option("--until", metavar="HH:MM", help="Stop at this local time, or after 90m or 8h.")
 @click.option(
     "--evaluate",
     is_flag=True,
-    help="Score versions instead of training; needs an invite made for that.",
+    help="Score versions instead of training; needs an evaluation invite.",
 )
 @click.option("--idle-only", is_flag=True, help="Pause while others use this machine.")
 @click.option(
     "--data",
     metavar="SOURCE",
-    help="Where this machine has the run's text, as data.source; used if it is the same.",
+    help="This machine's copy of the run's text, written as data.source; used if it is identical.",
 )
-@click.option("--name", help="How others see this worker; default: the machine's name.")
+@click.option("--name", help="The worker's name in the run's status. Default: the machine's name.")
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where it keeps its key and its cache; default: one of its own per run.",
+    help="For its key and its cache. Default: a folder in the cache, per run.",
 )
 @options.as_json
 def worker_command(
@@ -69,8 +71,8 @@ def worker_command(
     folder: Path | None,
     as_json: bool,
 ) -> None:
-    """Join the run of INVITE and train one of its blocks at a time. Only outgoing connections are
-    made. Ctrl-C finishes what takes a few seconds and gives the rest back."""
+    """Join the run of INVITE and train its blocks, one at a time. Makes outgoing connections only.
+    Ctrl-C finishes what takes a few seconds and gives the rest back."""
     import platform
 
     from blocktrain.cli.options import stop_on_signal
@@ -82,17 +84,17 @@ def worker_command(
     from blocktrain.worker.machine import WorkerSettings
 
     if evaluate and (blocks or memory or idle_only):
-        raise click.UsageError("--blocks, --memory, --idle-only are for training, not --evaluate")
+        raise click.UsageError("--blocks, --memory and --idle-only do not apply to --evaluate")
     decoded = Invite.decode(invite)
     with _own_folder(decoded.run) if folder is None else nullcontext(folder) as place:
-        home = place / "evaluate" if evaluate else place  # a worker keeps its role: two are two
+        home = place / "evaluate" if evaluate else place  # a key keeps the role it joined with
         settings = WorkerSettings(
             folder=home,
             device=device,
             blocks=blocks or None,
             memory_bytes=int(memory * 1e9) if memory else None,
             max_bandwidth=max_bandwidth * 1e6 if max_bandwidth else None,
-            until=_moment(until) if until else None,
+            until=_stop_time(until) if until else None,
             idle_only=idle_only,
             data=data,
             name=name or platform.node() or "worker",
@@ -107,7 +109,7 @@ def worker_command(
 
 @contextmanager
 def _own_folder(run: str) -> Iterator[Path]:
-    """The first folder of this run that no worker on this machine has, held until the end."""
+    """The first folder of this run that no worker on this machine uses; locked until the end."""
     import filelock
 
     from blocktrain.data.corpus import cache_dir
@@ -125,27 +127,29 @@ def _own_folder(run: str) -> Iterator[Path]:
         finally:
             claim.release()
         return
-    raise click.UsageError(f"{MOST_WORKERS_HERE} workers of this run are here already")
+    raise click.UsageError(
+        f"{MOST_WORKERS_HERE} workers of this run are running on this machine already"
+    )
 
 
-def _moment(text: str) -> float:
-    """Seconds since 1970 of a time of day still to come, or of a span from now."""
+def _stop_time(text: str) -> float:
+    """Seconds since 1970 of the next such time of day, or after a duration from now."""
     spans = {"m": 60.0, "h": 3600.0}
     if text[-1:] in spans and text[:-1].replace(".", "", 1).isdigit():
         return time.time() + float(text[:-1]) * spans[text[-1]]
     try:
-        told = datetime.strptime(text, "%H:%M").time()
+        time_of_day = datetime.strptime(text, "%H:%M").time()
     except ValueError:
         raise click.BadParameter(
-            f"{text!r} is not like 23:30, 90m or 8h", param_hint="--until"
+            f"{text!r} is not a time like 23:30, or a duration like 90m or 8h", param_hint="--until"
         ) from None
-    moment = datetime.combine(datetime.now().date(), told)
-    return (moment if moment > datetime.now() else moment + timedelta(days=1)).timestamp()
+    today = datetime.combine(datetime.now().date(), time_of_day)
+    return (today if today > datetime.now() else today + timedelta(days=1)).timestamp()
 
 
 @contextmanager
 def _shown(*, as_json: bool) -> Iterator[Callable[["WorkerEvent"], None]]:
-    """Events as JSON lines, as one living line, or as a line now and then."""
+    """Events as JSON lines, on a terminal as one line that is updated, else as a few lines."""
     if as_json:
         yield lambda event: click.echo(json.dumps(asdict(event)))
     elif sys.stdout.isatty():
@@ -157,9 +161,9 @@ def _shown(*, as_json: bool) -> Iterator[Callable[["WorkerEvent"], None]]:
 
             def show(event: "WorkerEvent") -> None:
                 if event.kind in PASSING:
-                    status.update(Text(_line(event)))
+                    status.update(Text(_progress_line(event)))
                 elif event.kind not in ROUTINE:
-                    console.print(Text(_news(event)))
+                    console.print(Text(_event_line(event)))
                 if event.kind == "unreachable":
                     status.update("waiting for the coordinator")
 
@@ -169,24 +173,24 @@ def _shown(*, as_json: bool) -> Iterator[Callable[["WorkerEvent"], None]]:
 
 
 def _lines() -> Callable[["WorkerEvent"], None]:
-    last, told = 0.0, ""
+    last_time, last_line = 0.0, ""
 
     def show(event: "WorkerEvent") -> None:
-        nonlocal last, told
+        nonlocal last_time, last_line
         if event.kind in PASSING:
-            line = _line(event)
-            if line == told or time.monotonic() - last < SECONDS_BETWEEN_LINES:
+            line = _progress_line(event)
+            if line == last_line or time.monotonic() - last_time < SECONDS_BETWEEN_LINES:
                 return
-            last, told = time.monotonic(), line
+            last_time, last_line = time.monotonic(), line
             click.echo(line)
         elif event.kind not in ROUTINE:
-            click.echo(_news(event))
+            click.echo(_event_line(event))
 
     return show
 
 
-def _line(event: "WorkerEvent") -> str:
-    """What goes on; the last number is the text in updates that the run has taken."""
+def _progress_line(event: "WorkerEvent") -> str:
+    """What the worker does now; the last number is text in updates that were accepted."""
     if event.kind != "training":
         return plain(event.text)
     loss = f"loss {event.loss:.4f}  " if event.loss is not None else ""
@@ -197,7 +201,7 @@ def _line(event: "WorkerEvent") -> str:
     )
 
 
-def _news(event: "WorkerEvent") -> str:
+def _event_line(event: "WorkerEvent") -> str:
     text = plain(event.text)
     if event.kind not in ("finished", "stopped") or not event.contribution:
         return text

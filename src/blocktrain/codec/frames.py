@@ -7,7 +7,7 @@
 
 All little endian. Counts and lengths are at the end, so that writing needs one pass and the memory
 of one frame; their place follows from the size of the whole. Every frame is encoded by itself, so
-that a merge decodes only the frame it needs. What is read comes from machines nobody trusts: every
+that a merge decodes only the frame it needs. What is read comes from untrusted machines: every
 length is checked before anything is read or allocated for it, and whatever is wrong is a
 ProtocolError. Decoded numbers are the same bits on every machine. Knows neither tensors nor files.
 """

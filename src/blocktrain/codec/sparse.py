@@ -108,7 +108,7 @@ class Sparse:
         parts = _cut(data, count)
         places = places_after(parts.gaps)
         if places.size and places[-1] >= count:
-            raise ProtocolError("a place lies behind the end of its frame")
+            raise ProtocolError("a kept number is past the end of its frame")
         chunks = places // CHUNK
         if np.bincount(chunks, minlength=1).max() > self.top_k:
             raise ProtocolError(f"a chunk keeps more than {self.top_k} numbers")
@@ -120,7 +120,7 @@ class Sparse:
 
 @dataclass(frozen=True)
 class _Parts:
-    """A frame cut into what it holds."""
+    """The parts of an encoded frame."""
 
     levels: Bits16  # (chunks, 2)
     negative: npt.NDArray[np.uint8]
@@ -179,13 +179,17 @@ def _packed_planes(planes: list[npt.NDArray[np.bool_]], gaps: Integers, low: int
 def _cut(data: bytes, count: int) -> _Parts:
     planes_start = FRAME_HEADER.size + 4 * _chunk_count(count)
     if len(data) < planes_start:
-        raise ProtocolError(f"a sparse frame of {count} numbers has more than {len(data)} bytes")
+        raise ProtocolError(
+            f"the frame is truncated: {len(data)} bytes cannot hold {count} numbers"
+        )
     kept, low = FRAME_HEADER.unpack_from(data)
     if low > MOST_LOW_BITS:
-        raise ProtocolError(f"a gap has {MOST_LOW_BITS} low bits at most, not {low}")
+        raise ProtocolError(f"a gap has at most {MOST_LOW_BITS} low bits, not {low}")
     quotients_start = planes_start + -(-kept * (2 + low) // 8)
     if len(data) < quotients_start:
-        raise ProtocolError(f"a frame that keeps {kept} numbers has more than {len(data)} bytes")
+        raise ProtocolError(
+            f"the frame is truncated: {len(data)} bytes cannot hold {kept} kept numbers"
+        )
     levels = np.frombuffer(data[FRAME_HEADER.size : planes_start], STORED_16)
     if levels.size and levels.max() >= INFINITE_BF16:
         raise ProtocolError("a magnitude is negative or not finite")
@@ -199,7 +203,7 @@ def _cut(data: bytes, count: int) -> _Parts:
 def _unpacked_planes(packed: bytes, kept: int, planes: int) -> npt.NDArray[np.uint8]:
     bits = np.unpackbits(np.frombuffer(packed, np.uint8))
     if bits[kept * planes :].any():
-        raise ProtocolError("bits are set behind the last kept number")
+        raise ProtocolError("bits are set after the last kept number")
     return bits[: kept * planes].reshape(planes, kept)
 
 
@@ -208,7 +212,7 @@ def _chunk_count(count: int) -> int:
 
 
 def gaps_between(places: Integers) -> Integers:
-    """How many are left out before each place."""
+    """How many numbers are left out before each place."""
     return np.diff(places, prepend=-1) - 1
 
 
@@ -217,13 +221,13 @@ def places_after(gaps: Integers) -> Integers:
 
 
 def best_parameter(gaps: Integers) -> int:
-    """The count of low bits that makes the gaps smallest."""
+    """The number of low bits with which the gaps take the fewest bits."""
     costs = [gaps.size * low + int((gaps >> low).sum()) for low in range(MOST_LOW_BITS + 1)]
     return costs.index(min(costs))
 
 
 def most_bits(places: int, among: int) -> int:
-    """The most that this many places, or fewer, cost among this many numbers."""
+    """The most bits that this many places, or fewer, take among this many numbers."""
     # One more place costs a bit or more and shortens the gaps by one: the most places are worst.
     return min(places * (low + 1) + ((among - places) >> low) for low in range(MOST_LOW_BITS + 1))
 

@@ -13,7 +13,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from blocktrain.errors import ConfigError
 
-# 1: what the first release knew. 2: model.layer; swarm.kept became swarm.top_k_per_4096.
+# 1: what the first release knew. 2: model.layer and swarm.heartbeat_timeout; swarm.kept became
+# swarm.top_k_per_4096.
 CONFIG_VERSION = 2
 VERSION_KEY = "config_version"
 

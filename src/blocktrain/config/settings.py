@@ -396,9 +396,6 @@ def _check_sigmas(model: ModelConfig, objective: ObjectiveConfig) -> None:
     if not bounds:
         return
     if len(bounds) != model.blocks + 1 or sorted(set(bounds)) != list(bounds):
-        raise ConfigError(
-            f"objective.bounds must be {model.blocks + 1} ascending values for"
-            f" {model.blocks} blocks"
-        )
+        raise ConfigError(f"objective.bounds must be {model.blocks + 1} ascending values")
     if (bounds[0], bounds[-1]) != (objective.sigma_min, objective.sigma_max):
         raise ConfigError("objective.bounds must run from objective.sigma_min to sigma_max")

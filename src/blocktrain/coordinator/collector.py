@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import claimed
 from blocktrain.ledger.transaction import Transaction
-from blocktrain.swarm import plan
+from blocktrain.swarm import merging_rules
 
 # Seconds: a chunk that nothing has referred to yet may be of an upload or a merge under way.
 COLLECT_AFTER = 3600.0
@@ -69,7 +69,9 @@ class Collector:
         current = {state.index: state.version for state in tx.blocks.states()}
         held = {lease.id for lease in tx.leases.held()}
         for row in tx.updates.live():
-            counts = plan.weight(self.run.config.swarm, current[row.block], row.base_version)
+            counts = merging_rules.update_weight(
+                self.run.config.swarm, current[row.block], row.base_version
+            )
             if row.state == "offered" and row.lease not in held and counts == 0.0:
                 tx.updates.refuse(row.lease, "it was never sent")
 
@@ -94,7 +96,7 @@ class Collector:
         there = {(version.block, version.version) for version in tx.versions.all()}
         for state in tx.blocks.states():
             found = tx.versions.deltas(state.index)
-            useful = plan.useful_differences(
+            useful = merging_rules.useful_deltas(
                 {version: blob.size for version, blob in found.items()},
                 tx.versions.get(state.index).weights.size,
             )

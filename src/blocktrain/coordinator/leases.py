@@ -11,7 +11,6 @@ from blocktrain.coordinator import traffic
 from blocktrain.coordinator.limits import LruCache
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
-from blocktrain.coordinator.speeds import Speeds
 from blocktrain.errors import RefusedError
 from blocktrain.ledger.rows import LeaseRow, Version, WorkerRow
 from blocktrain.ledger.schema import HELD
@@ -28,8 +27,10 @@ from blocktrain.protocol.messages import (
     Predecessor,
     Wait,
 )
-from blocktrain.swarm import plan
-from blocktrain.swarm.attendance import Attendance
+from blocktrain.swarm import assignment, lease_terms
+from blocktrain.swarm.assignment import WorkRequest
+from blocktrain.swarm.attendance import Speeds
+from blocktrain.swarm.dispatcher import Dispatcher, LeasePlan
 from blocktrain.swarm.state import BlockState
 
 MOST_REPORTED = 65_536  # leases whose last report is in memory
@@ -57,8 +58,7 @@ class Leases:
         self, run: Run, members: Members, handed_out: LruCache[LeaseGrant], speeds: Speeds
     ) -> None:
         self.run, self.members, self._handed_out = run, members, handed_out
-        self._speeds = speeds
-        self._attendance = Attendance(run.config.swarm)
+        self.dispatcher = Dispatcher(run.config.swarm, speeds, run.config.lead)
         self._reports: LruCache[_Report] = LruCache(MOST_REPORTED)  # by lease
         self._looked_at = self._listening_since = run.clock()
 
@@ -68,63 +68,37 @@ class Leases:
         if caller.role != "train":
             raise RefusedError("forbidden", f"leases are for training, this role is {caller.role}")
         now = self.run.clock()
-        asked = self._trusted(caller, asked)
+        request = self.dispatcher.trusted(_work_request(caller, asked))
         with self.run.ledger.write() as tx:
             tx.blocks.lock()
-            if asked.trained:
-                tx.leases.mark_trained(asked.trained, caller.worker)
+            if request.trained_lease:
+                tx.leases.mark_trained(request.trained_lease, caller.worker)
             elif _begins_anew(asked):
                 tx.leases.reopen_unsent(caller.worker)
             worker = self.members.seen(tx, caller, now)
             held, blocks = tx.leases.open_of(caller.worker), tx.blocks.states()
-            last_words = _nothing_left(blocks, caller, asked)
+            last_words = _nothing_left(blocks, request)
             answer = (
                 self._described(tx, held, worker, now)
                 if held
-                else self._answer(tx, worker, blocks, asked, now)
+                else self._answer(tx, worker, blocks, request, now)
             )
-            return LeaseAnswer(answer=answer, last_words=last_words)
-
-    def _trusted(self, caller: Caller, asked: LeaseRequest) -> LeaseRequest:
-        """What a worker asks for, with no more of what it claims than may be believed."""
-        swarm = self.run.config.swarm
-        trusted = {
-            "steps_per_second": self._speeds.trusted(caller.worker, asked.steps_per_second),
-            "transfer_seconds": plan.trusted_transfer(swarm, asked.transfer_seconds),
-            # An update of weights has one base, a version.
-            "trained": None if swarm.codec == "none" else asked.trained,
-        }
-        return asked.model_copy(update=trusted)
+            return LeaseAnswer(answer=answer, final_update=last_words)
 
     def _answer(
         self,
         tx: Transaction,
         worker: WorkerRow,
         blocks: list[BlockState],
-        asked: LeaseRequest,
+        request: WorkRequest,
         now: float,
     ) -> Lease | Wait | Finished:
         if all(block.finished for block in blocks):
             return Finished()
-        swarm, transfer = self.run.config.swarm, asked.transfer_seconds
-        chosen = plan.choose_block(
-            blocks,
-            worker.id,
-            asked.held_block,
-            asked.blocks,
-            patient=plan.is_patient(swarm, transfer),
-            trained=asked.trained,
-            soon=plan.soon(swarm, now, transfer),
-            lead=self.run.config.lead,
-            others=self._attendance.others(worker.id, now),
-        )
-        # Who may not train all blocks is not there for what is left of them.
-        speed = asked.steps_per_second if asked.blocks is None else None
-        self._attendance.note(worker.id, chosen.index if chosen else None, speed, now)
-        if chosen is None:
-            return _wait(blocks, worker.id, asked)
-        left = plan.seconds_left(swarm, blocks, now, speed, self._attendance.speeds(worker.id))
-        lease = self._hand_out(tx, worker.id, chosen, asked, now, left)
+        plan = self.dispatcher.plan(request, blocks, now)
+        if plan is None:
+            return _wait(blocks, request)
+        lease = self._hand_out(tx, request, plan, now)
         return self._described(tx, lease, worker, now)
 
     def progress(self, caller: Caller, lease: str, told: LeaseProgress) -> LeaseState:
@@ -133,7 +107,7 @@ class Leases:
         with self.run.ledger.write() as tx:
             self.members.seen(tx, caller, now)
             held = own_lease(tx, caller, lease, told.fence)
-            expected = plan.expected_now(swarm, held, told.steps_done, now)
+            expected = lease_terms.arrival_after_progress(swarm, held, told.steps_done, now)
             if expected is not None and expected != held.expected:
                 tx.leases.set_expected(lease, expected)
             deadline = self._deadline(held, told.steps_done, now)
@@ -151,7 +125,9 @@ class Leases:
             if held and held.worker == caller.worker:
                 before = self._reports.get(lease) or _Report(0, now)
                 self._reports.remember(lease, before._replace(at=now))
-                self._extend(tx, held, plan.deadline_after_chunk(swarm, held, before.at, now))
+                self._extend(
+                    tx, held, lease_terms.deadline_after_chunk(swarm, held, before.at, now)
+                )
 
     def give_back(self, caller: Caller, lease: str, told: LeaseReturn) -> LeaseState:
         traffic.check_downloads(told.downloads, self.run.config.block_count)
@@ -187,7 +163,7 @@ class Leases:
     def _over(self, tx: Transaction, now: float) -> list[LeaseRow]:
         """Leases that are held and must not be any longer."""
         swarm, over = self.run.config.swarm, tx.leases.overdue(now)
-        if plan.silent_at(swarm, self._listening_since) < now:
+        if lease_terms.silence_deadline(swarm, self._listening_since) < now:
             over += tx.leases.silent(now - swarm.heartbeat_timeout)
         return list({lease.id: lease for lease in over}.values())
 
@@ -205,9 +181,9 @@ class Leases:
         if before is None or steps_done > before.steps_done:
             self._reports.remember(held.id, _Report(steps_done, now))
             if before:
-                return plan.deadline_after_steps(swarm, held, steps_done, before.at, now)
+                return lease_terms.deadline_after_steps(swarm, held, steps_done, before.at, now)
         if held.state == "sending" and self.run.chunks.has_presigned_urls:
-            return plan.deadline_after_chunk(swarm, held, now, now)
+            return lease_terms.deadline_after_chunk(swarm, held, now, now)
         return float(held.deadline)
 
     def _extend(self, tx: Transaction, held: LeaseRow, deadline: float) -> None:
@@ -215,42 +191,30 @@ class Leases:
             tx.leases.set_deadline(held.id, deadline)
 
     def _hand_out(
-        self,
-        tx: Transaction,
-        worker: str,
-        block: BlockState,
-        asked: LeaseRequest,
-        now: float,
-        left: float,
+        self, tx: Transaction, request: WorkRequest, plan: LeasePlan[BlockState], now: float
     ) -> LeaseRow:
-        """`left`: seconds of the whole run, if it is shared out."""
-        swarm, continues = self.run.config.swarm, asked.trained
-        speed, transfer = asked.steps_per_second, asked.transfer_seconds
-        patient, soon = plan.is_patient(swarm, transfer), plan.soon(swarm, now, transfer)
-        if not plan.may_continue(block, worker, continues, patient=patient, soon=soon):
-            continues = None
-        start, stride = plan.place_in_schedule(block, worker, continuing=continues is not None)
-        seconds = plan.training_seconds(swarm, block, now, transfer, left)
-        wanted = plan.lease_steps(swarm, seconds, speed, block.to_hand_out)
-        first_batch, steps, fence = tx.blocks.take_range(block.index, wanted)
+        block = plan.block
+        first_batch, steps, fence = tx.blocks.take_range(block.index, plan.steps)
+        terms = self.dispatcher.terms(request, block, steps, now)
         lease = LeaseRow(
             id=tokens.identifier_of(now),
-            worker=worker,
+            worker=request.worker,
             block=block.index,
             base_version=block.version,
             first_batch=first_batch,
             steps=steps,
-            schedule_start=start,
-            schedule_stride=stride,
-            continues=continues,
+            schedule_start=plan.schedule_start,
+            schedule_stride=plan.schedule_stride,
+            continues=plan.continues,
             fence=fence,
-            deadline=now + plan.lease_seconds(swarm, steps, speed, transfer),
-            expected=plan.expected_at(block, now, steps, speed, transfer),
+            deadline=terms.deadline,
+            expected=terms.expected,
             created=now,
         )
         tx.leases.add(lease)
         self._reports.remember(lease.id, _Report(0, now))
-        tx.events.add(now, "leased", worker, block.index, f"{steps} steps from batch {first_batch}")
+        detail = f"{steps} steps from batch {first_batch}"
+        tx.events.add(now, "leased", request.worker, block.index, detail)
         return lease
 
     def _described(self, tx: Transaction, lease: LeaseRow, worker: WorkerRow, now: float) -> Lease:
@@ -305,20 +269,32 @@ def _begins_anew(asked: LeaseRequest) -> bool:
     return asked.held_block is None and asked.steps_per_second is None
 
 
-def _nothing_left(blocks: list[BlockState], caller: Caller, asked: LeaseRequest) -> bool:
-    """Whether the block whose lease a worker has trained is all handed out; looked at before it
-    gets the next."""
-    return any(
-        asked.trained in block.unmerged(caller.worker) and not block.to_hand_out for block in blocks
+def _work_request(caller: Caller, asked: LeaseRequest) -> WorkRequest:
+    return WorkRequest(
+        worker=caller.worker,
+        loaded_block=asked.held_block,
+        allowed_blocks=asked.blocks,
+        trained_lease=asked.trained,
+        steps_per_second=asked.steps_per_second,
+        transfer_seconds=asked.transfer_seconds,
     )
 
 
-def _wait(blocks: list[BlockState], worker: str, asked: LeaseRequest) -> Wait:
-    seconds = plan.wait_seconds(blocks, worker)
+def _nothing_left(blocks: list[BlockState], request: WorkRequest) -> bool:
+    """Whether the block whose lease a worker has trained is all handed out; looked at before it
+    gets the next."""
+    return any(
+        request.trained_lease in block.unmerged(request.worker) and not block.to_hand_out
+        for block in blocks
+    )
+
+
+def _wait(blocks: list[BlockState], request: WorkRequest) -> Wait:
+    seconds, allowed = assignment.wait_seconds(blocks, request.worker), request.allowed_blocks
     left = [block for block in blocks if block.to_hand_out]
-    if seconds == plan.MERGE_WAIT:
+    if seconds == assignment.MERGE_WAIT:
         reason = "the last update is about to become a version"
-    elif any(asked.blocks is None or block.index in asked.blocks for block in left):
+    elif any(allowed is None or block.index in allowed for block in left):
         reason = "what is left for this worker builds on blocks that are not far enough yet"
     else:
         reason = "everything this worker could do is handed out"

@@ -21,7 +21,7 @@ from blocktrain.ledger.transaction import Transaction
 from blocktrain.numerics.merge import merge_rule
 from blocktrain.protocol.messages import Blob, Recipe, UpdateClaim
 from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_blobs
-from blocktrain.swarm import plan
+from blocktrain.swarm import merging_rules
 from blocktrain.swarm.state import BlockState, PendingUpdate
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Merger:
             states = tx.blocks.states()
         made = 0
         for state in states:
-            due = plan.due_updates(state, self.run.config.swarm, self.run.clock())
+            due = merging_rules.due_updates(state, self.run.config.swarm, self.run.clock())
             try:
                 made += bool(due and self._merge(state, due))
             except BlocktrainError as error:
@@ -70,7 +70,7 @@ class Merger:
 
     def _merge_claimed(self, state: BlockState, due: Sequence[PendingUpdate]) -> bool:
         swarm = self.run.config.swarm
-        fresh, stale = plan.without_stale(swarm, state.version, due)
+        fresh, stale = merging_rules.split_stale(swarm, state.version, due)
         for update in stale:
             behind = state.version - update.base_version
             self._refuse([update], f"it fell {behind} versions behind while it waited")
@@ -82,12 +82,14 @@ class Merger:
                 waiting = tx.updates.pending(state.index)
                 if any(item.lease not in waiting for item in fresh):
                     return False  # another coordinator was faster
-                factors = plan.chain_factors(fresh)
+                factors = merging_rules.chain_factors(fresh)
                 sources = [
                     self._source(tx, state, item, claimed(waiting[item.lease]), factors[item.lease])
                     for item in fresh
                 ]
-            merged = self._merged(state, current, sources, final=plan.is_final(state, fresh))
+            merged = self._merged(
+                state, current, sources, final=merging_rules.makes_last_version(state, fresh)
+            )
         except DivergedError as error:
             self._refuse(fresh, str(error))
             return False
@@ -134,7 +136,7 @@ class Merger:
         final: bool = False,
     ) -> Merged:
         swarm = self.run.config.swarm
-        codec = plan.delta_codec(swarm, state, len(sources))
+        codec = merging_rules.delta_codec(swarm, state, len(sources))
         merge = partial(
             merge_blobs,
             self.run.blobs,
@@ -220,7 +222,9 @@ class Merger:
         factor: float,
     ) -> MergeInput:
         """An update as the merge sees it: what it ends at, what it started from, what it counts."""
-        share = factor * plan.weight(self.run.config.swarm, state.version, update.base_version)
+        share = factor * merging_rules.update_weight(
+            self.run.config.swarm, state.version, update.base_version
+        )
         covered = update.steps * self.run.batch_bytes
         if claim.codec != "none":
             return MergeInput(update.lease, claim.recipe, covered, share=share, encoded=True)

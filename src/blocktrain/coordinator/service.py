@@ -16,9 +16,9 @@ from blocktrain.coordinator.merger import Merger
 from blocktrain.coordinator.operator import Operator
 from blocktrain.coordinator.reports import Reports
 from blocktrain.coordinator.run import Run
-from blocktrain.coordinator.speeds import Speeds
 from blocktrain.coordinator.updates import Updates
 from blocktrain.errors import BlocktrainError
+from blocktrain.swarm.attendance import Speeds
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from blocktrain.coordinator.leases import LeaseGrant, own_lease
 from blocktrain.coordinator.limits import LruCache
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
-from blocktrain.coordinator.speeds import Speeds
 from blocktrain.errors import ProtocolError, RefusedError
 from blocktrain.ledger.rows import LeaseRow, UpdateRow, Version
 from blocktrain.ledger.schema import HELD
@@ -33,7 +32,9 @@ from blocktrain.storage.chunks import IncomingChunk, name_of
 from blocktrain.storage.tensor_file import TensorSpec
 from blocktrain.storage.validation import check_encoded, check_update
 from blocktrain.storage.weights_file import weights_form
-from blocktrain.swarm import plan
+from blocktrain.swarm import merging_rules
+from blocktrain.swarm.attendance import Speeds
+from blocktrain.swarm.merging_rules import UpdateRefusal
 
 URL_SECONDS = 3600
 BYTES_OF_A_NUMBER = 4
@@ -134,7 +135,7 @@ class Updates:
     def _too_far(self, steps: int, moved: float, size: float = 0.0, tensor: str = "") -> str:
         """What is wrong with a distance; `size`: of the weights it starts from."""
         config = self.run.config
-        most = plan.most_moved(config.train, config.swarm, steps, size) + ROUNDING * size
+        most = merging_rules.largest_move(config.train, config.swarm, steps, size) + ROUNDING * size
         if moved <= most:
             return ""
         what = f"tensor {tensor!r}" if tensor else "the block"
@@ -251,7 +252,7 @@ class Updates:
         in_time = lease.state in HELD
         tx.leases.move(lease.id, "submitted")
         version, base = tx.blocks.get(lease.block).version, _base_of(tx, lease)
-        weight = plan.weight(self.run.config.swarm, version, base)
+        weight = merging_rules.update_weight(self.run.config.swarm, version, base)
         reason = fault or self._too_late(tx, lease, base, version, in_time=in_time)
         if in_time:
             tx.blocks.count_lease(lease.block, met=not reason)
@@ -270,16 +271,17 @@ class Updates:
     def _too_late(
         self, tx: Transaction, lease: LeaseRow, base: int, version: int, *, in_time: bool
     ) -> str:
-        """Why an update does not count any more; empty where it does."""
+        """Why an update does not count any more; empty if it counts."""
         swarm = self.run.config.swarm
-        counts = plan.weight(swarm, version, base) > 0.0
-        own = in_time or (
-            counts and tx.blocks.reclaim_range(lease.block, lease.first_batch, lease.steps)
-        )
-        match plan.refusal(swarm, version, base, text_is_its_own=own):
-            case plan.UpdateRefusal.TOO_STALE:
+
+        def reclaim() -> bool:
+            return tx.blocks.reclaim_range(lease.block, lease.first_batch, lease.steps)
+
+        verdict = merging_rules.judge_update(swarm, version, base, in_time=in_time, reclaim=reclaim)
+        match verdict.refusal:
+            case UpdateRefusal.TOO_STALE:
                 return f"it is {version - base} versions behind, more than {swarm.most_stale}"
-            case plan.UpdateRefusal.HANDED_OUT_AGAIN:
+            case UpdateRefusal.HANDED_OUT_AGAIN:
                 return f"the lease was {lease.state} and its text handed out again"
             case None:
                 return ""
@@ -366,7 +368,9 @@ def _known(tx: Transaction, claim: UpdateClaim) -> UpdateRow | None:
 def _base_of(tx: Transaction, lease: LeaseRow) -> int:
     """The version a lease's update counts as trained from."""
     continued = tx.updates.get(lease.continues) if lease.continues else None
-    return plan.base_of(lease.base_version, continued.merged_into if continued else None)
+    return merging_rules.effective_base(
+        lease.base_version, continued.merged_into if continued else None
+    )
 
 
 def claimed(update: UpdateRow) -> UpdateClaim:

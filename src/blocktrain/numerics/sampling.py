@@ -1,8 +1,8 @@
-"""A byte out of a distribution: greedy, or sampled with noise that belongs to its place.
+"""Picks a byte from a distribution: greedy, or sampled with noise fixed by its position.
 
-Sampling is the Gumbel trick with noise fixed by (seed, position in the text), so that whoever picks
-the byte of a place, from a draft's distribution or from the model's, does it with the same noise:
-where the distributions agree, so do the picks. Top-k and top-p leave bytes out before the noise.
+Sampling is the Gumbel trick with noise fixed by (seed, position in the text). A byte picked from a
+draft's distribution and one picked from the model's use the same noise: where the distributions
+agree, so do the picks. Top-k and top-p leave bytes out before the noise.
 
 Shapes: R picks, V bytes.
 """
@@ -35,7 +35,7 @@ class Sampling:
 def picks(
     log_probs_RV: np.ndarray, samplings: Sequence[Sampling], positions: Sequence[int]
 ) -> np.ndarray:
-    """One byte per row, each by its own rule and at its own place in its text."""
+    """One byte per row, each with its own sampling and position in its text."""
     greedy_R: np.ndarray = log_probs_RV.argmax(axis=1)
     sampled = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0.0]
     if not sampled:
@@ -55,9 +55,9 @@ def pick(log_probs_V: np.ndarray, sampling: Sampling, position: int) -> int:
 
 
 def kept(scaled_V: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Which bytes top-k and top-p leave: never none, and of equals all or none."""
+    """Which bytes top-k and top-p leave: at least one; equally likely bytes stay or go together."""
     if not np.isfinite(scaled_V.max()):
-        return np.ones(len(scaled_V), bool)  # no distribution: whoever made it is told elsewhere
+        return np.ones(len(scaled_V), bool)  # no distribution: the caller reports it
     least = -np.inf
     if 0 < sampling.top_k < len(scaled_V):
         least = np.partition(scaled_V, -sampling.top_k)[-sampling.top_k]
@@ -72,13 +72,13 @@ def kept(scaled_V: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 @lru_cache(KEPT_NOISE)
 def noise(seed: int, position: int, tokens: int) -> np.ndarray:
-    """The Gumbel noise of one place in a text."""
+    """The Gumbel noise of one position in a text."""
     draws = np.random.Generator(np.random.Philox(mixed_seed(seed, position, CHOICE_STREAM)))
     return draws.gumbel(size=tokens)
 
 
 def likeliest(log_probs_V: np.ndarray, count: int) -> dict[int, float]:
-    """The likeliest bytes and their log-probabilities, likeliest first."""
+    """The likeliest bytes and their log-probabilities, the likeliest first."""
     best = np.argsort(-log_probs_V, kind="stable")[:count]
     return {int(byte): float(log_probs_V[byte]) for byte in best}
 

@@ -1,8 +1,4 @@
-"""Bytes as text in the alphabet A-Z a-z 0-9 - _, without padding (RFC 4648, section 5).
-
-One text for one value: what the standard library forgives (foreign characters, padding, stray
-bits in the last character) is refused here, so that a changed character is never read past.
-"""
+"""A worker's key pair and what it signs; base64url, the spelling of keys and signatures."""
 
 import base64
 import json
@@ -20,15 +16,17 @@ from blocktrain.protocol.messages import UpdateClaim
 
 
 def base64url_encode(data: bytes) -> str:
+    """RFC 4648, section 5, without padding."""
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode("ascii")
 
 
 def base64url_decode(text: str) -> bytes:
-    """The bytes, or ValueError."""
+    """ValueError for everything but the one spelling of these bytes: the standard library accepts
+    foreign characters, padding and stray bits, so that a typo could go unnoticed."""
     padded = text.encode("ascii") + b"=" * (-len(text) % 4)
     data = base64.b64decode(padded, altchars=b"-_", validate=True)
     if base64url_encode(data) != text:
-        raise ValueError("not the one way to write these bytes")
+        raise ValueError("not canonical base64url")
     return data
 
 
@@ -38,7 +36,7 @@ TOKEN_DOMAIN = b"blocktrain/1/token\n"
 
 
 class WorkerKey:
-    """The private half; `public` is what a coordinator gets to see."""
+    """The private key; a coordinator only gets to see `public`."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
@@ -49,7 +47,7 @@ class WorkerKey:
 
     @classmethod
     def load_or_create(cls, path: Path) -> "WorkerKey":
-        """The key in this file; a new one on the first call, and the same one ever after."""
+        """The key in this file, which is created on the first call."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(path.with_name(path.name + ".lock")):
@@ -64,9 +62,13 @@ class WorkerKey:
         try:
             key = serialization.load_pem_private_key(pem, password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm):
-            raise CorruptFileError(f"{path} holds no key; move it away to get a new one") from None
+            raise CorruptFileError(
+                f"{path} does not contain a key; move it away to get a new one"
+            ) from None
         if not isinstance(key, Ed25519PrivateKey):
-            raise CorruptFileError(f"{path} holds a key of another kind; name another file")
+            raise CorruptFileError(
+                f"{path} contains a key that is not Ed25519; choose another folder"
+            )
         return cls(key)
 
     @property
@@ -95,12 +97,12 @@ def verify_update(public_key: str, claim: UpdateClaim, signature: str) -> bool:
 
 
 def verify_token_request(public_key: str, run: str, worker: str, time: int, signature: str) -> bool:
-    """Whether the worker signed it; how old it may be is for the caller to say."""
+    """Whether the worker signed it. The caller checks how old it is."""
     return _verify(public_key, token_request_text(run, worker, time), signature)
 
 
 def verify_join(public_key: str, run: str, invite: str, signature: str) -> bool:
-    """Whether whoever joins holds the key it names."""
+    """Whether the joining machine has the private key to the public key it names."""
     return _verify(public_key, join_text(run, invite), signature)
 
 
@@ -121,7 +123,7 @@ def token_request_text(run: str, worker: str, time: int) -> bytes:
 
 
 def _bits(number: float) -> str:
-    """A float by its bits: languages differ in how they write one in decimal."""
+    """A float as its bits in hex: languages differ in how they write one in decimal."""
     return struct.pack(">d", number + 0.0).hex()  # + 0.0 makes a negative zero positive
 
 

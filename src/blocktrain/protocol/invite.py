@@ -1,11 +1,11 @@
-"""An invite: one line of text that holds all a machine needs to join a run.
+"""An invite: one line of text with everything a machine needs to join a run.
 
     bt1_ + base64url(payload + checksum)
 
-It holds the coordinators' addresses, the join secret, the fingerprint of the run's certificate
-authority and the run's name; docs/PROTOCOL.md has the bytes. The checksum stands at the same
-place in every version, so that a typo is told apart from an invite this program is too old for.
-Knows nothing of connections, nor whether the secret is still good.
+It contains the coordinators' addresses, the join secret, the fingerprint of the run's certificate
+authority and the run's name; docs/PROTOCOL.md describes the bytes. The checksum is at the same
+place in every version, so that a typo and an invite of a newer version get different errors. Does
+not know whether the secret is still valid.
 """
 
 import ipaddress
@@ -36,7 +36,7 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Invite:
-    """`addresses` are http(s)://host:port; plain http only where there is no fingerprint."""
+    """`addresses` are http(s)://host:port; plain http only if there is no fingerprint."""
 
     addresses: tuple[str, ...]
     secret: str = field(repr=False)
@@ -87,7 +87,7 @@ class Invite:
 
 
 class _Reader:
-    """Takes a payload apart from the front. Its checksum was right, so no typo gets here."""
+    """Reads a payload from the front. Its checksum was right, so this is not about typos."""
 
     def __init__(self, payload: bytes) -> None:
         self.rest = payload
@@ -100,7 +100,7 @@ class _Reader:
         run, secret = self.short(), self.short()
         addresses = tuple(self.address() for _ in range(self.byte()))
         if self.rest:
-            raise InviteError("this invite is malformed: it goes on after its end")
+            raise InviteError("this invite is malformed: there are bytes after its end")
         return Invite(addresses, secret, fingerprint, run)
 
     def take(self, size: int) -> bytes:
@@ -116,7 +116,9 @@ class _Reader:
         try:
             return self.take(self.byte()).decode("ascii")
         except UnicodeDecodeError:
-            raise InviteError("this invite is malformed: it holds a text that is none") from None
+            raise InviteError(
+                "this invite is malformed: it contains text that is not ASCII"
+            ) from None
 
     def address(self) -> str:
         scheme = self.byte()
@@ -134,7 +136,7 @@ def _parts(address: str) -> tuple[str, str]:
 
 
 def _is_place(place: str) -> bool:
-    """Whether it is HOST:PORT in its one canonical spelling."""
+    """Whether it is HOST:PORT in canonical spelling."""
     try:
         host, port = split_host_port(place)
         is_host = _HOST.fullmatch(host) or ("%" not in host and ipaddress.IPv6Address(host))
@@ -148,7 +150,7 @@ def _short(text: str) -> bytes:
 
 
 def _checksum(prefix: str, payload: bytes) -> bytes:
-    """CRC-32, which misses no change of a single character; little-endian, as that needs."""
+    """CRC-32 in little-endian order, which detects every change of a single character."""
     return struct.pack("<I", zlib.crc32(prefix.encode("ascii") + payload))
 
 

@@ -1,7 +1,7 @@
-"""What coordinator and worker say to each other: frozen, strict, versioned; unknown fields refused.
+"""The messages between coordinator and worker: frozen and strict, with unknown fields refused.
 
-Every body of the HTTP protocol (docs/PROTOCOL.md) is one of these. Knows nothing of transport,
-storage or torch. Tensors never travel inside a message: they are chunks, named by their hash.
+Every JSON body of the HTTP protocol (docs/PROTOCOL.md) is one of these. Tensors travel separately,
+as chunks named by their hash. Knows nothing of transport or storage.
 """
 
 from typing import Annotated, Literal
@@ -23,18 +23,18 @@ PROTOCOL = 1
 CHUNK_BYTES = 8 * 1024 * 1024
 MOST_CHUNKS = 1 << 16  # of one blob: 512 GiB
 MOST_DIFFERENCES = 1024  # in one answer
-MOST_DOWNLOADS = 256  # told at once: no more than a third of the smallest body's limit
+MOST_DOWNLOADS = 256  # in one message: at most a third of the smallest body's limit
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[0-9a-z]{8,64}$")]
 Base64 = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
-# Names are shown in terminals: no character that commands one.
+# Names are shown in terminals: control characters could command one.
 Name = Annotated[
     str, StringConstraints(min_length=1, max_length=80, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")
 ]
 Reason = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00]*$")]
 Count = Annotated[int, Field(ge=0, le=2**53)]
-Reported = Annotated[int, Field(ge=0, le=2**40)]  # so that sums of what anyone says stay numbers
+Reported = Annotated[int, Field(ge=0, le=2**40)]  # by a worker; bounded, so that sums fit
 Total = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1, le=2**53)]
 BlockIndex = Annotated[int, Field(ge=0, le=4095)]
@@ -65,34 +65,36 @@ class Message(BaseModel):
 
 
 class Hello(Message):
-    """Before anything else: who answers, and which versions of the protocol it speaks."""
+    """The run that answers, and the protocol versions it speaks."""
 
     run: Identifier
     protocols: tuple[int, ...]
 
 
 class Blob(Message):
-    """A file in the run's store: the name of its recipe, and its size."""
+    """A file in the run's store: the hash of its recipe, and its size in bytes."""
 
     name: Hash
     size: Count
 
 
 class Recipe(Message):
-    """A blob as its chunks in order; all but the last are CHUNK_BYTES long."""
+    """A blob's chunks in order; all but the last are 8 MiB long."""
 
     size: Count
     chunks: tuple[Hash, ...] = Field(max_length=MOST_CHUNKS)
 
 
 class BlobAnswer(Message):
-    """A recipe, and where the store gives chunks away itself, an address for each of them."""
+    """A recipe. If the object store serves chunks itself, `urls` has a presigned URL for each."""
 
     recipe: Recipe
     urls: dict[Hash, str] | None = None
 
 
 class Join(Message):
+    """Take part in the run. `signature`: by the private key, over run and invite."""
+
     invite: Base64
     public_key: Base64
     name: Name
@@ -102,15 +104,19 @@ class Join(Message):
 
 
 class RunDescription(Message):
+    """What a worker needs to know of a run before its first lease."""
+
     run: Identifier
     protocol: int
     config: str  # TOML
     corpus: dict[Split, Blob]
     corpus_digests: dict[Split, str]
-    whole_bytes: Count  # updates of at most so many may be sent whole: see `protocol.whole`
+    whole_bytes: Count  # updates up to this size may be sent in one request with their offer
 
 
 class Joined(Message):
+    """The worker is registered. `token` authorizes its requests for `token_seconds`."""
+
     worker: Identifier
     role: Role
     token: str
@@ -119,21 +125,25 @@ class Joined(Message):
 
 
 class TokenRequest(Message):
+    """Request a new token, signed by the worker's key."""
+
     worker: Identifier
-    time: Count  # seconds since 1970, so that an old request cannot be sent again
+    time: Count  # seconds since 1970: an old request cannot be replayed
     signature: Base64
 
 
 class Token(Message):
+    """Authorizes a worker's requests for `token_seconds`."""
+
     token: str
     token_seconds: int
 
 
 class LeaseRequest(Message):
-    """`held_block`: the block the worker still has in memory, with its optimizer.
-    `trained`: the lease it has come to the end of, and from there can go on; the update follows.
-    `at_once`: it follows once this is answered, so that no better answer is to be waited for.
-    `transfer_seconds`: what its last download and upload took together."""
+    """Request work. `blocks`: those the worker can train, null for any. `held_block`: the block in
+    its memory. `trained`: the lease after which it can go on without a new base; its update
+    follows. `at_once`: that update is made after this answer, so the coordinator should not delay
+    it. `transfer_seconds`: how long its last download and upload took together."""
 
     blocks: tuple[BlockIndex, ...] | None = None
     held_block: BlockIndex | None = None
@@ -144,14 +154,16 @@ class LeaseRequest(Message):
 
 
 class Predecessor(Message):
+    """The version of an earlier block whose outputs a cascade's block is trained on."""
+
     block: BlockIndex
     version: Count
     weights: Blob
 
 
 class Differences(Message):
-    """What leads from one version of a block to another, in order; none where some of it is not
-    kept any more: then the whole version is to be fetched."""
+    """The deltas from one version of a block to another, in order. Empty if some are no longer
+    stored: then the version has to be downloaded whole."""
 
     differences: tuple[Blob, ...] = Field(max_length=MOST_DIFFERENCES)
 
@@ -159,9 +171,9 @@ class Differences(Message):
 class Lease(Message):
     """Train `block` from `base_version` on batches first_batch .. first_batch + steps - 1.
 
-    Step j of them (from 0) takes the learning rate of step schedule_start + j * schedule_stride.
-    Where it `continues` a lease of the same worker, whose update `base_version` does not hold yet,
-    training begins with what was learned in that one added to the base.
+    Step j (from 0) uses the learning rate of step schedule_start + j * schedule_stride. If it
+    `continues` another lease of the same worker, `base_version` does not contain that one's update
+    yet, and training starts from the base plus what was learned in it.
     """
 
     kind: Literal["lease"] = "lease"
@@ -180,7 +192,7 @@ class Lease(Message):
 
 
 class Wait(Message):
-    """Nothing to do right now."""
+    """There is nothing to do now; ask again after `seconds`."""
 
     kind: Literal["wait"] = "wait"
     seconds: float
@@ -188,22 +200,28 @@ class Wait(Message):
 
 
 class Finished(Message):
-    """The run is over: every block has seen all its text."""
+    """The run is over: every block was trained on all its text."""
 
     kind: Literal["finished"] = "finished"
 
 
 class LeaseAnswer(Message):
-    """`last_words`: nothing of the block that was `trained` is left to hand out, so its update had
-    better say all that the worker has not told yet."""
+    """`last_words`: the block of the `trained` lease has no text left, so its update is the final
+    one and should leave out as little as possible."""
+
+    model_config = ConfigDict(
+        validate_by_name=True, validate_by_alias=True, serialize_by_alias=True
+    )
 
     answer: Lease | Wait | Finished = Field(discriminator="kind")
-    last_words: bool = False
+    final_update: bool = Field(
+        default=False, validation_alias="last_words", serialization_alias="last_words"
+    )
 
 
 class Downloaded(Message):
-    """What a worker has moved to have versions of a block: whole ones, differences, and what all
-    of these versions would have been whole."""
+    """Bytes a worker has downloaded to get versions of a block: `whole` versions, `differences`
+    (deltas), and `raw`, the full size of these versions."""
 
     block: BlockIndex
     whole: Reported
@@ -215,19 +233,23 @@ Downloads = Annotated[tuple[Downloaded, ...], Field(max_length=MOST_DOWNLOADS)]
 
 
 class LeaseReturn(Message):
+    """Give a lease back before its end, so that another worker can have it."""
+
     fence: Positive
     reason: Reason
     downloads: Downloads = ()
 
 
 class LeaseProgress(Message):
+    """A heartbeat. `loss`: the mean so far."""
+
     fence: Positive
     steps_done: Count
     loss: float | None = None
 
 
 class LeaseState(Message):
-    """What the coordinator thinks of a lease; `open` false: stop, it is no longer yours."""
+    """Whether a lease is still the worker's; if `open` is false, it should stop."""
 
     open: bool
     seconds_left: float
@@ -235,7 +257,7 @@ class LeaseState(Message):
 
 
 class UpdateClaim(Message):
-    """What a worker signs: exactly these fields, in this order (see `protocol.identity`)."""
+    """What a worker signs: exactly these fields, in this order."""
 
     run: Identifier
     worker: Identifier
@@ -249,7 +271,7 @@ class UpdateClaim(Message):
 
 
 class UpdateOffer(Message):
-    """`downloads`: what was not reported yet; counted when this is committed."""
+    """A signed update whose chunks follow. `downloads`: counted when the update is committed."""
 
     claim: UpdateClaim
     signature: Base64
@@ -257,22 +279,23 @@ class UpdateOffer(Message):
 
 
 class UploadState(Message):
-    """Which chunks are still missing, and where the store takes them itself, an address each."""
+    """The chunks that are missing. If the object store takes chunks itself, `urls` has a presigned
+    URL for each."""
 
     missing: tuple[Hash, ...]
     urls: dict[Hash, str] | None = None
 
 
 class Receipt(Message):
-    """What became of an update. Sending it again gives the same answer."""
+    """What became of an update. Committing it again gives the same answer."""
 
     state: Literal["pending", "merged", "refused"]
     reason: Reason = ""
-    weight: float = 0.0  # of the batch bytes it covers; under 1 for a late one
+    weight: float = 0.0  # relative to its batches; under 1 if the update is late
 
 
 class Score(Message):
-    """A score of the assembled model (block null) or of one block, on named windows."""
+    """A cross entropy of one block, or of the assembled model if `block` is null."""
 
     block: BlockIndex | None
     versions: tuple[Count, ...] = Field(max_length=4096)
@@ -283,8 +306,8 @@ class Score(Message):
 
 
 class Moved(Message):
-    """Bytes that were moved: updates up, versions down, whole ones and differences; and what the
-    same would have been whole, in fp32 (`raw`)."""
+    """Bytes of updates (up) and versions (down, whole or as deltas). `raw`: the size of the same as
+    whole fp32 blocks."""
 
     up: Total = 0
     up_raw: Total = 0
@@ -294,6 +317,8 @@ class Moved(Message):
 
 
 class BlockStatus(Message):
+    """The state of one block."""
+
     index: BlockIndex
     version: Count
     weights: Blob
@@ -301,14 +326,16 @@ class BlockStatus(Message):
     ce_note: Reason = ""
     bytes_trained: Count
     progress: float  # share of the run's batches that are merged
-    replicas: Count  # workers that hold a lease of it, or whose update waits to be merged
-    # Leases met in time / those met or missed; one given back is neither. None before the first.
+    replicas: Count  # workers with a lease of it or an update that waits to be merged
+    # Leases completed in time / completed or missed, without those given back; None: none yet.
     participation: float | None
     pending_updates: Count
     moved: Moved
 
 
 class WorkerStatus(Message):
+    """The state of one worker."""
+
     worker: Identifier
     name: Name
     role: Role
@@ -322,6 +349,8 @@ class WorkerStatus(Message):
 
 
 class Status(Message):
+    """The state of a run."""
+
     run: Identifier
     state: Literal["running", "finished"]
     ce: float | None  # of the assembled model
@@ -333,6 +362,8 @@ class Status(Message):
 
 
 class Event(Message):
+    """Something that happened in the run."""
+
     number: Positive
     time: float
     kind: Literal[
@@ -345,7 +376,7 @@ class Event(Message):
 
 
 class Refusal(Message):
-    """Every error of the protocol: a code for programs, a sentence for people."""
+    """Every error response: a code for programs, a sentence for people."""
 
     error: Literal[
         "malformed", "unauthorized", "forbidden", "not_found", "conflict", "gone", "too_large",
@@ -354,9 +385,10 @@ class Refusal(Message):
     reason: str
 
 
-WHOLE_BYTES = 1024 * 1024  # the largest update that may travel so
-# Without a codec a worker gets its next lease once the one before is known to be offered: larger
-# ones are offered first, so that a slow line does not keep it from training.
+# A small update can be sent in one request: the length of the offer, the offer, the data.
+WHOLE_BYTES = 1024 * 1024  # the largest with a codec
+# The largest without a codec: there, a worker gets its next lease only after its update was
+# offered, and a larger one over a slow line would keep it from training.
 WHOLE_WEIGHTS_BYTES = 64 * 1024
 LARGEST_OFFER = 64 * 1024
 PREFIX_BYTES = 4
@@ -364,7 +396,7 @@ LARGEST_BODY = PREFIX_BYTES + LARGEST_OFFER + WHOLE_BYTES
 
 
 def whole_update_head(offer: UpdateOffer) -> bytes:
-    """What goes before the data."""
+    """What precedes the data: the offer and its length."""
     text = offer.model_dump_json().encode()
     return len(text).to_bytes(PREFIX_BYTES, "little") + text
 
@@ -374,5 +406,5 @@ def split_whole_update(body: bytes) -> tuple[bytes, memoryview]:
     length = int.from_bytes(body[:PREFIX_BYTES], "little")
     start = PREFIX_BYTES + length
     if not 0 < length <= LARGEST_OFFER or start > len(body):
-        raise ProtocolError("the body does not begin with an offer and its length")
+        raise ProtocolError("the body does not start with the length of an offer and the offer")
     return body[PREFIX_BYTES:start], memoryview(body)[start:]

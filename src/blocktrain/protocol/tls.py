@@ -1,8 +1,7 @@
-"""X.509 as this project uses it: an authority of one's own, and certificates it signs.
+"""Certificates of a private authority: issuing them, and trusting only them.
 
-Knows how a certificate is built; not for whom one is, which its owners decide
-(`coordinator.authority`, `serve.keys`). Keeps no files: everything is PEM text. Reads no clock: a
-time is given in seconds since 1970.
+A run and a serving ring each have an authority of their own. Keeps no files: everything is PEM
+text. Reads no clock: times are passed in, in seconds since 1970.
 """
 
 import hashlib
@@ -12,6 +11,7 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from typing import Self
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -23,7 +23,10 @@ from blocktrain.errors import ConfigError, CorruptFileError, ProtocolError, Untr
 
 AUTHORITY_LIFE = timedelta(days=3652)
 CERTIFICATE_LIFE = timedelta(days=365)
-CLOCK_SKEW = timedelta(hours=1)  # a reader's clock may be behind by this much
+CLOCK_SKEW = timedelta(hours=1)  # how far a peer's clock may be behind
+COORDINATOR = "a coordinator of the run"  # has spaces: no run can have this name
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,14 @@ class Certificate:
 
 
 class Issuer:
-    """A certificate that signs others, and its key."""
+    """An authority: its own certificate, which signs others, and its key."""
 
     def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self._certificate = certificate
         self._key = key
 
     @classmethod
-    def create(cls, name: str, now: float) -> "Issuer":
+    def create(cls, name: str, now: float) -> Self:
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = (
             _builder(_name(name), _name(name), key.public_key(), now, _time(now) + AUTHORITY_LIFE)
@@ -51,15 +54,15 @@ class Issuer:
         return cls(certificate, key)
 
     @classmethod
-    def load(cls, cert_pem: str, key_pem: str, whose: str) -> "Issuer":
-        """`whose` names it in errors."""
+    def load(cls, cert_pem: str, key_pem: str, whose: str = "the run's") -> Self:
+        """`whose`: for error messages."""
         try:
             certificate = x509.load_pem_x509_certificate(cert_pem.encode())
             key = serialization.load_pem_private_key(key_pem.encode(), password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm):
             raise CorruptFileError(f"{whose} certificate or its key is damaged") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise CorruptFileError(f"the key of {whose} certificate is of another kind")
+            raise CorruptFileError(f"the key of {whose} certificate is not an EC key")
         if certificate.public_key() != key.public_key():
             raise CorruptFileError(f"{whose} certificate and its key do not belong together")
         return cls(certificate, key)
@@ -83,7 +86,7 @@ class Issuer:
         purposes: Sequence[x509.ObjectIdentifier],
         now: float,
     ) -> Certificate:
-        """With a key of its own; it signs nothing and does not outlast the authority."""
+        """A certificate with a new key. It cannot sign others, and ends with the authority."""
         key = ec.generate_private_key(ec.SECP256R1())
         ends = min(_time(now) + CERTIFICATE_LIFE, self._certificate.not_valid_after_utc)
         certificate = (
@@ -99,6 +102,60 @@ class Issuer:
             .sign(self._key, hashes.SHA256())
         )
         return Certificate(_certificate_pem(certificate), _key_pem(key))
+
+
+class Authority(Issuer):
+    """The authority of a run, named after it. It issues certificates to coordinators only."""
+
+    def issue_server(self, hosts: Sequence[str], now: float) -> Certificate:
+        """A certificate for a coordinator that is reached at these names and addresses."""
+        purposes = [ExtendedKeyUsageOID.SERVER_AUTH]
+        return self.issue(COORDINATOR, _alternatives(hosts), purposes, now)
+
+
+def pinned_context(ca_pem: str, fingerprint: str) -> ssl.SSLContext:
+    """For connections to the run's coordinators. `ca_pem` may come from anyone: the fingerprint
+    decides."""
+    certificate = _der(ca_pem)
+    if hashlib.sha256(certificate).hexdigest() != fingerprint:
+        raise UntrustedError(
+            "the run's certificate is not the one the invite names; ask for a new invite"
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # A coordinator may be reached through a tunnel, a forwarded port or a new address. Host names
+    # need not be checked, because this authority issues certificates only to coordinators of this
+    # run, and the worker may talk to any of them.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    # The bytes that were checked, not the text around them.
+    context.load_verify_locations(cadata=certificate)
+    return context
+
+
+def _der(pem: str) -> bytes:
+    try:
+        if pem.count("-----BEGIN") != 1:
+            raise ValueError("not one certificate")
+        return ssl.PEM_cert_to_DER_cert(pem)
+    except ValueError:
+        raise ProtocolError("the coordinator sent something else than one certificate") from None
+
+
+def _alternatives(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    if not hosts:
+        raise ConfigError("a coordinator's certificate needs at least one host")
+    return [_alternative(host) for host in dict.fromkeys(hosts)]
+
+
+def _alternative(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        if not _HOST_NAME.fullmatch(host):
+            raise ConfigError(f"{host!r} is neither a host name nor an address") from None
+    return x509.DNSName(host)
 
 
 def _builder(
@@ -158,79 +215,3 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> str:
         serialization.NoEncryption(),
     )
     return pem.decode("ascii")
-
-
-def pinned_context(ca_pem: str, fingerprint: str) -> ssl.SSLContext:
-    """Settings for TLS connections to the run's coordinators; `ca_pem` may come from anyone."""
-    certificate = _der(ca_pem)
-    if hashlib.sha256(certificate).hexdigest() != fingerprint:
-        raise UntrustedError(
-            "the run's certificate is not the one the invite names; ask for a new invite"
-        )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Any coordinator of the run may answer at any address: behind a tunnel, a forwarded port or
-    # an address it got after its certificate was made. That the name is not checked is safe
-    # because this authority signs nothing but coordinators of this run: whoever holds a
-    # certificate of it is one of those the worker was invited to.
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.verify_flags |= ssl.VERIFY_X509_STRICT
-    # The checked bytes, not the text they came in: nothing in it that was not checked is trusted.
-    context.load_verify_locations(cadata=certificate)
-    return context
-
-
-def _der(pem: str) -> bytes:
-    try:
-        if pem.count("-----BEGIN") != 1:
-            raise ValueError("not one certificate")
-        return ssl.PEM_cert_to_DER_cert(pem)
-    except ValueError:
-        raise ProtocolError("the coordinator sent something that is no certificate") from None
-
-
-COORDINATOR = "a coordinator of the run"  # spaces: no run can have this name
-
-_HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
-
-
-class Authority:
-    """One run's authority. A time is given in seconds since 1970."""
-
-    def __init__(self, issuer: Issuer) -> None:
-        self._issuer = issuer
-        self.certificate_pem = issuer.certificate_pem
-        self.fingerprint = issuer.fingerprint
-
-    @classmethod
-    def create(cls, run_id: str, now: float) -> "Authority":
-        return cls(Issuer.create(run_id, now))
-
-    @classmethod
-    def load(cls, cert_pem: str, key_pem: str) -> "Authority":
-        return cls(Issuer.load(cert_pem, key_pem, "the run's"))
-
-    @property
-    def key_pem(self) -> str:
-        return self._issuer.key_pem
-
-    def issue_server(self, hosts: Sequence[str], now: float) -> Certificate:
-        """A certificate for a coordinator that answers at these names and addresses."""
-        purposes = [ExtendedKeyUsageOID.SERVER_AUTH]
-        return self._issuer.issue(COORDINATOR, _alternatives(hosts), purposes, now)
-
-
-def _alternatives(hosts: Sequence[str]) -> list[x509.GeneralName]:
-    if not hosts:
-        raise ConfigError("a coordinator's certificate needs at least one host")
-    return [_alternative(host) for host in dict.fromkeys(hosts)]
-
-
-def _alternative(host: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
-    except ValueError:
-        if not _HOST_NAME.fullmatch(host):
-            raise ConfigError(f"{host!r} is neither a host name nor an address") from None
-    return x509.DNSName(host)

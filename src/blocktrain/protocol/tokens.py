@@ -1,8 +1,8 @@
-"""Bearer tokens, invite secrets and identifiers: what a run hands out to know its own again.
+"""Bearer tokens, invite secrets and identifiers of a run.
 
-A token says whom it was given to, as what and until when, under an HMAC with the run's secret, so
-that any coordinator of the run can check it without a lookup. Whether its worker was banned since
-is for the caller to know. Keeps nothing, and reads no clock.
+A token contains its worker, role and expiry, under an HMAC with the run's secret, so that every
+coordinator of the run can check it without a lookup. The caller checks whether the worker was
+banned meanwhile.
 """
 
 import base64
@@ -41,19 +41,16 @@ def check(secret: bytes, token: str, now: float) -> TokenClaims:
     except ValueError:
         raise RefusedError("unauthorized", "this is not a token") from None
     if not hmac.compare_digest(mac, _mac(secret, claims)):
-        raise RefusedError("unauthorized", "this token was not given out by this run")
-    found = TokenClaims(*json.loads(claims))
-    if now >= found.expires:
-        raise RefusedError("unauthorized", "this token has expired; ask for another one")
-    return found
+        raise RefusedError("unauthorized", "this token was not issued by this run")
+    decoded = TokenClaims(*json.loads(claims))
+    if now >= decoded.expires:
+        raise RefusedError("unauthorized", "this token has expired; request a new one")
+    return decoded
 
 
 def hash_secret(secret: str) -> str:
-    """What the ledger keeps of an invite's secret.
-
-    A plain SHA-256: salt and slow hashing protect words that people choose, and these are at
-    least 128 random bits, which no one finds by trying.
-    """
+    """What the ledger stores of an invite's secret. A plain SHA-256 is enough: salt and slow
+    hashing protect passwords that people choose, and a secret has at least 128 random bits."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
@@ -62,12 +59,12 @@ def new_secret(random_bytes: RandomBytes = secrets.token_bytes) -> str:
 
 
 def new_identifier(random_bytes: RandomBytes = secrets.token_bytes) -> str:
-    """Sixteen letters and digits: 80 bits, enough never to meet by chance."""
+    """Sixteen letters and digits: 80 random bits, enough against collisions."""
     return base64.b32encode(random_bytes(IDENTIFIER_BYTES)).decode("ascii").lower()
 
 
 def identifier_of(now: float, random_bytes: RandomBytes = secrets.token_bytes) -> str:
-    """One that begins with the time, so that a ledger keeps what is new in one place."""
+    """An identifier that starts with the time: new rows are next to each other in an index."""
     return f"{int(now * 1000):011x}{new_identifier(random_bytes)}"
 
 

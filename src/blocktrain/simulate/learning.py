@@ -29,8 +29,8 @@ from blocktrain.simulate.report import Report
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import new_coordinator, simulate
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
-from blocktrain.storage.run_dir import Tensors
-from blocktrain.swarm import plan
+from blocktrain.storage.tensor_file import Tensors
+from blocktrain.swarm import merging_rules
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.evaluate import evaluate
 from blocktrain.train.loading import load_block
@@ -50,7 +50,7 @@ class SimulatedUpdates:
     def __init__(self, swarm: SwarmConfig) -> None:
         self._codec = update_codec(swarm)
         self._owed: dict[tuple[str, int], Tensors] = {}  # by worker and block
-        self._told: dict[tuple[str, int], tuple[int, Tensors]] = {}  # by lease, its last update
+        self._told: dict[tuple[str, int], tuple[str, Tensors]] = {}  # by lease, its last update
 
     def begun(self, lease: VirtualLease, base: Tensors) -> Tensors:
         """What a worker starts from: a version, what it has told since, and what not yet."""
@@ -191,7 +191,7 @@ class SimulatedLearning:
 
     def merged(self, block: VirtualBlock, leases: Sequence[VirtualLease]) -> None:
         parcels = {lease: self._trained(lease) for lease in leases}
-        factors = plan.chain_factors(leases)
+        factors = merging_rules.chain_factors(leases)
         current, velocity = self.versions[block.index], self._velocities[block.index]
         rule = merge_rule(self.config.swarm)
         following: Tensors = {}
@@ -221,9 +221,11 @@ class SimulatedLearning:
     def _contribution(
         self, lease: VirtualLease, parcel: SimulatedUpdate, name: str, factor: float
     ) -> Contribution:
-        share = factor * plan.weight(self.config.swarm, lease.block.version, lease.base_version)
+        share = factor * merging_rules.update_weight(
+            self.config.swarm, lease.block.version, lease.base_version
+        )
         start = parcel.start[name] if parcel.start else None
-        in_order = f"{lease.lease:012}"
+        in_order = lease.lease
         return Contribution(in_order, parcel.end[name], float(lease.steps), start, share)
 
     def _measured(self) -> float:

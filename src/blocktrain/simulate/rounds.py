@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from blocktrain.simulate.agenda import Agenda
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
 from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
-from blocktrain.swarm import plan
+from blocktrain.swarm import merging_rules
 
 
 class VirtualRounds:
@@ -42,7 +42,7 @@ class VirtualRounds:
         """Something has changed: merge, or look again when that will be due."""
         if block.merging or block in self._due or self._nothing_new(block):
             return
-        due_at = plan.due_at(block, self._coordinator.swarm)
+        due_at = merging_rules.due_at(block, self._coordinator.swarm)
         if due_at <= self._agenda.now:
             self._looks.pop(block.index, None)
             self._due.append(block)

@@ -10,8 +10,6 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
 from typing import TypeVar
 
-from blocktrain.swarm import plan
-
 Counted = TypeVar("Counted", bound=Hashable)
 
 
@@ -26,7 +24,7 @@ class VirtualLease:
 
     def __init__(
         self,
-        number: int,
+        number: str,
         worker: str,
         block: "VirtualBlock",
         first_batch: int,
@@ -41,15 +39,13 @@ class VirtualLease:
         self.base_version = block.version
         self.first_batch, self.steps, self.deadline = first_batch, steps, deadline
         self.steps_done, self.reported = 0, 0.0  # as its worker said; last progress
-        self.schedule_start, self.schedule_stride = plan.place_in_schedule(
-            block, worker, continuing=before is not None
-        )
+        self.schedule_start, self.schedule_stride = 0, 1
         self.state = "open"
         self.created = self.committed = 0.0
         self.expected: float | None = None
 
     @property
-    def continues(self) -> int | None:
+    def continues(self) -> str | None:
         return self.before.lease if self.before else None
 
     @property
@@ -68,7 +64,7 @@ class VirtualBlock:
             int
         )  # by how many leases and updates each counts
         self.finishing: defaultdict[str, int] = defaultdict(int)
-        self._unmerged: defaultdict[str, dict[Hashable, int]] = defaultdict(dict)
+        self._unmerged: defaultdict[str, dict[str, int]] = defaultdict(dict)
         self.pending: list[VirtualLease] = []  # in the order of their arrival
         self.fresh_since: list[float] = []
         self._fresh: set[str] = set()  # whose these are
@@ -85,7 +81,7 @@ class VirtualBlock:
         """Whose updates are on their way in, late ones too."""
         return self._unmerged
 
-    def unmerged(self, worker: str) -> Mapping[Hashable, int]:
+    def unmerged(self, worker: str) -> Mapping[str, int]:
         return self._unmerged.get(worker, {})
 
     @property

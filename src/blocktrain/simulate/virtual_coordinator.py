@@ -17,12 +17,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.speeds import Speeds
 from blocktrain.simulate.learner import Learner, NothingLearned
 from blocktrain.simulate.scenario import share_of
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease, count_out
-from blocktrain.swarm import plan
-from blocktrain.swarm.attendance import Attendance
+from blocktrain.swarm import assignment, lease_terms, merging_rules
+from blocktrain.swarm.assignment import WorkRequest
+from blocktrain.swarm.attendance import Speeds
+from blocktrain.swarm.dispatcher import Dispatcher
+from blocktrain.swarm.merging_rules import UpdateRefusal
 
 FELL_BEHIND = "too many versions behind once it was to be merged"
 
@@ -45,7 +47,8 @@ class VirtualCoordinator:
         self.refused: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()  # of merged updates, by versions behind
         self._open: dict[str, VirtualLease] = {}  # by worker
-        self._attendance, self._speeds = Attendance(swarm), Speeds(swarm)
+        self._speeds = Speeds(swarm)
+        self.dispatcher = Dispatcher(swarm, self._speeds, lead)
         self._silent_since: dict[str, float] = {}  # workers that have left
         self._unfinished = blocks
 
@@ -77,48 +80,42 @@ class VirtualCoordinator:
         """Work for a worker; None: it has to wait, and is taken to ask again and again until it
         gets some or has `left`."""
         self._silent_since.pop(worker, None)
-        steps_per_second = self._speeds.trusted(worker, steps_per_second)
-        transfer_seconds = plan.trusted_transfer(self.swarm, transfer_seconds)
-        if self.swarm.codec == "none":
-            trained = None
-        if trained and trained.state == "open":
+        request = self.dispatcher.trusted(
+            WorkRequest(
+                worker,
+                loaded_block=held,
+                trained_lease=trained.lease if trained else None,
+                steps_per_second=steps_per_second,
+                transfer_seconds=transfer_seconds,
+            )
+        )
+        if trained and request.trained_lease and trained.state == "open":
             self.offer(trained, now)
         if already := self._open.get(worker):
             self.learner.taken(already)
             return already
-        patient = plan.is_patient(self.swarm, transfer_seconds)
-        name = trained.lease if trained else None
-        soon = plan.soon(self.swarm, now, transfer_seconds)
-        block = plan.choose_block(
-            self.blocks,
-            worker,
-            held,
-            None,
-            patient=patient,
-            trained=name,
-            soon=soon,
-            lead=self.lead,
-            others=self._attendance.others(worker, now),
-        )
-        self._attendance.note(worker, block.index if block else None, steps_per_second, now)
-        if block is None:
-            self._attendance.keep(worker)
+        plan = self.dispatcher.plan(request, self.blocks, now)
+        if plan is None:
+            self.dispatcher.attendance.stays(worker)
             return None
-        speeds = self._attendance.speeds(worker)
-        left = plan.seconds_left(self.swarm, self.blocks, now, steps_per_second, speeds)
-        continues = plan.may_continue(block, worker, name, patient=patient, soon=soon)
-        before = trained if continues else None
-        seconds = plan.training_seconds(self.swarm, block, now, transfer_seconds, left)
-        wanted = plan.lease_steps(self.swarm, seconds, steps_per_second, block.to_hand_out)
-        first_batch, steps = block.take(wanted)
-        deadline = now + plan.lease_seconds(self.swarm, steps, steps_per_second, transfer_seconds)
+        block = plan.block
+        first_batch, steps = block.take(plan.steps)
+        terms = self.dispatcher.terms(request, block, steps, now)
         self.given += 1
-        lease = VirtualLease(self.given, worker, block, first_batch, steps, deadline, before)
+        lease = VirtualLease(
+            f"{self.given:012}",
+            worker,
+            block,
+            first_batch,
+            steps,
+            terms.deadline,
+            trained if plan.continues else None,
+        )
+        lease.schedule_start, lease.schedule_stride = plan.schedule_start, plan.schedule_stride
         lease.created = lease.reported = now
         block.open_leases += 1
         block.workers[worker] += 1
-        expected = plan.expected_at(block, now, steps, steps_per_second, transfer_seconds)
-        block.expect(lease, expected)
+        block.expect(lease, terms.expected)
         self._open[worker] = lease
         self.learner.taken(lease)
         return lease
@@ -131,20 +128,14 @@ class VirtualCoordinator:
         now: float,
         trained: VirtualLease | None,
     ) -> bool:
-        """Whether a worker that holds no lease would get one if it asked. Which, depends on others
-        who are there; whether any, does not."""
-        transfer_seconds = plan.trusted_transfer(self.swarm, transfer_seconds)
-        block = plan.choose_block(
-            self.blocks,
+        """Whether a worker that holds no lease would get one if it asked."""
+        request = WorkRequest(
             worker,
-            held,
-            None,
-            patient=plan.is_patient(self.swarm, transfer_seconds),
-            trained=trained.lease if trained and self.swarm.codec != "none" else None,
-            soon=plan.soon(self.swarm, now, transfer_seconds),
-            lead=self.lead,
+            loaded_block=held,
+            trained_lease=trained.lease if trained and self.swarm.codec != "none" else None,
+            transfer_seconds=lease_terms.trusted_transfer(self.swarm, transfer_seconds),
         )
-        return block is not None
+        return self.dispatcher.has_work(request, self.blocks, now)
 
     def holds_back(self, index: int) -> bool:
         """Whether whoever waits there for what its own update becomes could not go on elsewhere:
@@ -152,31 +143,35 @@ class VirtualCoordinator:
         block = self.blocks[index]
         if not block.to_hand_out or not self.lead:
             return block.to_hand_out > 0
-        return block in plan.far_enough_behind(self.blocks, self.lead, held=index)
+        return block in assignment.blocks_behind_lead(self.blocks, self.lead, index)
 
     def left(self, worker: str, held: int | None, now: float) -> None:
         """It asks no more, and is not heard of, until it comes back."""
         self._silent_since[worker] = now
-        self._attendance.seen_last(worker, now)
+        self.dispatcher.attendance.left(worker, now)
         if held is not None:
             self.learner.left(worker, held)
 
     def progress(self, lease: VirtualLease, steps_done: int, now: float) -> None:
         """A heartbeat."""
-        lease.block.expect(lease, plan.expected_now(self.swarm, lease, steps_done, now))
+        lease.block.expect(
+            lease, lease_terms.arrival_after_progress(self.swarm, lease, steps_done, now)
+        )
         if steps_done > lease.steps_done:
             before, lease.steps_done, lease.reported = lease.reported, steps_done, now
-            lease.deadline = plan.deadline_after_steps(self.swarm, lease, steps_done, before, now)
+            lease.deadline = lease_terms.deadline_after_steps(
+                self.swarm, lease, steps_done, before, now
+            )
 
     def chunk_came(self, lease: VirtualLease, now: float) -> None:
         """A part of its update has come in."""
         before, lease.reported = lease.reported, now
-        lease.deadline = plan.deadline_after_chunk(self.swarm, lease, before, now)
+        lease.deadline = lease_terms.deadline_after_chunk(self.swarm, lease, before, now)
 
     def ends_at(self, lease: VirtualLease) -> float:
         """When it expires, if nothing else is heard of it."""
         silent_since = self._silent_since.get(lease.worker, math.inf)
-        return min(lease.deadline, plan.silent_at(self.swarm, silent_since))
+        return min(lease.deadline, lease_terms.silence_deadline(self.swarm, silent_since))
 
     def offer(self, lease: VirtualLease, now: float) -> None:
         """An update is about to be sent."""
@@ -187,14 +182,20 @@ class VirtualCoordinator:
             if lease.base_version == lease.block.version:
                 lease.block.finishing[lease.worker] += 1
 
-    def settle(self, lease: VirtualLease, now: float) -> plan.UpdateRefusal | None:
+    def settle(self, lease: VirtualLease, now: float) -> UpdateRefusal | None:
         """Count an update that has arrived, or say why not."""
         block, in_time = lease.block, self._close(lease, "submitted")
         if lease.before:
-            lease.base_version = plan.base_of(lease.base_version, lease.before.merged_into)
-        weight = plan.weight(self.swarm, block.version, lease.base_version)
-        own = in_time or (weight > 0.0 and block.reclaim(lease.first_batch, lease.steps))
-        reason = plan.refusal(self.swarm, block.version, lease.base_version, text_is_its_own=own)
+            lease.base_version = merging_rules.effective_base(
+                lease.base_version, lease.before.merged_into
+            )
+        reason = merging_rules.judge_update(
+            self.swarm,
+            block.version,
+            lease.base_version,
+            in_time=in_time,
+            reclaim=lambda: block.reclaim(lease.first_batch, lease.steps),
+        ).refusal
         if in_time:
             block.met += not reason
             block.missed += bool(reason)
@@ -228,8 +229,8 @@ class VirtualCoordinator:
 
     def begin_merge(self, block: VirtualBlock, now: float) -> Sequence[VirtualLease]:
         """What the next version is made of; none where it is better to wait."""
-        due = plan.due_updates(block, self.swarm, now)
-        fresh, stale = plan.without_stale(self.swarm, block.version, due)
+        due = merging_rules.due_updates(block, self.swarm, now)
+        fresh, stale = merging_rules.split_stale(self.swarm, block.version, due)
         if stale:
             block.pending = list(fresh)
         for lease in stale:
@@ -253,7 +254,7 @@ class VirtualCoordinator:
             self.staleness[block.version - lease.base_version] += 1
             block.merged_batches += lease.steps
         block.author = merged[0] if self._is_the_update(block, merged) else None
-        block.follow(waiting, share_of(plan.delta_codec(self.swarm, block, len(merged))))
+        block.follow(waiting, share_of(merging_rules.delta_codec(self.swarm, block, len(merged))))
         block.finishing.clear()
         block.merging = False
         self._unfinished -= block.merged_batches == block.total_batches

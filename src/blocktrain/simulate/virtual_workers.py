@@ -23,8 +23,7 @@ from blocktrain.simulate.tally import Tally
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
 from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
 from blocktrain.simulate.virtual_worker import Activity, VirtualWorker
-from blocktrain.swarm import plan
-from blocktrain.swarm.plan import report_interval
+from blocktrain.swarm import assignment, lease_terms
 
 CHUNK_BYTES = 8 * 2**20  # in which an update goes up
 
@@ -149,7 +148,7 @@ class VirtualWorkers:
             if self._encodes:
                 self._end_moved(lease)
         worker.lease, worker.asked = lease, self._agenda.now
-        worker.interval = report_interval(lease.deadline - worker.asked)
+        worker.interval = lease_terms.heartbeat_interval(lease.deadline - worker.asked)
         worker.steps_left = float(lease.steps)
         self._fetch(worker, lease)
 
@@ -305,9 +304,9 @@ class VirtualWorkers:
 
     def _park(self, worker: VirtualWorker) -> None:
         self._begin(worker, Activity.TRANSFERRING if worker.sending else Activity.WAITING)
-        awaited, seconds = self._awaits(worker.name), plan.MERGE_WAIT
+        awaited, seconds = self._awaits(worker.name), assignment.MERGE_WAIT
         if awaited is None:  # else it has something of a block, and the plan need not look for it
-            seconds = plan.wait_seconds(self._coordinator.blocks, worker.name)
+            seconds = assignment.wait_seconds(self._coordinator.blocks, worker.name)
         self._parked.park(worker.name, seconds, awaited)
 
     def _version_came(self, block: VirtualBlock, senders: Sequence[str]) -> None:
@@ -335,7 +334,7 @@ class VirtualWorkers:
             self._let_train_on(lease.block)
 
     def _let_train_on(self, block: VirtualBlock) -> None:
-        soon = plan.soon(self._coordinator.swarm, self._agenda.now, transfer_seconds=0.0)
+        soon = lease_terms.earliest_useful_end(self._coordinator.swarm, self._agenda.now, 0.0)
         if block.busy_until > soon:
             for name in self._parked.awaiting(block.index):
                 self._ask_again(name)
@@ -355,7 +354,7 @@ class VirtualWorkers:
             self._ask_again(next(iter(block.workers)))
         if self._encodes and block.to_hand_out <= steps:  # there was none
             self._let_train_on(block)
-        self._first_asks(self._agenda.now + plan.IDLE_WAIT)
+        self._first_asks(self._agenda.now + assignment.IDLE_WAIT)
 
     def _first_asks(self, until: float) -> None:
         """The first of those who wait and may do what there is will find it. `until`: when all of
@@ -397,10 +396,12 @@ class VirtualWorkers:
         """The block where a worker waits for its own update to become a version, while there is
         text."""
         worker, blocks = self._workers[name], self._coordinator.blocks
-        patient = plan.is_patient(self._coordinator.swarm, worker.transfer_seconds)
+        patient = assignment.waits_for_own_update(self._coordinator.swarm, worker.transfer_seconds)
         waits_for = worker.held_block if patient else None
         trained = worker.ended.lease if worker.ended and self._encodes else None
-        if waits_for is None or not plan.own_update_comes(blocks[waits_for], name, trained):
+        if waits_for is None or not assignment.own_update_is_pending(
+            blocks[waits_for], name, trained
+        ):
             return None
         return waits_for
 

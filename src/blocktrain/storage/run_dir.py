@@ -1,6 +1,6 @@
 """A run as a directory: the resolved config, and per block its versions with their hashes.
 
-    RUN/config.toml                      its hash stands in every manifest
+    RUN/config.toml                      its hash is in every manifest
     RUN/block-0/manifest.json            the commit point: names every file with its sha256
     RUN/block-0/v000500.safetensors      weights after 500 steps
     RUN/block-0/state-000500.safetensors what training needs to go on (optimizer)
@@ -19,21 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from blocktrain.config import Config, load_stored_config
 from blocktrain.errors import CorruptFileError, RunError
 from blocktrain.files import UNFINISHED, atomic_write, file_sha256, write_bytes
-from blocktrain.storage.tensor_file import encode
+from blocktrain.storage.tensor_file import Array, Tensors, encode
 
 FORMAT = 1
 KEPT_VERSIONS = 2
 EXPORTED = "model.safetensors"
 LOCK = ".lock"
 LOCAL_SETTINGS = ("device", "tensorboard")  # of [train]; they change nothing that is computed
-
-Tensors = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class RunDir:
 
     @classmethod
     def create_exported(cls, path: Path, config: Config) -> "RunDir":
-        """Start a run that `write_exported` will fill, where there is no other model."""
+        """Start a run that `write_exported` will fill, in a folder without another model."""
         if any(path.glob("block-*")):
             raise RunError(f"{path} holds a run's blocks; use another directory")
         if (path / EXPORTED).exists():
@@ -102,8 +99,8 @@ class RunDir:
 
     @classmethod
     def resumes(cls, path: Path, config: Config) -> bool:
-        """Whether `create` would go on with what is there. A run that failed before it had saved
-        anything is no reason to refuse the settings it should have had."""
+        """Whether `create` would resume a run. One that failed before it saved anything does not
+        count: it may be started again with other settings."""
         if not (path / "config.toml").exists():
             return False
         run = cls.open(path)
@@ -112,7 +109,7 @@ class RunDir:
     @classmethod
     def open(cls, path: Path) -> "RunDir":
         if not path.is_dir():
-            raise RunError(f"no run at {path}")
+            raise RunError(f"there is no run at {path}")
         if not (path / "config.toml").exists():
             raise RunError(f"{path} is not a run: it has no config.toml")
         return cls(path, load_stored_config(path / "config.toml"))
@@ -124,11 +121,11 @@ class RunDir:
 
     @property
     def fetched(self) -> bool:
-        """Settings and weights are those of a run elsewhere: no file that they name is meant."""
+        """Settings and weights come from another machine: file names in them mean nothing."""
         return self.exported and self._exported_manifest().get("fetched", False)
 
     def begun(self) -> bool:
-        """Whether something was trained here, or is just now."""
+        """Whether something was trained here, or is being trained now."""
         return self.exported or any(
             self.block(index).begun() for index in range(self.config.block_count)
         )
@@ -152,7 +149,7 @@ class RunDir:
             return [exported[index] for index in chosen]
         return [self.block(index).load_weights() for index in chosen]
 
-    def read_block(self, index: int) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    def read_block(self, index: int) -> Iterator[tuple[str, Array]]:
         """A block's current weights, one tensor after another by name."""
         if not self.exported:
             return self.block(index).read_weights()
@@ -216,7 +213,7 @@ class BlockDir:
         return filelock.FileLock(self.path / LOCK, timeout=0)
 
     def begun(self) -> bool:
-        """Whether there is a version, or somebody at work on one."""
+        """Whether there is a version, or a process is working on one."""
         if (self.path / "manifest.json").exists():
             return True
         if not self.path.exists():
@@ -251,11 +248,11 @@ class BlockDir:
     def load_weights(self) -> Tensors:
         return load_tensors(self.path, self.current().weights)
 
-    def read_weights(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    def read_weights(self) -> Iterator[tuple[str, Array]]:
         return read_tensors(self.path, self.current().weights)
 
     def load_snapshot(self) -> Snapshot | None:
-        """What training left off with, or None where it never began."""
+        """What training continues from, or None if it never began."""
         manifest = self._manifest()
         if not manifest:
             return None
@@ -307,7 +304,7 @@ class BlockDir:
             out.write(json.dumps(record) + "\n")
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drop what an interrupted run logged past its last checkpoint: it will come again."""
+        """Drop what was logged after the last checkpoint: it will be logged again."""
         if not self.metrics_path.exists():
             return
         kept = [line for line in _whole_lines(self.metrics_path) if line["step"] <= step]
@@ -325,7 +322,7 @@ class BlockDir:
 
 
 def store_tensors(path: Path, tensors: Tensors) -> StoredFile:
-    """Piece by piece, so that they are not in memory a second time."""
+    """Written piece by piece, so that they are not in memory a second time."""
     digest, size = hashlib.sha256(), 0
     with atomic_write(path) as out:
         for piece in encode(tensors):
@@ -339,11 +336,9 @@ def load_tensors(folder: Path, stored: StoredFile) -> Tensors:
     return dict(read_tensors(folder, stored))
 
 
-def read_tensors(
-    folder: Path, stored: StoredFile, prefix: str = ""
-) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Tensors of a file by name, without the prefix that theirs begin with; one is read when it is
-    its turn, the first when the file's hash was found to be right."""
+def read_tensors(folder: Path, stored: StoredFile, prefix: str = "") -> Iterator[tuple[str, Array]]:
+    """Tensors whose names begin with the prefix, by name without it. The file's hash is checked
+    first; then each tensor is read when it is taken."""
     path = folder / stored.name
     _check_file(path, stored)
     try:
@@ -374,7 +369,9 @@ def read_manifest(path: Path, config_digest: str) -> dict[str, Any]:
     except ValueError:
         raise CorruptFileError(f"{path} is not valid JSON") from None
     if manifest.get("format") != FORMAT:
-        raise RunError(f"{path} has format {manifest.get('format')}, this is format {FORMAT}")
+        raise RunError(
+            f"{path} has format {manifest.get('format')}, this release reads format {FORMAT}"
+        )
     if manifest["config"] != config_digest:
         raise CorruptFileError(f"config.toml was altered: its hash is not the one in {path}")
     return manifest
@@ -389,17 +386,17 @@ def _whole_lines(path: Path) -> Iterable[dict[str, Any]]:
         try:
             yield json.loads(line)
         except ValueError:
-            continue  # the line a kill cut short
+            continue  # cut short when the process was killed
 
 
 def _is_leftover(path: Path) -> bool:
-    """What a start that was killed may leave behind."""
+    """Files that a killed start may leave behind."""
     return path.name == LOCK or path.name.endswith(UNFINISHED)
 
 
-def _with_local_settings(stored: Config, asked: Config) -> Config:
-    """The run's own settings, but for those that say where and how this process works."""
-    local = {f"train__{name}": getattr(asked.train, name) for name in LOCAL_SETTINGS}
+def _with_local_settings(stored: Config, given: Config) -> Config:
+    """The run's own settings, except those about this process."""
+    local = {f"train__{name}": getattr(given.train, name) for name in LOCAL_SETTINGS}
     return stored.with_settings(**local)
 
 

@@ -1,13 +1,12 @@
-"""The safetensors format by hand, because files live in chunks and are read and written in parts.
+"""The safetensors format, read and written in parts, because files are stored in chunks.
 
     8 bytes    length of the header, little endian
     header     JSON: name -> dtype, shape, data_offsets; padded with spaces to a multiple of 8
     data       the tensors, end to end
 
-A file of ours is canonical: tensors sorted by name, no metadata. So equal tensors make equal
-bytes, and equal hashes, everywhere. What is read comes from machines nobody trusts: every
-number in a header is checked before anything is allocated for it, and whatever is wrong is a
-`ProtocolError`. Knows numpy; knows nothing of chunks, hashes or what the tensors mean.
+Files written here are canonical: tensors sorted by name, no metadata. So equal tensors make equal
+bytes, and equal hashes, everywhere. Files that are read come from untrusted machines: every number
+in a header is checked before anything is allocated for it, and every error is a ProtocolError.
 """
 
 import json
@@ -23,12 +22,13 @@ from blocktrain.errors import ProtocolError
 from blocktrain.numerics.quantization import from_bf16
 
 Array = npt.NDArray[Any]
+Tensors = dict[str, Array]
 Buffer = bytes | bytearray | memoryview
 
 LARGEST_HEADER = 16 * 1024 * 1024
 LONGEST_NAME = 256  # characters
 MOST_DIMENSIONS = 32
-MOST_MARKS = 1 << 18  # commas and brackets of a header: about ten for a tensor
+MOST_MARKS = 1 << 18  # commas and brackets of a header: about ten a tensor
 MOST_ELEMENTS = 2**53
 PIECE_BYTES = 4 * 1024 * 1024
 METADATA = "__metadata__"
@@ -49,7 +49,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "BF16"}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of a file, and where in the file it lies: bytes start .. end - 1."""
+    """A tensor of a file, and its place there: bytes start .. end - 1."""
 
     name: str
     dtype: str
@@ -59,10 +59,10 @@ class TensorSpec:
 
 
 def parse_header(read: Callable[[int, int], bytes], size: int) -> list[TensorSpec]:
-    """The tensors of a file of `size` bytes in the order they lie there; `read(offset, length)`
-    is asked only for what is inside the file."""
+    """The tensors of a file of `size` bytes in the order of the file; `read(offset, length)` is
+    only called for bytes inside the file."""
     if size < 8:
-        raise ProtocolError(f"a file of {size} bytes is no safetensors file")
+        raise ProtocolError(f"a file of {size} bytes is too short for safetensors")
     length = int.from_bytes(read(0, 8), "little")
     if length > min(LARGEST_HEADER, size - 8):
         raise ProtocolError(f"a header of {length} bytes is too long for a file of {size}")
@@ -80,7 +80,7 @@ def parse_header(read: Callable[[int, int], bytes], size: int) -> list[TensorSpe
 
 
 def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """The canonical beginning of a file that holds tensors of these (name, dtype, shape)."""
+    """The canonical header of a file with tensors of these (name, dtype, shape)."""
     entries: dict[str, Any] = {}
     start = 0
     for name, dtype, shape in sorted(tensors):
@@ -96,7 +96,7 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
 
 def canonical(specs: Iterable[TensorSpec]) -> bytes:
-    """The header that a file of ours with these tensors has."""
+    """The canonical header of a file with these tensors."""
     return header_bytes((spec.name, spec.dtype, spec.shape) for spec in specs)
 
 
@@ -154,7 +154,7 @@ def _parse_json(text: bytes) -> dict[str, Any]:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise ProtocolError("the header gives a name twice")
+        raise ProtocolError("the header names a tensor twice")
     return entries
 
 
@@ -177,7 +177,7 @@ def _check_name(name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise ProtocolError(f"a tensor's name is no text: {name!r}") from None
+        raise ProtocolError(f"a tensor's name is not valid Unicode: {name!r}") from None
 
 
 def _is_counts(values: Any) -> bool:
@@ -188,7 +188,7 @@ def _is_counts(values: Any) -> bool:
 
 def _byte_count(name: str, dtype: Any, shape: Iterable[int]) -> int:
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ProtocolError(f"tensor {name!r} has a dtype that no file here holds")
+        raise ProtocolError(f"tensor {name!r} has an unknown dtype")
     sizes = list(shape)
     # Zeros aside, so that a tensor without elements has no side numpy cannot hold.
     if len(sizes) > MOST_DIMENSIONS or math.prod(size or 1 for size in sizes) > MOST_ELEMENTS:
@@ -199,7 +199,7 @@ def _byte_count(name: str, dtype: Any, shape: Iterable[int]) -> int:
 def _dtype_name(name: str, tensor: Array) -> str:
     dtype_name = DTYPE_NAMES.get(tensor.dtype.newbyteorder("<"))
     if dtype_name is None:
-        raise ProtocolError(f"tensor {name!r} has dtype {tensor.dtype}, which no file here holds")
+        raise ProtocolError(f"tensor {name!r} has dtype {tensor.dtype}, which cannot be stored")
     return dtype_name
 
 
@@ -208,5 +208,5 @@ def _array(spec: TensorSpec, data: memoryview) -> Array:
     if spec.dtype == "BF16":
         flat = from_bf16(flat)
     if spec.dtype == "BOOL" and (flat.view(np.uint8) > 1).any():
-        raise ProtocolError(f"tensor {spec.name!r} holds truth values that are neither 0 nor 1")
+        raise ProtocolError(f"tensor {spec.name!r} holds booleans that are neither 0 nor 1")
     return np.require(flat.reshape(spec.shape), requirements="A")

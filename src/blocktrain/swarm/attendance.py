@@ -1,8 +1,8 @@
-"""Who is there to train, how fast and on what: by this workers spread over the blocks, and the last
-text of a run is shared out.
+"""Which workers are present and how fast they are: workers are spread over the blocks, and a run's
+last text is shared out, by this.
 
-The ledger knows who holds a lease, not who is about to ask for one. Kept in memory: of several
-coordinators each knows those who asked it, and shares out less evenly than it might.
+The ledger knows which workers hold a lease, not which ones are about to ask for one. This is kept
+in memory: with several coordinators, each knows only the workers that asked it.
 """
 
 from collections import Counter, OrderedDict
@@ -10,81 +10,102 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from blocktrain.config import SwarmConfig
-from blocktrain.swarm.plan import FILLING, MILLIONTH
+from blocktrain.swarm.lease_terms import MICROSTEP, SHORTEST_SHARE, trusted_speed
 
-ABSENT_LEASES = 2.0  # of a lease's time after which a worker that has not asked is not there
+ABSENT_LEASES = 2.0  # lease times after its last request that a worker counts as absent
+SHORTEST_MEASURED = 1e-3  # seconds, in case the clock has not moved
 
 
-class _Present(NamedTuple):
-    block: int | None
-    last: int | None  # block that it was given
-    speed: int  # in millionths
+class _Worker(NamedTuple):
+    block: int | None  # of its lease; None: it waits
+    last_block: int | None  # of its lease or, while it waits, of the one before
+    microsteps: int  # per second
 
 
 class Attendance:
     def __init__(self, swarm: SwarmConfig) -> None:
-        self._seconds = ABSENT_LEASES * swarm.lease_seconds
-        # Nobody counts for more, whatever it says: no lease is longer, and none is cut shorter.
-        self._fastest = swarm.most_steps / (FILLING * swarm.lease_seconds)
-        self._there: dict[str, _Present] = {}
-        # In the order of their asking; a plain dict is slow to find its first after many have gone.
-        self._asked: OrderedDict[str, float] = OrderedDict()
-        self._looked_at: float | None = None  # for who is absent; once for every question
-        # Kept up, as many may be there.
-        self._speeds: Counter[int | None] = Counter()  # by block
-        self._heads: Counter[int | None] = Counter()  # by the last block
+        self._absent_after = ABSENT_LEASES * swarm.lease_seconds
+        # A faster claim would change nothing: no lease has more steps, and none is cut shorter.
+        self._fastest = swarm.most_steps / (SHORTEST_SHARE * swarm.lease_seconds)
+        self._present: dict[str, _Worker] = {}
+        # Oldest first. Not a dict, which finds its first key slowly after many deletions.
+        self._last_requests: OrderedDict[str, float] = OrderedDict()
+        self._cleaned_at: float | None = None
+        # Sums, because there may be many workers.
+        self._microsteps: Counter[int | None] = Counter()  # by block
+        self._workers: Counter[int | None] = Counter()  # by last block
 
-    def note(
+    def record(
         self, worker: str, block: int | None, steps_per_second: float | None, now: float
     ) -> None:
-        """It asks, and gets a lease of this block, or none. While nobody knows how fast it is, it
-        does nothing in a second."""
-        self._drop_absent(now)
-        before = self._drop(worker)
-        last = before.last if before and block is None else block
-        speed = round(min(steps_per_second or 0.0, self._fastest) / MILLIONTH)
-        self._there[worker] = _Present(block, last, speed)
-        self._asked[worker] = now
-        self._speeds[block] += speed
-        self._heads[last] += 1
+        """A worker has asked for a lease, and got one of this block or has to wait (None). A worker
+        of unknown speed adds nothing to the speeds."""
+        self._forget_absent(now)
+        before = self._forget(worker)
+        last_block = before.last_block if before and block is None else block
+        microsteps = round(min(steps_per_second or 0.0, self._fastest) / MICROSTEP)
+        self._present[worker] = _Worker(block, last_block, microsteps)
+        self._last_requests[worker] = now
+        self._microsteps[block] += microsteps
+        self._workers[last_block] += 1
 
-    def keep(self, worker: str) -> None:
-        """It asks again and again, though nobody will note it: it is there until it is noted, or
-        was `seen_last`."""
-        self._asked.pop(worker, None)
+    def stays(self, worker: str) -> None:
+        """A worker asks again and again, though its requests are not recorded one by one: it is
+        present until the next `record` or `left`."""
+        self._last_requests.pop(worker, None)
 
-    def seen_last(self, worker: str, now: float) -> None:
-        """It asks no more."""
-        if worker in self._there and worker not in self._asked:
-            self._asked[worker] = now
+    def left(self, worker: str, now: float) -> None:
+        """A worker of which `stays` was said has stopped asking."""
+        if worker in self._present and worker not in self._last_requests:
+            self._last_requests[worker] = now
 
     def others(self, worker: str, now: float) -> Mapping[int | None, int]:
-        """How many but this one are there, by the block they train or trained last: who waits does
-        so for what its update becomes, and goes on with it."""
-        self._drop_absent(now)
-        heads = dict(self._heads)
-        if own := self._there.get(worker):
-            heads[own.last] -= 1
-        return heads
+        """How many other workers are present, by the block they train or trained last: a worker
+        that waits for its update to be merged will go on with the same block."""
+        self._forget_absent(now)
+        workers = dict(self._workers)
+        if own := self._present.get(worker):
+            workers[own.last_block] -= 1
+        return workers
 
-    def speeds(self, worker: str) -> Mapping[int | None, int]:
-        """Millionths of a step a second of all but this one together, by the block they train;
-        None: those who wait."""
-        speeds = dict(self._speeds)
-        if own := self._there.get(worker):
-            speeds[own.block] -= own.speed
-        return speeds
+    def other_speeds(self, worker: str) -> Mapping[int | None, int]:
+        """Microsteps per second of all other workers together, by the block they train; None:
+        those that wait."""
+        microsteps = dict(self._microsteps)
+        if own := self._present.get(worker):
+            microsteps[own.block] -= own.microsteps
+        return microsteps
 
-    def _drop_absent(self, now: float) -> None:
-        if now == self._looked_at:
+    def _forget_absent(self, now: float) -> None:
+        if now == self._cleaned_at:
             return
-        self._looked_at = now
-        while self._asked and now - next(iter(self._asked.values())) > self._seconds:
-            self._drop(next(iter(self._asked)))
+        self._cleaned_at = now
+        while (
+            self._last_requests
+            and now - next(iter(self._last_requests.values())) > self._absent_after
+        ):
+            self._forget(next(iter(self._last_requests)))
 
-    def _drop(self, worker: str) -> _Present | None:
-        self._asked.pop(worker, None)
-        if present := self._there.pop(worker, None):
-            self._speeds[present.block] -= present.speed
-            self._heads[present.last] -= 1
-        return present
+    def _forget(self, worker: str) -> _Worker | None:
+        self._last_requests.pop(worker, None)
+        if before := self._present.pop(worker, None):
+            self._microsteps[before.block] -= before.microsteps
+            self._workers[before.last_block] -= 1
+        return before
+
+
+class Speeds:
+    """How fast workers are by the coordinator's own clock: a bound on the speed they claim. A
+    coordinator that was just started knows none of them, and begins with first leases."""
+
+    def __init__(self, swarm: SwarmConfig) -> None:
+        self._swarm = swarm
+        self._measured: dict[str, float] = {}  # by worker, steps per second of its fastest lease
+
+    def completed(self, worker: str, steps: int, seconds: float) -> None:
+        """A worker's update of this many steps counts. It arrived `seconds` after the lease."""
+        speed = steps / max(SHORTEST_MEASURED, seconds)
+        self._measured[worker] = max(speed, self._measured.get(worker, 0.0))
+
+    def trusted(self, worker: str, claimed: float | None) -> float | None:
+        return trusted_speed(self._swarm, claimed, self._measured.get(worker))

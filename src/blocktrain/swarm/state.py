@@ -5,7 +5,7 @@ plan takes either, because it asks for no more than a `BlockView`.
 """
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -27,9 +27,9 @@ class UpdateView(Protocol):
     """What a plan reads of an update that waits to be merged."""
 
     @property
-    def lease(self) -> Hashable: ...
+    def lease(self) -> str: ...
     @property
-    def continues(self) -> Hashable | None: ...
+    def continues(self) -> str | None: ...
     @property
     def worker(self) -> str: ...
     @property
@@ -72,7 +72,7 @@ class BlockView(Protocol[Update_co]):
     def waiting_since(self) -> float: ...
     @property
     def fresh_since(self) -> Sequence[float]: ...
-    def unmerged(self, worker: str) -> Mapping[Hashable, int]: ...
+    def unmerged(self, worker: str) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ class BlockState:
                 came[update.worker] = min(update.committed, came.get(update.worker, math.inf))
         return sorted(came.values())
 
-    def unmerged(self, worker: str) -> dict[Hashable, int]:
+    def unmerged(self, worker: str) -> dict[str, int]:
         """Leases a worker has trained that no version holds yet: how many steps each had."""
-        sending: dict[Hashable, int] = {
+        sending: dict[str, int] = {
             lease: steps for sender, lease, steps in self.sending if sender == worker
         }
         return sending | {u.lease: u.steps for u in self.pending if u.worker == worker}

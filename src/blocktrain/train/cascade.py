@@ -21,7 +21,8 @@ from blocktrain.errors import ConfigError, RunError
 from blocktrain.model.causal import Trunk
 from blocktrain.model.int8 import Int8Linear, in_8_bits
 from blocktrain.model.stack import initial_block
-from blocktrain.storage.run_dir import RunDir, Tensors
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import Compute
 
 

@@ -12,7 +12,8 @@ from blocktrain.errors import RunError
 from blocktrain.model.block import Block
 from blocktrain.model.int8 import Int8Linear, in_8_bits
 from blocktrain.model.stack import Stack, assemble, new_block
-from blocktrain.storage.run_dir import RunDir, Tensors
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import Compute
 
 

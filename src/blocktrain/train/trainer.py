@@ -22,7 +22,8 @@ from blocktrain.data.windows import TrainingWindows
 from blocktrain.errors import DivergedError, RunError
 from blocktrain.model.stack import initial_block
 from blocktrain.numerics.sampling import mixed_seed
-from blocktrain.storage.run_dir import BlockDir, Tensors
+from blocktrain.storage.run_dir import BlockDir
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.cascade import Predecessors, Published
 from blocktrain.train.checkpoints import Checkpointer, Progress
 from blocktrain.train.device import Compute, GraphedStep

@@ -1,7 +1,7 @@
 """A worker with the evaluate role: scores every block and the assembled model as versions appear.
 
-That is where the cross entropies in a run's status come from: honest ones, on the same windows of
-valid every time. It trains nothing.
+These are the cross entropies in a run's status, always on the same windows of the valid split. It
+trains nothing.
 """
 
 import math
@@ -17,16 +17,17 @@ from blocktrain.storage import tensor_file
 from blocktrain.train.device import Compute, resolve
 from blocktrain.train.evaluate import Evaluation, evaluate
 from blocktrain.train.loading import load_block
-from blocktrain.worker.bandwidth import Throttle, TrafficCounter
+from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
-from blocktrain.worker.http import Patience
-from blocktrain.worker.machine import Kind, WorkerEvent, WorkerSettings, check_role, lock_folder
-from blocktrain.worker.text import CorpusCache
-from blocktrain.worker.transfer import Transfer, open_cache
+from blocktrain.worker.corpus_cache import CorpusCache
+from blocktrain.worker.events import EventReporter, WorkerEvent
+from blocktrain.worker.machine import WorkerSettings, check_role, lock_folder
+from blocktrain.worker.timing import Deadline, StopCondition
+from blocktrain.worker.transfer import Bandwidth, Transfer
 from blocktrain.worker.versions import Versions
 
 SCORED_WINDOWS = 256
-LOOK_SECONDS = 2.0  # between two looks for new versions
+POLL_SECONDS = 2.0  # between two requests for new versions
 
 
 class Evaluator:
@@ -38,72 +39,64 @@ class Evaluator:
         windows: int = SCORED_WINDOWS,
     ) -> None:
         self.client, self.settings, self.windows = client, settings, windows
-        self._on_event = on_event
-        self._traffic = TrafficCounter()
-        cache = open_cache(settings.folder / "chunks")
-        throttle = Throttle(settings.max_bandwidth, client.clock)
-        self._transfer = Transfer(client, cache, throttle, self._traffic)
-        client.connection.on_silence = lambda reason, seconds: self._tell(
+        bandwidth = Bandwidth(settings.max_bandwidth, client.clock)
+        self._transfer = Transfer(client, BlobCache(settings.folder / "chunks"), bandwidth)
+        self._events = EventReporter(on_event, bandwidth, client.clock)
+        self._stop = StopCondition(client.clock, settings.until)
+        client.http.on_unreachable = lambda reason, seconds: self._events.report(
             "unreachable", f"{reason}; waiting for the coordinator"
         )
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Score until the run is over and its last versions are scored. False: stopped before."""
-
-        def leaving() -> bool:
-            return should_stop() or self._is_late()
-
+        self._stop.also = should_stop
         with lock_folder(self.settings.folder, self._transfer.cache):
             try:
-                finished = self._work(leaving)
-            except UnreachableError:  # a question that was given up
-                if not leaving():
+                finished = self._work()
+            except UnreachableError:
+                if not self._stop.reached():
                     raise
                 finished = False
         if finished:
-            self._tell("finished", "the run is finished and scored")
+            self._events.report("finished", "the run is finished and scored")
         else:
-            why = "the worker's time is over" if self._is_late() else "the worker was stopped"
-            self._tell("stopped", why)
+            self._events.report("stopped", self._stop.reason)
         return finished
 
-    def _work(self, leaving: Callable[[], bool]) -> bool:
-        """Whether all is scored."""
-        patience = Patience(math.inf, lambda: not leaving())
+    def _work(self) -> bool:
+        """Whether everything is scored."""
+        deadline, report = self._stop.deadline(), self._events.report
         joined = self.client.join(
-            self.settings.name, resolve(self.settings.device, "auto").name, patience
+            self.settings.name, resolve(self.settings.device, "auto").name, deadline
         )
         check_role(joined, "evaluate", self.settings.folder)
-        self._tell("joined", f"joined run {joined.description.run} as worker {joined.worker}")
+        report("joined", f"joined run {joined.description.run} as worker {joined.worker}")
         config = from_toml(joined.description.config)
         compute = resolve(self.settings.device, config.train.precision)
         folder = self.settings.folder / joined.description.run
         self._versions = Versions(
-            self._transfer, folder, config.swarm.codec, lambda text: self._tell("astray", text)
+            self._transfer, folder, config.swarm.codec, lambda text: report("astray", text)
         )
         corpora = CorpusCache(
-            self._transfer, self.settings.data, lambda text: self._tell("other_text", text)
+            self._transfer, self.settings.data, lambda text: report("other_text", text)
         )
-        corpus = corpora.open(joined.description, config.data, patience)
+        corpus = corpora.open(joined.description, config.data, deadline)
         window = config.model.window
         windows = evaluation_windows(corpus.split("valid", window), window, self.windows)
         scored: tuple[int, ...] = ()
-        while not leaving():
-            status = self.client.status(patience)
+        while not self._stop.reached():
+            status = self.client.status(deadline)
             versions = _versions_of(status)
             if versions != scored:
-                self._tell("scoring", f"scoring {_named(versions)}")
-                if self._score(config, compute, status, windows, patience):
+                report("scoring", f"scoring {_named(versions)}")
+                if self._score(config, compute, status, windows, deadline):
                     scored = versions
-                    self._tell("waiting", "waiting for newer versions")
+                    report("waiting", "waiting for newer versions")
             elif status.state == "finished":
                 return True
             else:
-                self.client.clock.sleep(LOOK_SECONDS)
+                self.client.clock.sleep(POLL_SECONDS)
         return False
-
-    def _is_late(self) -> bool:
-        return self.settings.is_late(self.client.clock.wall())
 
     def _score(
         self,
@@ -111,36 +104,35 @@ class Evaluator:
         compute: Compute,
         status: Status,
         windows: Bytes,
-        patience: Patience,
+        deadline: Deadline,
     ) -> bool:
-        """False: some of it was replaced, and went, before all of it was here."""
+        """False: a version was replaced and deleted before all of them were downloaded."""
         versions = _versions_of(status)
         try:
-            stack = self._stack(config, compute, status, patience)
+            stack = self._stack(config, compute, status, deadline)
         except RefusedError as refused:
-            if refused.code != "not_found" or self._newest(patience) == versions:
+            if refused.code != "not_found" or self._newest(deadline) == versions:
                 raise
             return False
         evaluation = evaluate(stack, windows, draws=1)
         for block, version in enumerate(versions):
-            self._report(block, (version,), evaluation, _block_ce(evaluation, block), patience)
-        self._report(None, versions, evaluation, evaluation.default.ce, patience)
+            self._report(block, (version,), evaluation, _block_ce(evaluation, block), deadline)
+        self._report(None, versions, evaluation, evaluation.default.ce, deadline)
         return True
 
-    def _newest(self, patience: Patience) -> tuple[int, ...]:
-        return _versions_of(self.client.status(patience))
+    def _newest(self, deadline: Deadline) -> tuple[int, ...]:
+        return _versions_of(self.client.status(deadline))
 
-    def _stack(self, config: Config, compute: Compute, status: Status, patience: Patience) -> Stack:
+    def _stack(self, config: Config, compute: Compute, status: Status, deadline: Deadline) -> Stack:
         blocks = []
         for block in status.blocks:
             module = new_block(config, block.index)
-            data = memoryview(bytearray(block.weights.size))
-            self._versions.read(block.index, block.version, block.weights, patience, data)
+            data = self._versions.read(block.index, block.version, block.weights, deadline)
             named = f"version {block.version} of block {block.index}"
             load_block(module, tensor_file.decode(data), named)
             module.compute_dtype = compute.dtype
             blocks.append(module.to(compute.device))
-        self._transfer.keep_only(block.weights for block in status.blocks)
+        self._transfer.cache.keep_only(block.weights for block in status.blocks)
         return assemble(config, blocks)
 
     def _report(
@@ -149,13 +141,13 @@ class Evaluator:
         versions: tuple[int, ...],
         evaluation: Evaluation,
         ce: float,
-        patience: Patience,
+        deadline: Deadline,
     ) -> None:
-        """What was scored, to the coordinator; a score that is no number, which no message can
-        say, only to whoever watches."""
+        """Send a score to the coordinator. One that is not finite cannot be sent: it is only
+        reported to the user."""
         if not math.isfinite(ce):
             what = _named(versions) if block is None else f"block {block}, version {versions[0]}"
-            self._tell("diverged", f"{what}: CE {ce}: it has diverged, which is not reported")
+            self._events.report("diverged", f"{what}: CE {ce}, the model has diverged; not sent")
             return
         score = Score(
             block=block,
@@ -165,13 +157,9 @@ class Evaluator:
             ce=ce,
             downloads=self._versions.take_downloads(),
         )
-        self.client.score(score, patience)
+        self.client.score(score, deadline)
         if block is None:
-            self._tell("scored", f"{_named(versions)}: CE {ce:.4f}")
-
-    def _tell(self, kind: Kind, text: str) -> None:
-        traffic = self._traffic
-        self._on_event(WorkerEvent(kind, text, bytes_down=traffic.down, bytes_up=traffic.up))
+            self._events.report("scored", f"{_named(versions)}: CE {ce:.4f}")
 
 
 def _versions_of(status: Status) -> tuple[int, ...]:
@@ -183,7 +171,7 @@ def _named(versions: tuple[int, ...]) -> str:
 
 
 def _block_ce(evaluation: Evaluation, block: int) -> float:
-    """The block's own head; a run of one block has no other."""
+    """Of the block's own head; in a run of one block, the final one."""
     named = {
         score.readout: score.ce
         for score in evaluation.scores

@@ -1,7 +1,7 @@
-"""An optimizer's moments on disk, for a worker that comes back to a block.
+"""One block on this machine: trained lease by lease, and turned into updates.
 
-A cache, nothing more: what cannot be read, or belongs to a block of another shape, is as good as
-not there.
+The optimizer's moments stay on disk for a worker that comes back to a block. They are a cache: what
+cannot be read, or has other shapes, counts as missing.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,15 +21,19 @@ from blocktrain.errors import DeviceError, DivergedError, ProtocolError
 from blocktrain.files import write_bytes
 from blocktrain.protocol.messages import Blob, Lease, Predecessor, Recipe
 from blocktrain.storage import tensor_file
-from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.cascade import Published
 from blocktrain.train.device import Compute
 from blocktrain.train.loading import load_block
 from blocktrain.train.trainer import BlockTrainer
-from blocktrain.worker.http import Patience
 from blocktrain.worker.residual import ResidualFile
+from blocktrain.worker.timing import Deadline
 from blocktrain.worker.transfer import Transfer
 from blocktrain.worker.versions import Versions
+
+REPORT_EVERY = 10  # steps on a GPU: a report waits for the device
+
+WeightsOf = Callable[[Predecessor], Tensors]
 
 
 class MomentsFile:
@@ -41,26 +45,21 @@ class MomentsFile:
         write_bytes(self._path, b"".join(tensor_file.encode(moments)))
 
     def load(self, shapes: Mapping[str, tuple[int, ...]]) -> Tensors | None:
-        """Moments of exactly these shapes; None where there are none."""
+        """Moments of exactly these shapes, if there are any."""
         try:
-            found = tensor_file.decode(bytearray(self._path.read_bytes()))
+            moments = tensor_file.decode(bytearray(self._path.read_bytes()))
         except (OSError, ProtocolError):
             return None
-        fits = {name: moment.shape for name, moment in found.items()} == shapes
-        return found if fits else None
+        fits = {name: moment.shape for name, moment in moments.items()} == shapes
+        return moments if fits else None
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
 
 
-REPORT_EVERY = 10  # steps; a report waits for the device, so not after each where there is one
-
-WeightsOf = Callable[[Predecessor], Tensors]
-
-
 @dataclass(frozen=True)
 class LeaseReport:
-    """How far a lease has come; `loss` is the mean so far, None where every step was skipped."""
+    """How far a lease has come. `loss`: the mean so far, None if every step was skipped."""
 
     steps_done: int
     loss: float | None
@@ -68,21 +67,23 @@ class LeaseReport:
 
 @dataclass(frozen=True)
 class Trained:
-    """The block after the lease. The arrays are the block's own: use them before the next."""
+    """The block after a lease. The arrays are the block's own: use them before it is trained on."""
 
     weights: Tensors
     loss: float
 
 
 class LeasedVersions:
-    """The blocks before, at the versions a lease names: they do not change while it runs."""
+    """The blocks before, at the versions that a lease names; they do not change while it runs."""
 
     def __init__(self, lease: Lease, weights_of: WeightsOf) -> None:
         self._named = {named.block: named for named in lease.predecessors}
         self._weights_of = weights_of
         missing = sorted(set(range(lease.block)) - set(self._named))
         if missing:
-            raise ProtocolError(f"the lease of block {lease.block} names no block {missing[0]}")
+            raise ProtocolError(
+                f"the lease of block {lease.block} does not name a version of block {missing[0]}"
+            )
 
     def version(self, block: int) -> int:
         return self._named[block].version
@@ -98,7 +99,7 @@ class LeaseTrainer:
     def __init__(
         self, config: Config, block: int, corpus: Corpus, compute: Compute, scratch: Path
     ) -> None:
-        """`scratch`: a folder of this run, for moments put away and for a cascade's features."""
+        """`scratch`: a folder of this run, for moments and for a cascade's features."""
         self.config, self.block, self.corpus = config, block, corpus
         self.compute, self.scratch = compute, scratch
         self._trainer: BlockTrainer | None = None
@@ -112,16 +113,16 @@ class LeaseTrainer:
         on_report: Callable[[LeaseReport], None],
         should_stop: Callable[[], bool],
     ) -> Trained | None:
-        """Train a lease from `base`, or where it is None, from the block as the last lease left
-        it. None: stopped before the end, and the block is no longer at any version."""
+        """Train a lease from `base`, or if that is None, from where the last lease ended. None:
+        stopped before the end, and the block's weights are of no use."""
         try:
             trainer = self._prepared(lease, base, predecessors)
-            del base  # it may be as large as the block, which has it now
+            del base  # the block has a copy
             return self._train(trainer, lease, on_report, should_stop)
         except torch.OutOfMemoryError:
             raise DeviceError(
                 f"block {lease.block} does not fit into the memory of {self.compute.device};"
-                " say how much it has (--memory), or choose smaller blocks (--blocks)"
+                " set --memory to what it has, or choose smaller blocks with --blocks"
             ) from None
 
     def _prepared(
@@ -131,7 +132,7 @@ class LeaseTrainer:
         reads_others = self.config.kind.reads_predecessors and lease.block > 0
         published = LeasedVersions(lease, predecessors) if reads_others else None
         trainer = self._trainer or self._new_trainer(published)
-        assert base is not None or self._trainer, "nothing is held yet"
+        assert base is not None or self._trainer, "no block is in memory yet"
         if base is not None:
             load_block(trainer.module, base, f"version {lease.base_version} of block {self.block}")
         if published:
@@ -140,7 +141,7 @@ class LeaseTrainer:
         return trainer
 
     def _new_trainer(self, published: Published | None) -> BlockTrainer:
-        """With the moments it had when this worker last trained the block, if it did."""
+        """With the moments from when this worker last trained the block."""
         trainer = BlockTrainer(
             self.config, self.block, self.corpus, self.compute, None, published, self.scratch
         )
@@ -149,12 +150,12 @@ class LeaseTrainer:
         return trainer
 
     def put_away(self) -> None:
-        """Keep the optimizer's moments on disk: the worker goes on with another block."""
+        """Save the optimizer's moments: the worker goes on with another block."""
         if self._trainer:
             self._moments.save(self._trainer.moments())
 
     def forget(self) -> None:
-        """Never go on from the moments that are kept: they led nowhere."""
+        """Delete the saved moments, because training diverged."""
         self._moments.remove()
 
     def _train(
@@ -166,7 +167,7 @@ class LeaseTrainer:
     ) -> Trained | None:
         losses = _Losses()
         every = 1 if self.compute.device.type == "cpu" else REPORT_EVERY
-        trainer.take_sums()  # drop those of a lease that was stopped
+        trainer.take_sums()  # discards those of an interrupted lease
 
         def after_step(stopping: bool) -> None:
             faults.reached("step")
@@ -208,8 +209,8 @@ class _Losses:
 
 
 @dataclass(frozen=True)
-class EncodedUpdate:
-    """A trained block, or what it learned, written to the chunk cache."""
+class StoredUpdate:
+    """An update in the cache: a trained block, or the encoded delta."""
 
     blob: Blob
     recipe: Recipe
@@ -217,17 +218,29 @@ class EncodedUpdate:
 
 
 @dataclass(frozen=True)
+class TrainedLease:
+    """A lease at its end. `weights` are the block's own arrays, which change with the next step."""
+
+    lease: Lease
+    start: Tensors
+    weights: Tensors
+    loss: float
+
+
+@dataclass(frozen=True)
 class LearnedDelta:
-    """A lease's end, and what no update has told yet of the way there: arrays of their own, to be
-    encoded while the block is trained on."""
+    """What a lease has learned, with the residual of the updates before it. Its arrays are copies:
+    it can be encoded while the block is trained on."""
 
     lease: Lease
     end: Tensors
-    news: Tensors
+    delta: Tensors
     loss: float
 
 
 class LocalBlock:
+    """One block between its leases: in memory, at the end of the last lease if that counts."""
+
     def __init__(
         self,
         config: Config,
@@ -241,11 +254,10 @@ class LocalBlock:
         self._transfer, self._scratch = transfer, scratch
         self.versions = Versions(transfer, scratch, config.swarm.codec, on_astray)
         self._trainer: LeaseTrainer | None = None
-        self.stands_at: Blob | None = None
-        self._start: Tensors = {}  # what the lease was trained from, where updates are encoded
-        self._learned: LearnedDelta | None = None  # at whose end the block stands
-        self.fetch_seconds = 0.0  # what the last download of a base took
-        self._whole = False  # no lease was broken off in the middle
+        # Where the block stands: at what the last lease learned, or at a blob of the cache.
+        self._end: LearnedDelta | Blob | None = None
+        self._interrupted = False  # the last lease did not come to its end
+        self.fetch_seconds = 0.0  # how long the last download of a base took
 
     @property
     def index(self) -> int | None:
@@ -253,112 +265,114 @@ class LocalBlock:
 
     @property
     def encodes(self) -> bool:
-        """Whether updates are what was learned, and not the block."""
+        """Whether updates are encoded deltas; otherwise they are whole blocks."""
         return self._config.swarm.codec != "none"
 
     @property
-    def ended(self) -> Lease | None:
-        """The lease from whose end the block can be trained on."""
-        return self._learned.lease if self._learned else None
+    def ended_lease(self) -> str | None:
+        """The lease after which the block can be trained on without a new base."""
+        return self._end.lease.lease if isinstance(self._end, LearnedDelta) else None
 
     def can_train(self, lease: Lease) -> bool:
-        """Whether what a lease builds on is here, or can be fetched."""
-        return lease.continues in (None, self.ended.lease if self.ended else None)
+        """Whether what a lease builds on is here, or can be downloaded."""
+        return lease.continues in (None, self.ended_lease)
 
     def train(
         self,
         lease: Lease,
-        patience: Patience,
+        deadline: Deadline,
         on_report: Callable[[LeaseReport], None],
         should_stop: Callable[[], bool],
-    ) -> Trained | None:
-        """Train a lease. None: stopped before the end."""
+    ) -> TrainedLease | None:
+        """Train a lease. None: stopped before its end."""
         if lease.block != self.index:
-            self.put_away()  # before another takes its memory
-        for before in lease.predecessors:
-            self.versions.fetch(before.block, before.version, before.weights, patience)
+            self.put_away()  # before the other block takes its memory
+        for named in lease.predecessors:
+            self.versions.fetch(named.block, named.version, named.weights, deadline)
 
         def weights_of(predecessor: Predecessor) -> Tensors:
-            return tensor_file.decode(self._transfer.read(predecessor.weights, patience))
+            return tensor_file.decode(self._transfer.read(predecessor.weights, deadline))
 
-        trained = self._trainer_of(lease.block).run(
-            lease, self._base(lease, patience), weights_of, on_report, should_stop
-        )
-        self._whole = trained is not None
-        return trained
+        start, base = self._start(lease, deadline)
+        self._end, self._interrupted = None, True
+        trainer = self._trainer_of(lease.block)
+        trained = trainer.run(lease, base, weights_of, on_report, should_stop)
+        if trained is None:
+            return None
+        self._interrupted = False
+        return TrainedLease(lease, start, trained.weights, trained.loss)
 
-    def write(self, trained: Trained) -> EncodedUpdate:
-        """The block as it was trained, in the cache, to be sent."""
+    def write(self, trained: TrainedLease) -> StoredUpdate:
+        """The update without a codec: the block as it is."""
         cache = self._transfer.cache
-        blob = self.stands_at = cache.write(tensor_file.encode(trained.weights))
-        return EncodedUpdate(blob, cache.recipe(blob.name), trained.loss)
+        blob = self._end = cache.write(tensor_file.encode(trained.weights))
+        return StoredUpdate(blob, cache.recipe(blob.name), trained.loss)
 
-    def take_learned(self, lease: Lease, trained: Trained) -> LearnedDelta:
-        """What is to be encoded: what was learned, and what earlier updates left out, the last of
-        which is settled. The block may be trained on at once."""
+    def learned(self, trained: TrainedLease) -> LearnedDelta:
+        """What will be encoded: what the lease learned plus the residual of the updates before,
+        the last of which must be settled."""
         end = {name: array.copy() for name, array in trained.weights.items()}
-        news = {name: np.subtract(end[name], self._start[name]) for name in sorted(end)}
-        ResidualFile(self._scratch, lease.block).add_to(list(news.values()))
-        self._learned = LearnedDelta(lease, end, news, trained.loss)
-        return self._learned
+        delta = {name: np.subtract(end[name], trained.start[name]) for name in sorted(end)}
+        ResidualFile(self._scratch, trained.lease.block).add_to(list(delta.values()))
+        self._end = LearnedDelta(trained.lease, end, delta, trained.loss)
+        return self._end
 
-    def encode(self, learned: LearnedDelta, *, last_words: bool) -> EncodedUpdate:
-        """News in few bytes, in the cache. With its last words on a block a worker leaves out
-        little."""
+    def encode(self, learned: LearnedDelta, *, final: bool) -> StoredUpdate:
+        """The update with a codec. A `final` one of a block leaves little out."""
         swarm, cache = self._config.swarm, self._transfer.cache
-        codec = update_codec(swarm, final=last_words)
-        assert codec is not None, "an update that is not encoded is written"
-        news = [learned.news[name] for name in sorted(learned.news)]
-        kept = ResidualFile(self._scratch, learned.lease.block)
-        with kept.proposal(learned.lease.lease, sum(part.size for part in news)) as owe:
-            blob = cache.write(encode_with_residual(codec, news, owe))
-        return EncodedUpdate(blob, cache.recipe(blob.name), learned.loss)
+        codec = update_codec(swarm, final=final)
+        assert codec is not None, "an update without a codec is written, not encoded"
+        delta = [learned.delta[name] for name in sorted(learned.delta)]
+        residual = ResidualFile(self._scratch, learned.lease.block)
+        with residual.proposal(learned.lease.lease, sum(part.size for part in delta)) as keep:
+            blob = cache.write(encode_with_residual(codec, delta, keep))
+        return StoredUpdate(blob, cache.recipe(blob.name), learned.loss)
 
-    def settled(self, lease: Lease, *, accepted: bool | None) -> None:
-        """The news of an update, and with it what is still owed. None: there will be none."""
+    def settle(self, lease: Lease, *, accepted: bool | None) -> None:
+        """What became of a lease's update, which decides what the residual is. None: unknown."""
         ResidualFile(self._scratch, lease.block).settle(lease.lease, accepted=accepted)
 
     def put_away(self) -> None:
-        """Let go of the block; what its optimizer has learned is kept on disk for the next time,
-        unless a lease was broken off in the middle."""
-        if self._trainer and self._whole:
+        """Free the block's memory; the optimizer's moments go to disk for the next time, unless a
+        lease was interrupted."""
+        if self._trainer and not self._interrupted:
             self._trainer.put_away()
-        self._let_go()
+        self._trainer = self._end = None
 
     def drop(self) -> None:
         """Forget the block and its optimizer for good."""
         if self._trainer:
             self._trainer.forget()
-        self._let_go()
+        self._trainer = self._end = None
 
-    def _let_go(self) -> None:
-        self._trainer, self.stands_at, self._learned, self._start = None, None, None, {}
+    def _start(self, lease: Lease, deadline: Deadline) -> tuple[Tensors, Tensors | None]:
+        """The weights that a lease starts from, and what has to be loaded into the block for that:
+        nothing if it stands there already."""
+        end = self._end
+        learned = end if isinstance(end, LearnedDelta) and lease.continues else None
+        if learned and learned.lease.base == lease.base:
+            return learned.end, None
+        if end == lease.base:
+            return {}, None
+        base = self._download_base(lease, learned, deadline)
+        return base, base
 
-    def _base(self, lease: Lease, patience: Patience) -> Tensors | None:
-        """The weights to start from; None where the block is there already. From here on it is at
-        no version, until it is trained."""
-        before, self._learned = self._learned, None
-        base = None
-        if before and lease.continues and before.lease.base == lease.base:
-            self._start = before.end
-        elif lease.base != self.stands_at:
-            clock = self._transfer.client.clock
-            began = clock.monotonic()
-            data = np.empty(lease.base.size, np.uint8).data
-            self.versions.read(lease.block, lease.base_version, lease.base, patience, data)
-            base = tensor_file.decode(data)
-            if before and lease.continues:  # the base has all this worker did before that lease
-                for name, news in before.news.items():
-                    base[name] += news
-            elif self.encodes:
-                # What this worker's updates have not told of what it learned: begun from the
-                # version alone, it would learn that a second time, and tell it twice.
-                owed = ResidualFile(self._scratch, lease.block)
-                owed.add_to([base[name] for name in sorted(base)])
-            self._start = base if self.encodes else {}
-            self.fetch_seconds = clock.monotonic() - began
-            faults.reached("downloaded")
-        self.stands_at, self._whole = None, False
+    def _download_base(
+        self, lease: Lease, learned: LearnedDelta | None, deadline: Deadline
+    ) -> Tensors:
+        clock = self._transfer.client.clock
+        began = clock.monotonic()
+        data = self.versions.read(lease.block, lease.base_version, lease.base, deadline)
+        base = tensor_file.decode(data)
+        if learned:  # the base holds only this worker's updates before that one
+            for name, delta in learned.delta.items():
+                base[name] += delta
+        elif self.encodes:
+            # What this worker has learned and not yet sent. Without it, the block would learn that
+            # again, and it would be sent twice.
+            ResidualFile(self._scratch, lease.block).add_to([base[name] for name in sorted(base)])
+        self.fetch_seconds = clock.monotonic() - began
+        faults.reached("downloaded")
         return base
 
     def _trainer_of(self, block: int) -> LeaseTrainer:

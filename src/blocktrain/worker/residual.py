@@ -1,11 +1,10 @@
-"""What the encoded updates of a block still owe, on disk between leases.
+"""The residual of a block on disk: what the encoded updates have left out so far.
 
-A lease's new residual counts once its update was accepted; until then it waits under the lease's
-name, if need be for the next process, which asks what became of it. Where nobody knows whether it
-was, neither the old one nor the new one counts: what is told twice does harm, what is never told is
-learned again. A cache like the moments: what cannot be read
-is as good as nothing owed, and the disk is not waited for. Both ways it passes through memory
-frame by frame.
+A lease's new residual counts once its update is accepted. Until then it waits under the lease's
+name, if need be for the next process, which asks the coordinator what became of the update. If
+that is unknown, both the old and the new residual are dropped: sending something twice does harm,
+and what is never sent is learned again. A cache: an unreadable residual counts as none. It passes
+through memory in pieces.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +28,10 @@ class ResidualFile:
         self._path = folder / f"{NAME}-{block}{ENDING}"
 
     def add_to(self, parts: Sequence[Floats]) -> None:
-        """Add what is owed to these numbers, one array behind the other; nothing where what is kept
-        is not of their count."""
+        """Add the residual to these arrays in order; nothing if it has another size."""
         try:
             with FileIO(self._path) as file:
-                if _is_of(file, sum(part.size for part in parts)):
+                if _has_count(file, sum(part.size for part in parts)):
                     for part in parts:
                         _add(part.reshape(-1), file)
         except (OSError, ProtocolError):
@@ -41,8 +39,8 @@ class ResidualFile:
 
     @contextmanager
     def proposal(self, lease: str, count: int) -> Iterator[Callable[[Floats], object]]:
-        """Takes, in pieces, what will be owed if the lease's update is accepted. Of the leases
-        before, no news is to be expected any more."""
+        """Takes, in pieces, the residual that counts if the lease's update is accepted. Proposals
+        of earlier leases are deleted: their updates are settled."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         for stale in self._path.parent.glob(f"{self._path.name}.*"):
             stale.unlink(missing_ok=True)
@@ -59,8 +57,8 @@ class ResidualFile:
 
 
 def settle_leftover_residuals(folder: Path, was_accepted: Callable[[str], bool | None]) -> None:
-    """Updates that were on their way when an earlier process ended. `was_accepted`: what became of
-    a lease's; what it raises leaves the others, and this one, for the next time."""
+    """Settle the updates that were being sent when an earlier process ended. `was_accepted`: what
+    became of a lease's update; if it raises, this one and the others stay for the next time."""
     for waiting in sorted(folder.glob(f"{NAME}-*{ENDING}.*")):
         if waiting.suffix == UNFINISHED:  # of a process that was killed while writing it
             waiting.unlink()
@@ -69,16 +67,16 @@ def settle_leftover_residuals(folder: Path, was_accepted: Callable[[str], bool |
 
 
 def _settle(waiting: Path, accepted: bool | None) -> None:
-    owed = waiting.with_suffix("")
+    residual = waiting.with_suffix("")
     if accepted and waiting.exists():
-        waiting.replace(owed)
+        waiting.replace(residual)
     elif accepted is None and waiting.exists():
-        owed.unlink(missing_ok=True)
+        residual.unlink(missing_ok=True)
     waiting.unlink(missing_ok=True)
 
 
-def _is_of(file: FileIO, count: int) -> bool:
-    """Whether a file holds a residual of so many numbers; then it stands at the first."""
+def _has_count(file: FileIO, count: int) -> bool:
+    """Whether a file holds a residual of this many numbers; then its position is at the first."""
     size = file.seek(0, 2)
 
     def read(offset: int, length: int) -> bytes:
@@ -96,6 +94,6 @@ def _add(numbers: Floats, file: FileIO) -> None:
     buffer = np.empty(min(PIECE, numbers.size), "<f4")
     for start in range(0, numbers.size, PIECE):
         here = numbers[start : start + PIECE]
-        owed = buffer[: here.size]
-        file.readinto(owed.data)
-        np.add(here, owed, out=here)
+        residual = buffer[: here.size]
+        file.readinto(residual.data)
+        np.add(here, residual, out=here)

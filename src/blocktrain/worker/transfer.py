@@ -1,120 +1,124 @@
-"""Blobs to and from the run: chunks side by side, each checked, none moved twice.
+"""Blobs to and from the run, in parallel chunks: each is checked, and none is moved twice.
 
-What was downloaded lies in a chunk cache on disk (`storage.chunks`), and what is to be uploaded
-is written there first, so that memory holds a few chunks however large a blob is. A transfer that
-was cut goes on where it was: with the chunks that are missing, and inside a chunk with the bytes
-that are missing. Knows nothing of what blobs mean, nor when they are needed.
+Downloads go through a cache on disk, and uploads are read from it. A transfer that was cut
+continues with the missing chunks, and inside a chunk with the missing bytes. Knows neither what a
+blob means nor when it is needed.
 """
 
 import math
+import queue
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from io import BytesIO
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import TypeVar
 
-import httpx
 import numpy as np
 
 from blocktrain import faults
-from blocktrain.errors import (
-    CorruptFileError,
-    ProtocolError,
-    RefusedError,
-    RunError,
-    UnreachableError,
+from blocktrain.errors import ProtocolError, RefusedError, RunError, UnreachableError
+from blocktrain.protocol.messages import (
+    CHUNK_BYTES,
+    Blob,
+    Receipt,
+    UpdateOffer,
+    whole_update_head,
 )
-from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Receipt, Recipe, UpdateOffer
-from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks, name_of
-from blocktrain.worker.bandwidth import PresignedUrls, Throttle, TrafficCounter, run_in_parallel
+from blocktrain.storage.chunks import name_of
+from blocktrain.worker.blob_cache import (
+    BlobCache,
+    CacheDestination,
+    Destination,
+    FileDestination,
+    MemoryDestination,
+)
 from blocktrain.worker.client import Client
-from blocktrain.worker.http import PassingError, Patience, exchange, pieces
+from blocktrain.worker.http import HttpRequest, HttpResponse, TransientError
+from blocktrain.worker.timing import Clock, Deadline
 
 THREADS = 4
-LINK_SECONDS = 15.0  # that a place other than the coordinator may fail to answer
-AVOID_SECONDS = 600.0  # that such a place is left alone then
-MOST_ROUNDS = 8  # of sending what is missing and asking again
-
+URL_SECONDS = 15.0  # for how long a presigned URL is tried before the coordinator is
+AVOID_SECONDS = 600.0  # for how long presigned URLs are not tried after one did not answer
+RENEW_SECONDS = 60.0  # a URL younger than this was not refused because of its age
+MOST_ROUNDS = 8  # of sending the missing chunks and committing
+LARGEST_PIECE = 128 * 1024
+SMALLEST_PIECE = 1024
+POLL_SECONDS = 0.5  # a wait without a timeout cannot be interrupted on every system
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
+Urls = Mapping[str, str] | None
 
 
-def open_cache(folder: Path) -> Blobs:
-    """What a worker has of blobs: not worth waiting for a disk, and changed with every version."""
-    return Blobs(LocalChunks(folder, sync=False))
+class Bandwidth:
+    """Counts the bytes of all threads in both directions, and limits them together.
 
+    A token bucket: up to `burst` seconds' worth of bytes may pass at once, then they pass at the
+    rate. Waiting happens outside the lock, so that threads wait in parallel.
+    """
 
-class Sink(Protocol):
-    """Where the chunks of one download go."""
+    def __init__(self, limit: float | None, clock: Clock, burst: float = 0.25) -> None:
+        """`limit`: bytes per second."""
+        self._limit, self._clock, self._burst = limit, clock, burst
+        self._lock = threading.Lock()
+        self._paid_until = clock.monotonic() - burst
+        self.bytes_down = self.bytes_up = 0
 
-    def missing(self, recipe: Recipe) -> list[int]:
-        """Numbers of the chunks that are not there yet."""
-        ...
+    @property
+    def piece(self) -> int:
+        """How many bytes to send at a time for an even flow."""
+        if self._limit is None:
+            return LARGEST_PIECE
+        return int(min(LARGEST_PIECE, max(SMALLEST_PIECE, self._limit * self._burst)))
 
-    def room(self, index: int, size: int) -> memoryview:
-        """Where a chunk may be received."""
-        ...
-
-    def put(self, index: int, name: str, data: memoryview) -> None:
-        """Take a chunk that has arrived in its room."""
-        ...
+    def use(self, *, down: int = 0, up: int = 0) -> None:
+        """Returns once these bytes may pass."""
+        wait = 0.0
+        with self._lock:
+            self.bytes_down += down
+            self.bytes_up += up
+            if self._limit is not None:
+                now = self._clock.monotonic()
+                earliest = max(self._paid_until, now - self._burst)
+                self._paid_until = earliest + (down + up) / self._limit
+                wait = self._paid_until - now
+        if wait > 0:
+            self._clock.sleep(wait)
 
 
 class Transfer:
     def __init__(
         self,
         client: Client,
-        cache: Blobs,
-        throttle: Throttle,
-        traffic: TrafficCounter,
+        cache: BlobCache,
+        bandwidth: Bandwidth | None = None,
         threads: int = THREADS,
-        link_seconds: float = LINK_SECONDS,
+        url_seconds: float = URL_SECONDS,
     ) -> None:
         self.client, self.cache = client, cache
-        self.throttle, self.traffic = throttle, traffic
-        self._threads, self._link_seconds = threads, link_seconds
-        self._no_links_before = -math.inf
+        self.bandwidth = bandwidth or Bandwidth(None, client.clock)
+        self._threads, self._url_seconds = threads, url_seconds
+        self._avoid_urls_until = -math.inf
 
-    def fetch(self, blob: Blob, patience: Patience) -> None:
-        """Have a blob in the chunk cache."""
-        if not self.has(blob):
-            self._download(blob, _IntoCache(self.cache), patience)
+    def fetch(self, blob: Blob, deadline: Deadline) -> None:
+        """Have a blob in the cache."""
+        if not self.cache.has(blob):
+            self._download(blob, CacheDestination(self.cache), deadline)
 
-    def has(self, blob: Blob) -> bool:
-        """Whether all of a blob is in the chunk cache."""
-        chunks = self.cache.chunks
-        if not chunks.has([blob.name]):
-            return False
-        try:
-            needed = self.cache.chunks_of(blob.name)
-        except (CorruptFileError, ProtocolError):
-            chunks.delete(blob.name)
-            return False
-        return chunks.has(needed) == needed
+    def read(self, blob: Blob, deadline: Deadline) -> memoryview:
+        """A blob in memory, and in the cache. A damaged chunk of the cache is fetched again."""
+        memory = np.empty(blob.size, np.uint8).data
+        destination = MemoryDestination(self.cache, memory)
+        recipe = self.cache.recipe(blob.name) if self.cache.has(blob) else None
+        if recipe is None or destination.missing(recipe):
+            self._download(blob, destination, deadline)
+        return memory
 
-    def read(self, blob: Blob, patience: Patience) -> memoryview:
-        """All of a blob, in memory of its own."""
-        data = np.empty(blob.size, np.uint8).data
-        self.read_into(data, blob, patience)
-        return data
-
-    def read_into(self, data: memoryview, blob: Blob, patience: Patience) -> None:
-        """All of a blob, in memory of its size. What is downloaded for it is in the chunk cache as
-        well; a chunk that went bad there is fetched again."""
-        sink = _IntoMemory(self.cache, data)
-        recipe = self.cache.recipe(blob.name) if self.has(blob) else None
-        if recipe is None or sink.missing(recipe):
-            self._download(blob, sink, patience)
-
-    def fetch_file(self, blob: Blob, path: Path, patience: Patience) -> None:
+    def fetch_file(self, blob: Blob, path: Path, deadline: Deadline) -> None:
         """Have a blob as a file of its own, which appears when it is complete."""
         partial = path.with_name(path.name + ".partial")
         try:
-            with _IntoFile(partial) as sink:
-                self._download(blob, sink, patience)
+            with FileDestination(partial) as destination:
+                self._download(blob, destination, deadline)
             partial.replace(path)
         except OSError as error:
             raise RunError(f"cannot write {path}: {error.strerror}") from None
@@ -122,302 +126,217 @@ class Transfer:
     def send(
         self,
         offer: UpdateOffer,
-        patience: Patience,
+        deadline: Deadline,
         on_offered: Callable[[], None] = lambda: None,
         on_commit: Callable[[], None] = lambda: None,
     ) -> Receipt:
-        """Upload an update whose chunks are in the cache; what the coordinator says to it.
-        `on_offered`: called once the coordinator knows of it. `on_commit`: called before anything
-        that may make it count."""
-        recipe = offer.claim.recipe
+        """Upload an update whose chunks are in the cache. `on_offered`: called once the coordinator
+        knows of it. `on_commit`: called before anything that may make it count."""
         if self.client.takes_whole(offer):
             on_commit()
-            receipt = self._send_whole(offer, patience)
+            receipt = self._send_whole(offer, deadline)
             on_offered()
             return receipt
         for _ in range(MOST_ROUNDS):
-            state = self.client.offer(offer, patience)
+            state = self.client.offer(offer, deadline)
             on_offered()
             missing = list(dict.fromkeys(state.missing))
-            if not set(missing) <= set(recipe.chunks):
+            if not set(missing) <= set(offer.claim.recipe.chunks):
                 raise ProtocolError("the coordinator asks for chunks that the update does not have")
-            links = PresignedUrls(
-                state.urls, lambda: self.client.offer(offer, patience).urls, self.client.clock
+            urls = PresignedUrls(
+                state.urls, lambda: self.client.offer(offer, deadline).urls, self.client.clock
             )
-            self._put_chunks(missing, offer.claim.lease, links, patience)
+            self._upload(missing, offer.claim.lease, urls, deadline)
             on_commit()
             try:
-                return self.client.commit(offer.claim.lease, patience)
+                return self.client.commit(offer.claim.lease, deadline)
             except RefusedError as refused:
-                if refused.code != "conflict":
+                if refused.code != "conflict":  # else chunks went missing after all
                     raise
-                # Chunks went missing after all.
         raise ProtocolError(f"the coordinator still misses chunks after {MOST_ROUNDS} uploads")
 
-    def keep_only(self, blobs: Iterable[Blob]) -> None:
-        """Drop every other blob from the chunk cache."""
-        chunks = self.cache.chunks
-        needed: set[str] = set()
-        for blob in blobs:
-            if self.has(blob):
-                needed |= self.cache.chunks_of(blob.name)
-        for name in [name for name, _ in chunks.stored() if name not in needed]:
-            chunks.delete(name)
-
-    def _download(self, blob: Blob, sink: Sink, patience: Patience) -> None:
-        answer = self.client.blob(blob.name, patience)
+    def _download(self, blob: Blob, destination: Destination, deadline: Deadline) -> None:
+        answer = self.client.blob(blob.name, deadline)
         recipe = answer.recipe
         if self.cache.add_recipe(recipe) != blob:
             raise ProtocolError(f"the coordinator sent another blob than {blob.name}")
-        links = PresignedUrls(
-            answer.urls, lambda: self.client.blob(blob.name, patience).urls, self.client.clock
+        urls = PresignedUrls(
+            answer.urls, lambda: self.client.blob(blob.name, deadline).urls, self.client.clock
         )
 
         def get(index: int, still_wanted: Callable[[], bool]) -> None:
-            name, size = recipe.chunks[index], recipe.size - index * CHUNK_BYTES
-            room = sink.room(index, min(CHUNK_BYTES, size))
-            self._get_chunk(name, room, links, patience.also(still_wanted))
-            sink.put(index, name, room)
+            name, left = recipe.chunks[index], recipe.size - index * CHUNK_BYTES
+            buffer = destination.buffer(index, min(CHUNK_BYTES, left))
+            until = deadline.only_while(still_wanted)
+            download = ChunkDownload(name, buffer, self.bandwidth, until)
+            self._send_chunk_request(download, name, f"/v1/chunks/{name}", urls, until)
+            destination.put(index, name, buffer)
 
-        run_in_parallel(get, sink.missing(recipe), self._threads)
+        run_in_parallel(get, destination.missing(recipe), self._threads)
 
-    def _get_chunk(
-        self, name: str, room: memoryview, links: PresignedUrls, patience: Patience
-    ) -> None:
-        """Fill the room with a chunk that has the hash it is named by."""
-        arriving = _Arriving(room)
-
-        def attempt(http: httpx.Client, url: str, headers: dict[str, str]) -> None:
-            self._receive(http, url, headers, arriving, patience)
-            if name_of(room) != name:
-                arriving.count = 0
-                raise PassingError(f"chunk {name} arrived damaged")
-
-        self._by_link_or_coordinator(name, "", links, patience, attempt)
-
-    def _put_chunks(
-        self, names: list[str], lease: str, links: PresignedUrls, patience: Patience
+    def _upload(
+        self, names: list[str], lease: str, urls: "PresignedUrls", deadline: Deadline
     ) -> None:
         def put(name: str, still_wanted: Callable[[], bool]) -> None:
-            both = patience.also(still_wanted)
-
-            def attempt(http: httpx.Client, url: str, headers: dict[str, str]) -> None:
-                self._transmit(http, url, headers, name, both)
-
-            self._by_link_or_coordinator(name, f"?lease={lease}", links, both, attempt)
-            faults.reached("chunk-sent")
+            until = deadline.only_while(still_wanted)
+            upload = Upload("PUT", self.cache.chunks.get(name), self.bandwidth, until)
+            self._send_chunk_request(upload, name, f"/v1/chunks/{name}?lease={lease}", urls, until)
 
         run_in_parallel(put, names, self._threads)
 
-    def _by_link_or_coordinator(
-        self,
-        name: str,
-        query: str,
-        links: PresignedUrls,
-        patience: Patience,
-        attempt: Callable[[httpx.Client, str, dict[str, str]], Result],
-    ) -> Result:
-        link = links[name]
-        while link and self.client.clock.monotonic() >= self._no_links_before:
-            try:
-                return self._by_link(link, patience, attempt)
-            except UnreachableError:
-                if not patience.wanted():
-                    raise
-                self._no_links_before = self.client.clock.monotonic() + AVOID_SECONDS
-            except (RefusedError, ProtocolError):
-                link = links.renewed(name, link)
-        path = f"/v1/chunks/{name}{query}"
-        return self.client.authorized(
-            lambda http, address, headers: attempt(http, address + path, headers), patience
-        )
-
-    def _by_link(
-        self,
-        link: str,
-        patience: Patience,
-        attempt: Callable[[httpx.Client, str, dict[str, str]], Result],
-    ) -> Result:
-        soon = min(patience.until, self.client.clock.monotonic() + self._link_seconds)
-        connection = self.client.connection
-        return connection.retry(
-            lambda: attempt(connection.public_http(), link, {}), Patience(soon, patience.wanted)
-        )
-
-    def _receive(
-        self,
-        http: httpx.Client,
-        url: str,
-        headers: dict[str, str],
-        arriving: "_Arriving",
-        patience: Patience,
-    ) -> None:
-        """Go on with a chunk of which some may be there already."""
-        if arriving.count:
-            headers = {**headers, "Range": f"bytes={arriving.count}-"}
-        clock = self.client.clock
-        room = arriving.room[arriving.count :]
-        with exchange(http, clock, "GET", url, headers=headers, room=room) as response:
-            place = response.headers.get("Content-Range", "")
-            resumed = place.startswith(f"bytes {arriving.count}-")
-            if response.status_code != httpx.codes.PARTIAL_CONTENT or not resumed:
-                arriving.count = 0
-            for piece in pieces(response, arriving.missing, clock):
-                arriving.add(piece)
-                self.traffic.count(down=len(piece))
-                self.throttle.take(len(piece))
-                _refuse_unwanted(patience)
-        if arriving.missing:
-            raise PassingError(f"chunk ended after {arriving.count} of {len(arriving.room)} bytes")
-
-    def _transmit(
-        self,
-        http: httpx.Client,
-        url: str,
-        headers: dict[str, str],
-        name: str,
-        patience: Patience,
-    ) -> None:
-        """A chunk from the cache; whoever receives it checks it."""
-        file, size = self.cache.chunks.open(name)
-        content = self._flow(file, patience)
-        headers = {**headers, "Content-Length": str(size)}
-        with file, exchange(http, self.client.clock, "PUT", url, headers=headers, content=content):
-            return
-
-    def _send_whole(self, offer: UpdateOffer, patience: Patience) -> Receipt:
+    def _send_whole(self, offer: UpdateOffer, deadline: Deadline) -> Receipt:
         chunk = self.cache.chunks.get(offer.claim.recipe.chunks[0])
+        upload = Upload("POST", chunk, self.bandwidth, deadline, whole_update_head(offer))
+        return self.client.send_whole(upload, deadline)
 
-        def data() -> Iterator[bytes]:
-            yield from self._flow(BytesIO(chunk), patience)
-            faults.reached("chunk-sent")
+    def _send_chunk_request(
+        self,
+        request: HttpRequest[Result],
+        name: str,
+        path: str,
+        urls: "PresignedUrls",
+        deadline: Deadline,
+    ) -> Result:
+        """To the chunk's presigned URL if it has one that works, else to the coordinator."""
+        clock, url = self.client.clock, urls[name]
+        while url and clock.monotonic() >= self._avoid_urls_until:
+            soon = min(deadline.at, clock.monotonic() + self._url_seconds)
+            try:
+                return self.client.http.send_to_url(request, url, Deadline(soon, deadline.wanted))
+            except UnreachableError:
+                if not deadline.wanted():
+                    raise
+                self._avoid_urls_until = clock.monotonic() + AVOID_SECONDS
+            except (RefusedError, ProtocolError):
+                url = urls.renewed(name, url)
+        return self.client.send(request, path, deadline)
 
-        return self.client.send_whole(offer, len(chunk), data, patience)
 
-    def _flow(self, file: IO[bytes], patience: Patience) -> Iterator[bytes]:
-        while piece := file.read(self.throttle.piece):
-            _refuse_unwanted(patience)
-            self.throttle.take(len(piece))
-            self.traffic.count(up=len(piece))
-            yield piece
+class ChunkDownload(HttpRequest[None]):
+    """Fills a buffer with the chunk of a name. Another attempt continues where the last was cut."""
+
+    method = "GET"
+
+    def __init__(
+        self, name: str, buffer: memoryview, bandwidth: Bandwidth, deadline: Deadline
+    ) -> None:
+        self._name, self._buffer, self._received = name, buffer, 0
+        self._bandwidth, self._deadline = bandwidth, deadline
+
+    def headers(self) -> dict[str, str]:
+        return {"Range": f"bytes={self._received}-"} if self._received else {}
+
+    def body(self) -> None:
+        return None
+
+    def read(self, response: HttpResponse) -> None:
+        content_range = response.headers.get("Content-Range", "")
+        if response.status != 206 or not content_range.startswith(f"bytes {self._received}-"):
+            self._received = 0
+        for part in response.parts(len(self._buffer) - self._received):
+            self._buffer[self._received : self._received + len(part)] = part
+            self._received += len(part)
+            self._bandwidth.use(down=len(part))
+            _check_wanted(self._deadline)
+        if self._received < len(self._buffer):
+            raise TransientError(
+                f"chunk {self._name} ended after {self._received} of {len(self._buffer)} bytes"
+            )
+        if name_of(self._buffer) != self._name:
+            self._received = 0
+            raise TransientError(f"chunk {self._name} arrived damaged")
 
 
-def _refuse_unwanted(patience: Patience) -> None:
+class Upload(HttpRequest[bytes]):
+    """Sends data, after a `head` if there is one."""
+
+    def __init__(
+        self, method: str, data: bytes, bandwidth: Bandwidth, deadline: Deadline, head: bytes = b""
+    ) -> None:
+        self.method = method
+        self._data, self._head = memoryview(data), head
+        self._bandwidth, self._deadline = bandwidth, deadline
+
+    def headers(self) -> dict[str, str]:
+        return {"Content-Length": str(len(self._head) + len(self._data))}
+
+    def body(self) -> Iterator[bytes]:
+        yield self._head
+        piece = self._bandwidth.piece
+        for start in range(0, len(self._data), piece):
+            _check_wanted(self._deadline)
+            part = self._data[start : start + piece]
+            self._bandwidth.use(up=len(part))
+            yield part  # type: ignore[misc]  # what takes bytes takes a view of them too
+        faults.reached("chunk-sent")
+
+    def read(self, response: HttpResponse) -> bytes:
+        return response.whole()
+
+
+def _check_wanted(deadline: Deadline) -> None:
     """In the middle of a chunk, which may take long."""
-    if not patience.wanted():
-        raise PassingError("the transfer is no longer wanted")
+    if not deadline.wanted():
+        raise TransientError("the transfer is no longer wanted")
 
 
-@dataclass
-class _Arriving:
-    """A chunk as far as it has come."""
+class PresignedUrls:
+    """Where the object store gives or takes chunks itself, if it does."""
 
-    room: memoryview
-    count: int = 0
-
-    @property
-    def missing(self) -> int:
-        return len(self.room) - self.count
-
-    def add(self, piece: bytes) -> None:
-        """Nothing is copied where it was received in its place."""
-        self.room[self.count : self.count + len(piece)] = piece
-        self.count += len(piece)
-
-
-class _IntoCache:
-    def __init__(self, cache: Blobs) -> None:
-        self._chunks = cache.chunks
-
-    def missing(self, recipe: Recipe) -> list[int]:
-        there = self._chunks.has(recipe.chunks)
-        first = {name: index for index, name in reversed(list(enumerate(recipe.chunks)))}
-        return sorted(index for name, index in first.items() if name not in there)
-
-    def room(self, index: int, size: int) -> memoryview:
-        return memoryview(bytearray(size))
-
-    def put(self, index: int, name: str, data: memoryview) -> None:
-        self._chunks.put(data, name)
-
-
-class _IntoMemory:
-    """All of a blob in one piece, and what was not in the cache there too."""
-
-    def __init__(self, cache: Blobs, data: memoryview) -> None:
-        self._data = data
-        self._chunks = cache.chunks
-        self._places: dict[str, list[int]] = {}
-
-    def missing(self, recipe: Recipe) -> list[int]:
-        self._places = defaultdict(list)
-        for index, name in enumerate(recipe.chunks):
-            self._places[name].append(index)
-        there = self._chunks.has(self._places)
-        return sorted(
-            places[0]
-            for name, places in self._places.items()
-            if name not in there or not self._loaded(name)
-        )
-
-    def room(self, index: int, size: int) -> memoryview:
-        start = index * CHUNK_BYTES
-        return self._data[start : start + size]
-
-    def put(self, index: int, name: str, data: memoryview) -> None:
-        self._chunks.put(data, name)
-        self._copy(name)
-
-    def _loaded(self, name: str) -> bool:
-        """Whether a chunk of the cache is good; then it is in its places."""
-        room = self.room(self._places[name][0], CHUNK_BYTES)
-        file, size = self._chunks.open(name)
-        with file:
-            good = size == len(room)
-            if good:
-                room[:] = file.read()
-                good = name_of(room) == name
-        if good:
-            self._copy(name)
-        else:
-            self._chunks.delete(name)
-        return good
-
-    def _copy(self, name: str) -> None:
-        """Into all places of a chunk that is in the first of them."""
-        first, *others = self._places[name]
-        for place in others:
-            self.room(place, CHUNK_BYTES)[:] = self.room(first, CHUNK_BYTES)
-
-
-class _IntoFile:
-    """A file that fills up in any order; what it holds is known by looking at it."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        self._file = path.open("r+b")
+    def __init__(self, urls: Urls, renew: Callable[[], Urls], clock: Clock) -> None:
+        self._urls, self._renew, self._clock = urls or {}, renew, clock
+        self._issued_at = clock.monotonic()
         self._lock = threading.Lock()
 
-    def __enter__(self) -> "_IntoFile":
-        return self
+    def __getitem__(self, name: str) -> str | None:
+        return self._urls.get(name)
 
-    def __exit__(self, *failure: object) -> None:
-        self._file.close()
-
-    def missing(self, recipe: Recipe) -> list[int]:
-        self._file.truncate(recipe.size)
-        self._file.seek(0)
-        return [
-            index
-            for index, name in enumerate(recipe.chunks)
-            if name_of(self._file.read(CHUNK_BYTES)) != name
-        ]
-
-    def room(self, index: int, size: int) -> memoryview:
-        return memoryview(bytearray(size))
-
-    def put(self, index: int, name: str, data: memoryview) -> None:
+    def renewed(self, name: str, refused: str) -> str | None:
+        """Another URL for a chunk, in place of one that was refused."""
         with self._lock:
-            self._file.seek(index * CHUNK_BYTES)
-            self._file.write(data)
+            current = self._urls.get(name)
+            if current == refused and self._clock.monotonic() - self._issued_at > RENEW_SECONDS:
+                self._urls, self._issued_at = self._renew() or {}, self._clock.monotonic()
+                current = self._urls.get(name)
+            return None if current == refused else current
+
+
+def run_in_parallel(
+    work: Callable[[Item, Callable[[], bool]], None], items: Iterable[Item], threads: int
+) -> None:
+    """Call `work(item, still_wanted)` for every item; raise what the first failure raised. Unlike
+    an executor's, the threads are daemons: a worker that is interrupted does not wait for them."""
+    todo = list(reversed(list(items)))
+    count = min(threads, len(todo))
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    stopped = threading.Event()
+
+    def run() -> None:
+        try:
+            while not stopped.is_set():
+                try:
+                    item = todo.pop()
+                except IndexError:
+                    break
+                work(item, lambda: not stopped.is_set())
+        except BaseException as error:  # whatever it is, the waiting thread raises it
+            ended.put(error)
+        else:
+            ended.put(None)
+
+    try:
+        for _ in range(count):
+            threading.Thread(target=run, daemon=True).start()
+        for _ in range(count):
+            if failure := _next(ended):
+                raise failure
+    finally:
+        stopped.set()
+
+
+def _next(ended: "queue.SimpleQueue[BaseException | None]") -> BaseException | None:
+    while True:
+        try:
+            return ended.get(timeout=POLL_SECONDS)
+        except queue.Empty:
+            continue

@@ -1,11 +1,12 @@
-"""The versions of blocks that this machine has on disk, and the cheapest way to newer ones.
+"""Versions of blocks on this machine's disk, and the cheapest way to newer ones.
 
-Where versions of the run follow each other by differences, a version that is here leads to a newer
-one in few bytes; what comes of it is taken only under the newer one's own name. Else, and where
-that is no smaller, the newer one is fetched whole. Counts the bytes until somebody reports them.
-Knows nothing of what a version is for.
+If the run publishes deltas between versions, a cached version and the deltas after it give a newer
+one in few bytes; the result counts only if it has the newer version's hash. Otherwise, and if the
+deltas are not smaller, the newer version is downloaded whole. Counts what was downloaded until it
+is reported. Does not know what a version is used for.
 """
 
+import tempfile
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -15,12 +16,20 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from blocktrain.config import from_toml
 from blocktrain.errors import CorruptFileError, DivergedError, ProtocolError, RefusedError
 from blocktrain.files import write_bytes
 from blocktrain.protocol.messages import MOST_DOWNLOADS, Blob, Downloaded
+from blocktrain.storage import tensor_file
 from blocktrain.storage.deltas import follow_blobs
-from blocktrain.worker.http import Patience
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.storage.tensor_file import Tensors
+from blocktrain.worker.blob_cache import BlobCache
+from blocktrain.worker.client import Client
+from blocktrain.worker.timing import Deadline
 from blocktrain.worker.transfer import Transfer
+
+MODEL_SECONDS = 3600.0  # for how long the download of a block is retried
 
 
 @dataclass(frozen=True)
@@ -36,43 +45,39 @@ class Versions:
     def __init__(
         self, transfer: Transfer, folder: Path, codec: str, on_astray: Callable[[str], None]
     ) -> None:
-        """`folder`: where to note what is held. `codec`: the run's. `on_astray`: told where
-        differences led elsewhere than to their version, as on a machine that adds otherwise."""
+        """`folder`: for a list of the cached versions. `codec`: the run's. `on_astray`: called when
+        deltas did not lead to their version, as on a machine whose additions round differently."""
         self._transfer, self._path = transfer, folder / "versions.json"
         self._on_astray = on_astray
-        self._differ = codec != "none"
-        self._held = self._noted() if self._differ else {}
-        self._moved: dict[int, Counter[str]] = defaultdict(Counter)
-        self._moved_lock = threading.Lock()  # what was not reported comes back from other threads
+        self._has_deltas = codec != "none"
+        self._cached = self._load() if self._has_deltas else {}
+        self._downloaded: dict[int, Counter[str]] = defaultdict(Counter)
+        self._lock = threading.Lock()  # of the counters: other threads put back into them
 
-    def fetch(self, block: int, version: int, weights: Blob, patience: Patience) -> None:
-        """Have a version in the chunk cache."""
-        with self._had(block, version, weights):
-            if not self._followed(block, version, weights, patience, None):
-                with self._counted(block, "whole"):
-                    self._transfer.fetch(weights, patience)
+    def fetch(self, block: int, version: int, weights: Blob, deadline: Deadline) -> None:
+        """Have a version in the cache."""
+        with self._recorded(block, version, weights):
+            self._follow_deltas(block, version, weights, deadline)
+            with self._counted(block, "whole"):
+                self._transfer.fetch(weights, deadline)
 
-    def read(
-        self, block: int, version: int, weights: Blob, patience: Patience, into: memoryview
-    ) -> None:
-        """A version in memory, of which there must be as much as it has bytes, and in the chunk
-        cache."""
-        with self._had(block, version, weights):
-            if not self._followed(block, version, weights, patience, into):
-                with self._counted(block, "whole"):
-                    self._transfer.read_into(into, weights, patience)
+    def read(self, block: int, version: int, weights: Blob, deadline: Deadline) -> memoryview:
+        """A version in memory, and in the cache."""
+        with self._recorded(block, version, weights):
+            self._follow_deltas(block, version, weights, deadline)
+            with self._counted(block, "whole"):
+                return self._transfer.read(weights, deadline)
 
-    def held(self, blocks: set[int]) -> list[Blob]:
-        """What newer versions of these blocks may be reached from."""
-        return [held.weights for block, held in self._held.items() if block in blocks]
+    def cached(self, blocks: set[int]) -> list[Blob]:
+        """The versions of these blocks from which deltas may lead to newer ones."""
+        return [cached.weights for block, cached in self._cached.items() if block in blocks]
 
     def take_downloads(self) -> tuple[Downloaded, ...]:
-        """What was downloaded since this was last asked; what is too much for one message is left
-        for the next."""
-        with self._moved_lock:
-            moved, self._moved = self._moved, defaultdict(Counter)
-            for block in sorted(moved)[MOST_DOWNLOADS:]:
-                self._moved[block] = moved.pop(block)
+        """What was downloaded since the last call. What exceeds one message stays for the next."""
+        with self._lock:
+            downloaded, self._downloaded = self._downloaded, defaultdict(Counter)
+            for block in sorted(downloaded)[MOST_DOWNLOADS:]:
+                self._downloaded[block] = downloaded.pop(block)
         return tuple(
             Downloaded(
                 block=block,
@@ -80,80 +85,106 @@ class Versions:
                 differences=counts["differences"],
                 raw=counts["raw"],
             )
-            for block, counts in sorted(moved.items())
+            for block, counts in sorted(downloaded.items())
         )
 
     def put_back(self, downloads: Iterable[Downloaded]) -> None:
-        """What was taken to be reported, and was not."""
-        for told in downloads:
-            self._count(told.block, whole=told.whole, differences=told.differences, raw=told.raw)
-
-    def _count(self, block: int, **moved: int) -> None:
-        with self._moved_lock:
-            self._moved[block].update(moved)
-
-    def _followed(
-        self,
-        block: int,
-        version: int,
-        weights: Blob,
-        patience: Patience,
-        into: memoryview | None,
-    ) -> bool:
-        """Go from the version that is here to one that is not; False: there is no need, no way, or
-        a longer one."""
-        if self._transfer.has(weights):
-            return False
-        held = self._held.get(block)
-        if held is None or held.version >= version or not self._transfer.has(held.weights):
-            return False
-        client, cache = self._transfer.client, self._transfer.cache
-        try:
-            steps = client.differences(block, held.version, version, patience).differences
-            if not steps or sum(step.size for step in steps) >= weights.size:
-                return False
-            with self._counted(block, "differences"):
-                for step in steps:
-                    self._transfer.fetch(step, patience)
-            arrived = follow_blobs(cache, held.weights, steps, into) == weights
-        except (CorruptFileError, DivergedError, ProtocolError, RefusedError):
-            return False  # the whole version helps against all of these
-        if not arrived:
-            self._on_astray(
-                f"block {block}: the differences from version {held.version} to {version} led"
-                " elsewhere; it is fetched whole"
+        """Downloads that were taken and could not be reported."""
+        for entry in downloads:
+            self._count(
+                entry.block, whole=entry.whole, differences=entry.differences, raw=entry.raw
             )
-        return arrived
+
+    def _count(self, block: int, **counts: int) -> None:
+        with self._lock:
+            self._downloaded[block].update(counts)
+
+    def _follow_deltas(self, block: int, version: int, weights: Blob, deadline: Deadline) -> None:
+        """Have a version in the cache by way of deltas, if there is one and it is shorter."""
+        cache, cached = self._transfer.cache, self._cached.get(block)
+        if cached is None or cached.version >= version:
+            return
+        if cache.has(weights) or not cache.has(cached.weights):
+            return
+        try:
+            answer = self._transfer.client.deltas(block, cached.version, version, deadline)
+            deltas = answer.differences
+            if not deltas or sum(delta.size for delta in deltas) >= weights.size:
+                return
+            with self._counted(block, "differences"):
+                for delta in deltas:
+                    self._transfer.fetch(delta, deadline)
+            arrived = follow_blobs(cache, cached.weights, deltas)
+        except (CorruptFileError, DivergedError, ProtocolError, RefusedError):
+            return  # the whole version is downloaded instead
+        if arrived != weights:
+            self._on_astray(
+                f"block {block}: the deltas from version {cached.version} to {version} gave other"
+                " weights; the version is downloaded whole"
+            )
 
     @contextmanager
-    def _had(self, block: int, version: int, weights: Blob) -> Iterator[None]:
-        """A version is here afterwards. What it would have been whole counts only then: one that is
-        cut short is begun again."""
-        was_here = self._transfer.has(weights)
+    def _recorded(self, block: int, version: int, weights: Blob) -> Iterator[None]:
+        """Note a version that is cached afterwards. Its full size counts only then: a download that
+        fails is started again."""
+        was_cached = self._transfer.cache.has(weights)
         yield
-        if not was_here:
+        if not was_cached:
             self._count(block, raw=weights.size)
-        self._note(block, CachedVersion(version, weights))
+        entry = CachedVersion(version, weights)
+        if self._has_deltas and self._cached.get(block) != entry:
+            self._cached[block] = entry
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(self._path, _FILE.dump_json(self._cached))
 
     @contextmanager
     def _counted(self, block: int, kind: str) -> Iterator[None]:
-        """The bytes that come down meanwhile."""
-        before = self._transfer.traffic.down
+        """Count the bytes that are downloaded inside the block."""
+        before = self._transfer.bandwidth.bytes_down
         try:
             yield
         finally:
-            if moved := self._transfer.traffic.down - before:
-                self._count(block, **{kind: moved})
+            if count := self._transfer.bandwidth.bytes_down - before:
+                self._count(block, **{kind: count})
 
-    def _note(self, block: int, held: CachedVersion) -> None:
-        if self._differ and self._held.get(block) != held:
-            self._held[block] = held
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(self._path, _FILE.dump_json(self._held))
-
-    def _noted(self) -> dict[int, CachedVersion]:
-        """A cache: what cannot be read is as good as nothing held."""
+    def _load(self) -> dict[int, CachedVersion]:
+        """An unreadable list counts as an empty one."""
         try:
             return _FILE.validate_json(self._path.read_bytes())
         except (OSError, ValidationError):
             return {}
+
+
+@dataclass(frozen=True)
+class FetchedModel:
+    run: RunDir
+    versions: list[int]
+    bytes_moved: int
+
+
+def fetch_model(client: Client, out: Path) -> FetchedModel:
+    """The run's current model as a run directory, each block at its newest version. On disk there
+    is one block beside the model, in memory the model once."""
+    config = from_toml(client.run().config)
+    run = RunDir.create_exported(out, config)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".", suffix=".partial") as scratch:
+        transfer = Transfer(client, BlobCache(Path(scratch)))
+        blocks = [_fetch_newest(client, transfer, index) for index in range(config.block_count)]
+    run.write_exported([weights for _, weights in blocks], fetched=True)
+    return FetchedModel(run, [version for version, _ in blocks], transfer.bandwidth.bytes_down)
+
+
+def _fetch_newest(client: Client, transfer: Transfer, index: int) -> tuple[int, Tensors]:
+    """A version that is replaced during its download may be deleted: then a newer one."""
+    deadline, last_tried = client.deadline(MODEL_SECONDS), -1
+    while True:
+        block = client.status(deadline).blocks[index]
+        try:
+            weights = tensor_file.decode(transfer.read(block.weights, deadline))
+        except RefusedError as refused:
+            if refused.code != "not_found" or block.version == last_tried:
+                raise
+            last_tried = block.version
+        else:
+            transfer.cache.keep_only([])
+            return block.version, weights

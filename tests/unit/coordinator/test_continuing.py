@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.support.coordinator import (
     Member,
     SetClock,
@@ -24,14 +22,6 @@ from blocktrain.codec.frames import encode
 from blocktrain.codec.sparse import FINAL_UPDATE, Sparse
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import Finished, Lease, LeaseProgress, Wait
-from blocktrain.swarm.plan import (
-    base_of,
-    chain_factors,
-    choose_block,
-    may_continue,
-    place_in_schedule,
-)
-from blocktrain.swarm.state import BlockState, PendingUpdate
 
 NUMBERS = 24  # of a block
 STEPS = {"steps_per_second": 0.2}  # leases of 6
@@ -168,7 +158,7 @@ def test_last_words_are_asked_for_again_when_the_answer_was_lost(service: Servic
             service.merger.merge_due()
     asked = {"held_block": 0, "trained": trained.lease, "steps_per_second": 1.0}
     answers = [member.ask(**asked) for _ in range(2)]
-    assert [answer.last_words for answer in answers] == [True, True]
+    assert [answer.final_update for answer in answers] == [True, True]
     assert answers[0].answer.block == answers[1].answer.block == 1
 
 
@@ -189,14 +179,14 @@ def test_the_last_words_of_a_block_are_asked_for(service: Service):
     done = lease.steps
     while done < batches:
         answer = member.ask(held_block=0, trained=lease.lease, steps_per_second=1.0, blocks=(0,))
-        assert not answer.last_words
+        assert not answer.final_update
         learned(member, lease, 0.1)
         service.merger.merge_due()
         assert isinstance(answer.answer, Lease)
         lease = answer.answer
         done += lease.steps
     answer = member.ask(held_block=0, trained=lease.lease, blocks=(0,))
-    assert answer.last_words
+    assert answer.final_update
     assert isinstance(answer.answer, Wait)
 
 
@@ -276,55 +266,6 @@ def test_a_run_ends_with_leases_that_continue(service: Service):
 # The plan
 
 
-def block(**changes: Any) -> BlockState:
-    fields = {
-        "index": 0, "version": 3, "merged_batches": 30, "next_batch": 60, "total_batches": 100,
-        "returned_batches": 0, "leased_batches": 0, "open_leases": 0, "finishing": frozenset(),
-        "workers": frozenset({"ann", "bob"}), "pending": (), **changes,
-    }  # fmt: skip
-    return BlockState(**fields)
-
-
-def test_a_worker_may_continue_what_is_all_that_is_missing():
-    alone = {"workers": frozenset({"ann"})}
-    sent = block(sending=(("ann", "one", 10),), **alone)
-    assert may_continue(sent, "ann", "one")
-    assert not may_continue(sent, "ann", "two")
-    assert not may_continue(sent, "ann", None)
-    update = PendingUpdate("one", "ann", 3, 10, 5.0)
-    assert may_continue(block(pending=(update,), **alone), "ann", "one")
-    assert not may_continue(block(**alone), "ann", "one")  # it is merged: there is nothing to add
-    both = block(sending=(("ann", "two", 10),), pending=(update,), **alone)
-    assert not may_continue(both, "ann", "two")
-
-
-def test_who_shares_a_block_waits_for_what_all_have_made_of_it():
-    sent = block(sending=(("ann", "one", 10), ("bob", "two", 10)))
-    assert not may_continue(sent, "ann", "one")
-    assert may_continue(sent, "ann", "one", patient=False)  # that would take too long
-    assert not may_continue(sent, "ann", "two", patient=False)
-    assert choose_block([sent], "ann", 0, None, trained="one", patient=False) == sent
-    busy = block(sending=sent.sending, finishing=frozenset({"ann", "bob"}))
-    assert choose_block([busy], "ann", 0, None, trained="one") is None
-
-
-def test_who_shares_a_block_trains_on_while_others_are_not_done_soon():
-    sent = block(sending=(("ann", "one", 10),), finishing=frozenset({"ann"}), busy_until=500.0)
-    for soon, goes_on in ((499.0, True), (500.0, False), (501.0, False)):
-        assert may_continue(sent, "ann", "one", soon=soon) == goes_on
-        found = choose_block([sent], "ann", 0, None, trained="one", soon=soon)
-        assert found == (sent if goes_on else None)
-    ahead = block(sending=(("ann", "one", 10), ("ann", "two", 10)), busy_until=500.0)
-    assert not may_continue(ahead, "ann", "two", soon=0.0)  # two updates that nobody else has seen
-
-
-def test_nobody_begins_anew_from_a_version_that_its_own_late_update_is_to_change():
-    """Though a late update, or one that continues another, is not of the current version."""
-    late = block(sending=(("ann", "one", 10),))
-    assert choose_block([late], "ann", 0, None, trained="one") is None
-    assert choose_block([late], "ann", 0, None) == late  # codec none: there it would only wait
-
-
 def test_who_ends_before_the_others_fills_the_time_until_they_end(
     service: Service, clock: SetClock
 ):
@@ -362,35 +303,3 @@ def test_whoever_is_joined_by_another_goes_on_from_a_version(service: Service, c
     assert service.merger.merge_due() == 1
     following = ann.lease(**asked)
     assert (following.base_version, following.continues) == (1, None)
-
-
-def test_the_schedule_goes_on_as_if_all_had_gone_equally_far():
-    sent = block(sending=(("ann", "one", 10),))
-    assert place_in_schedule(sent, "ann", continuing=True) == (50, 2)
-    assert place_in_schedule(sent, "ann") == (30, 2)
-    assert place_in_schedule(sent, "eve") == (30, 3)
-
-
-@given(st.integers(0, 9), st.none() | st.integers(0, 9))
-def test_an_update_is_never_older_than_its_base(base: int, into: int | None):
-    assert base_of(base, into) >= base
-    assert base_of(base, into) >= (into or 0)
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=8))
-def test_chains_keep_their_weight_in_the_mean_and_add_up(links: list[tuple[int, bool]]):
-    """The share of a member, times its steps, is the chain's steps: for each what it learned."""
-    updates = [
-        PendingUpdate(str(n), "ann", 0, steps, float(n), str(n - 1) if linked and n else None)
-        for n, (steps, linked) in enumerate(links)
-    ]
-    factors = chain_factors(updates[::-1])
-    chains: list[list[PendingUpdate]] = []
-    for update in updates:
-        if update.continues:
-            chains[-1].append(update)
-        else:
-            chains.append([update])
-    for chain in chains:
-        together = sum(update.steps for update in chain)
-        assert [factors[u.lease] * u.steps for u in chain] == pytest.approx([together] * len(chain))

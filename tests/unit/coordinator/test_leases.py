@@ -23,7 +23,7 @@ from blocktrain.protocol.messages import (
     LeaseState,
     Wait,
 )
-from blocktrain.swarm.plan import IDLE_WAIT, MERGE_WAIT
+from blocktrain.swarm.assignment import IDLE_WAIT, MERGE_WAIT
 
 
 def progress(

@@ -68,7 +68,7 @@ def test_any_changed_character_is_refused(invite: Invite, data: st.DataObject):
         Invite.decode(text[:place] + wrong + text[place + 1 :])
 
 
-def test_every_single_typo_in_one_invite_is_told_as_a_typo():
+def test_every_typo_in_an_invite_is_reported_as_a_typo():
     text = INVITE.encode()
     for place, right in enumerate(text):
         for wrong in ALPHABET:
@@ -76,7 +76,7 @@ def test_every_single_typo_in_one_invite_is_told_as_a_typo():
                 assert refusal(text[:place] + wrong + text[place + 1 :]) == MISTYPED
 
 
-def test_a_cut_off_invite_is_told_as_incomplete():
+def test_a_cut_off_invite_is_reported_as_incomplete():
     text = INVITE.encode()
     for end in range(len(text)):
         assert refusal(text[:end]) == MISTYPED
@@ -120,7 +120,7 @@ def test_an_invite_is_short():
     ],
     ids=["version 2", "version 17", "an unknown flag", "an unknown scheme"],
 )
-def test_an_invite_of_a_newer_version_is_told_apart(text: str):
+def test_an_invite_of_a_newer_version_has_its_own_error(text: str):
     assert refusal(text) == NEWER
 
 
@@ -182,7 +182,7 @@ def test_addresses_are_checked(address: str):
         (("http://a:1",), "secret", None, "run00001\n"),
     ],
 )
-def test_what_an_invite_holds_is_checked(
+def test_the_fields_of_an_invite_are_checked(
     addresses: tuple[str, ...], secret: str, fingerprint: str | None, run: str
 ):
     with pytest.raises(ConfigError):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from blocktrain.codec.registry import CODECS
 from blocktrain.protocol import identity
 from blocktrain.protocol import messages as m
 
@@ -131,7 +132,8 @@ def test_every_message_and_field_is_documented(message: m.Message):
     text = PROTOCOL_DOCUMENT.read_text(encoding="utf-8")
     assert f"`{type(message).__name__}`" in text
     if not isinstance(message, m.BlockStatus | m.WorkerStatus):  # for people to look at
-        for name in type(message).model_fields:
+        for attribute, field in type(message).model_fields.items():
+            name = field.serialization_alias or attribute
             assert f"`{name}`" in text or f'"{name}"' in text, name
 
 
@@ -248,7 +250,8 @@ recipes = st.builds(m.Recipe, size=counts, chunks=st.lists(hashes, max_size=4).m
 blobs = st.builds(m.Blob, name=hashes, size=counts)
 claims = st.builds(
     m.UpdateClaim, run=identifiers, worker=identifiers, lease=identifiers, fence=positives,
-    block=indices, base_version=counts, recipe=recipes, loss=st.none() | floats,
+    block=indices, base_version=counts, codec=st.sampled_from(CODECS), recipe=recipes,
+    loss=st.none() | floats,
 )  # fmt: skip
 leases = st.builds(
     m.Lease, kind=st.just("lease"), lease=identifiers, fence=positives, block=indices,

@@ -29,11 +29,11 @@ def refused(secret: bytes, token: str, now: float) -> str:
     return caught.value.reason
 
 
-def test_a_token_says_what_it_was_given_for():
+def test_a_token_contains_its_claims():
     assert check(SECRET, TOKEN, 1001) == TokenClaims("worker01", "train", 1060)
 
 
-def test_a_token_ends():
+def test_a_token_expires():
     assert check(SECRET, TOKEN, 1059.9)
     assert "expired" in refused(SECRET, TOKEN, 1060)
 
@@ -50,7 +50,7 @@ def test_any_changed_character_is_refused(data: st.DataObject):
     refused(SECRET, TOKEN[:place] + wrong + TOKEN[place + 1 :], 1001)
 
 
-def test_claims_are_not_taken_without_their_own_code():
+def test_claims_need_their_own_mac():
     claims, code = TOKEN.split(".")
     longer = issue(SECRET, "worker01", "train", now=1000, seconds=6000).split(".")[0]
     refused(SECRET, f"{longer}.{code}", 1001)
@@ -61,7 +61,7 @@ def test_claims_are_not_taken_without_their_own_code():
 @pytest.mark.parametrize(
     "token", ["", ".", "..", "a.b.c", "Bearer", "é.é", "a" * 10000, "\x00.\x00"]
 )
-def test_what_is_no_token_is_refused(token: str):
+def test_text_that_is_not_a_token_is_refused(token: str):
     refused(SECRET, token, 1001)
 
 
@@ -72,7 +72,7 @@ def test_any_claims_come_back(worker: str, role: str, now: float):
     assert found == TokenClaims(worker, role, int(now) + 60)
 
 
-def test_the_code_covers_the_claims_under_its_own_name():
+def test_the_mac_covers_the_claims_with_a_domain():
     """Pinned: coordinators of one run may be of different releases."""
     claims, code = (identity.base64url_decode(part) for part in TOKEN.split("."))
     assert claims == b'["worker01","train",1060]'

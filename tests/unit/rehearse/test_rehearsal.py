@@ -49,7 +49,7 @@ def play(scene: Scenario, corpus: Corpus) -> tuple[Report, SimulatedLearning]:
 
 
 def lease(number: int, worker: str, block: VirtualBlock, first: int, steps: int = 4):
-    return VirtualLease(number, worker, block, first, steps, deadline=60.0)
+    return VirtualLease(f"{number:012}", worker, block, first, steps, deadline=60.0)
 
 
 def taken(learner: SimulatedLearning, *leases: VirtualLease) -> tuple[VirtualLease, ...]:

@@ -31,7 +31,7 @@ from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import simulate
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
 from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
-from blocktrain.swarm import plan
+from blocktrain.swarm import assignment, merging_rules
 from blocktrain.swarm.state import BlockState
 
 RUN = {
@@ -91,8 +91,8 @@ class Mirrored(VirtualCoordinator):
         super().__init__(scene.swarm, scene.block_count, scene.train.steps, lead=scene.lead)
         self.service, self.clock = service, clock
         self.members: dict[str, Member] = {}
-        self.real: dict[int, tuple[Member, Lease]] = {}
-        self.made: dict[int, Made] = {}
+        self.real: dict[str, tuple[Member, Lease]] = {}
+        self.made: dict[str, Made] = {}
         self.waiting: dict[str, float | None] = {}  # how fast each is
         self.present: set[str] = set()
 
@@ -121,7 +121,7 @@ class Mirrored(VirtualCoordinator):
         if lease is None:
             self.waiting[worker] = steps_per_second
             assert isinstance(answer, Wait)
-            assert answer.seconds == plan.wait_seconds(self.blocks, worker)
+            assert answer.seconds == assignment.wait_seconds(self.blocks, worker)
             return None
         assert isinstance(answer, Lease)
         told = (answer.block, answer.base_version, answer.first_batch, answer.steps)
@@ -169,7 +169,7 @@ class Mirrored(VirtualCoordinator):
         self.service.updates.offer(member.caller, self.made[lease.lease].offer)
         self.compare()
 
-    def settle(self, lease: VirtualLease, now: float) -> plan.UpdateRefusal | None:
+    def settle(self, lease: VirtualLease, now: float) -> merging_rules.UpdateRefusal | None:
         self.move_clock(now)
         refusal = super().settle(lease, now)
         (member, given), made = self.real[lease.lease], self.made[lease.lease]
@@ -178,7 +178,7 @@ class Mirrored(VirtualCoordinator):
         receipt = commit(self.service, member.caller, given.lease)
         assert (receipt.state == "refused") == (refusal is not None)
         assert ("handed out again" in receipt.reason) == (
-            refusal is plan.UpdateRefusal.HANDED_OUT_AGAIN
+            refusal is merging_rules.UpdateRefusal.HANDED_OUT_AGAIN
         )
         self.compare()
         return refusal
@@ -224,7 +224,7 @@ class Mirrored(VirtualCoordinator):
             with self.service.run.ledger.read() as tx:
                 assert not tx.leases.overdue(self.clock.now)
             for state, block in zip(self.states(), self.blocks, strict=True):
-                due = plan.due_updates(state, self.swarm, self.clock.now)
+                due = merging_rules.due_updates(state, self.swarm, self.clock.now)
                 assert not due or block.merging
         self.keep_asking(now)
         self.clock.now = now
@@ -232,14 +232,14 @@ class Mirrored(VirtualCoordinator):
     def keep_asking(self, until: float) -> None:
         """Who waits asks a real coordinator every few seconds, and is known to be there. All others
         who are there send heartbeats, and the coordinator makes its rounds."""
-        asks, attendance = self.clock.now, self.service.leases._attendance
+        asks, attendance = self.clock.now, self.service.leases.dispatcher.attendance
         while asks < until:
             self.keep_reporting()
             self.service.leases.expire()
             asks = min(asks + self.swarm.lease_seconds, until)
             self.clock.now = asks
             for worker, steps_per_second in self.waiting.items():
-                attendance.note(self.members[worker].id, None, steps_per_second, asks)
+                attendance.record(self.members[worker].id, None, steps_per_second, asks)
 
     def keep_reporting(self) -> None:
         with self.service.run.ledger.write() as tx:

@@ -26,7 +26,7 @@ class Bookkeeper(VirtualCoordinator):
 
     def claim(self, *asked: Any) -> VirtualLease | None:
         lease = super().claim(*asked)
-        if lease is not None and lease.lease > len(self.leases):
+        if lease is not None and int(lease.lease) > len(self.leases):
             self.leases.append(lease)
         return lease
 

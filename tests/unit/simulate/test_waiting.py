@@ -16,7 +16,7 @@ from blocktrain.simulate.tally import Tally
 from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
 from blocktrain.simulate.virtual_worker import VirtualWorker
 from blocktrain.simulate.virtual_workers import VirtualWorkers
-from blocktrain.swarm import plan
+from blocktrain.swarm.assignment import IDLE_WAIT
 
 
 class WatchedAgenda(Agenda):
@@ -51,30 +51,25 @@ class Watch:
         self.agenda.look = self.look
 
     def look(self) -> None:
-        now, attendance = self.agenda.now, self.coordinator._attendance
+        now, attendance = self.agenda.now, self.coordinator.dispatcher.attendance
         everybody = sum(attendance.others("nobody", now).values())
         for worker in self.workers:
             name = worker.name
             is_parked = name in self.lives._parked
             if is_parked:
                 assert sum(attendance.others(name, now).values()) == everybody - 1
-            if not is_parked or self.would_get(worker) is None:
+            if not is_parked or not self.has_work(worker):
                 self.since.pop(name, None)
             else:
                 self.longest = max(self.longest, now - self.since.setdefault(name, now))
 
-    def would_get(self, worker: VirtualWorker) -> Any:
-        swarm, seconds = self.coordinator.swarm, worker.fetch_seconds + worker.send_seconds
-        encodes = swarm.codec != "none"
-        return plan.choose_block(
-            self.coordinator.blocks,
+    def has_work(self, worker: VirtualWorker) -> bool:
+        return self.coordinator.has_work(
             worker.name,
             worker.held_block,
-            None,
-            patient=plan.is_patient(swarm, seconds),
-            trained=worker.ended.lease if encodes and worker.ended else None,
-            soon=plan.soon(swarm, self.agenda.now, seconds),
-            lead=self.coordinator.lead,
+            worker.transfer_seconds,
+            self.agenda.now,
+            worker.ended,
         )
 
 
@@ -96,7 +91,7 @@ def test_nobody_is_left_waiting_while_there_is_something_for_it(
     """Twice as long as it waits: others may take what was there, and other text come back."""
     watch = Watch(scenario(**drawn, **kind))
     watch.agenda.run(drawn["simulate__longest_seconds"])
-    assert watch.longest <= 2 * plan.IDLE_WAIT
+    assert watch.longest <= 2 * IDLE_WAIT
 
 
 CROWDED = {
@@ -123,4 +118,4 @@ def test_who_waits_for_a_version_moves_on_once_others_have_taken_the_rest_of_its
         drawn = {"train__steps": 60 + seed % 60, "simulate__seed": seed, "swarm__codec": codec}
         watch = Watch(scenario(**CROWDED, **drawn))
         watch.agenda.run(2000.0)
-        assert watch.longest <= plan.IDLE_WAIT + 1e-6
+        assert watch.longest <= IDLE_WAIT + 1e-6

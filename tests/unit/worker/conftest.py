@@ -1,25 +1,43 @@
 """A server that fails by plan, and clients with short timeouts to talk to it."""
 
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from tests.support.fault_server import FaultServer
-from tests.support.worker_side import KEY, RUN, SECRET, Eager, impatient, joined
+from tests.support.worker_side import (
+    KEY,
+    RUN,
+    SECRET,
+    SHORT_TIMEOUT,
+    Eager,
+    answer_joins,
+    tls_server,
+)
 
 from blocktrain.protocol.invite import Invite
-from blocktrain.protocol.messages import Hello, Token
+from blocktrain.protocol.tls import Authority
 from blocktrain.worker.client import Client
-from blocktrain.worker.clock import Clock
+from blocktrain.worker.timing import Clock
 
 
 @pytest.fixture
 def server() -> Iterator[FaultServer]:
     server = FaultServer()
-    server.on("GET /v1/hello", lambda body: Hello(run=RUN, protocols=(1,)))
-    server.on("POST /v1/join", lambda body: joined())
-    server.on("POST /v1/token", lambda body: Token(token="token2", token_seconds=100))
+    answer_joins(server)
     yield server
     server.close()
+
+
+@pytest.fixture
+def authority() -> Authority:
+    return Authority.create(RUN, time.time())
+
+
+@pytest.fixture
+def secure(authority: Authority, tmp_path: Path) -> Iterator[FaultServer]:
+    yield from tls_server(authority, authority, tmp_path)
 
 
 @pytest.fixture
@@ -28,7 +46,7 @@ def new_client(server: FaultServer) -> Iterator[Callable[..., Client]]:
 
     def make(*addresses: str, clock: Clock | None = None, fingerprint: str | None = None) -> Client:
         invite = Invite(addresses or (server.address,), SECRET, fingerprint, RUN)
-        made.append(Client(invite, KEY, http=impatient, clock=clock, random=Eager()))
+        made.append(Client(invite, KEY, timeout=SHORT_TIMEOUT, clock=clock, random=Eager()))
         return made[-1]
 
     yield make

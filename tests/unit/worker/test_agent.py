@@ -1,4 +1,5 @@
 import hashlib
+import logging
 import re
 import threading
 import time
@@ -36,12 +37,13 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.storage import tensor_file
 from blocktrain.storage.chunks import name_of
-from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import resolve
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.agent import Agent
 from blocktrain.worker.client import Client
-from blocktrain.worker.machine import Idleness, WorkerEvent, WorkerSettings
+from blocktrain.worker.events import WorkerEvent
+from blocktrain.worker.machine import Idleness, WorkerSettings
 
 CPU = resolve("cpu", "fp32")
 SOON = Wait(seconds=0.02, reason="the last update is about to become a version")
@@ -50,12 +52,12 @@ Next = Callable[[], Lease | Wait | Finished]
 
 
 class Script:
-    """Hands out what a test wrote down, takes in what is sent, and remembers both."""
+    """A coordinator that gives the answers a test wrote down, and records what it receives."""
 
     def __init__(self, server: FaultServer, config: Config, corpus: Corpus) -> None:
         self.server, self.config, self.corpus = server, config, corpus
         self.answers: list[Next] = []
-        self.asked: list[LeaseRequest] = []
+        self.requests: list[LeaseRequest] = []
         self.offers: list[UpdateOffer] = []
         self.returns: list[LeaseReturn] = []
         self.open = LeaseState(open=True, seconds_left=60.0)
@@ -71,8 +73,8 @@ class Script:
 
     @property
     def returned(self) -> list[str]:
-        """Why leases were given back."""
-        return [told.reason for told in self.returns]
+        """The reasons for which leases were given back."""
+        return [returned.reason for returned in self.returns]
 
     @property
     def claims(self) -> list[UpdateClaim]:
@@ -103,7 +105,7 @@ class Script:
         )  # fmt: skip
 
     def after(self, updates: int, then: Next) -> Next:
-        """An answer that comes once so many updates were committed."""
+        """An answer that is given once this many updates were committed."""
         return lambda: then() if len(self.claims) >= updates else SOON
 
     def _joined(self) -> Message:
@@ -117,7 +119,7 @@ class Script:
         )
 
     def _lease(self, body: bytes) -> LeaseAnswer:
-        self.asked.append(LeaseRequest.model_validate_json(body))
+        self.requests.append(LeaseRequest.model_validate_json(body))
         answer = self.answers[0]() if self.answers else Finished()
         if answer is not SOON and self.answers:
             self.answers.pop(0)
@@ -153,7 +155,7 @@ def script(
 
 
 class Watched:
-    """An agent and what it told."""
+    """An agent and its events."""
 
     def __init__(self, client: Client, folder: Path) -> None:
         self.client = client
@@ -207,11 +209,11 @@ def test_a_workers_whole_life(script: Script, watched: Watched, server: FaultSer
 
     assert blob_requests(server, first) == 1
     assert not any(blob_requests(server, script.result(n)) for n in range(3))
-    assert script.asked[0].held_block is None
-    assert script.asked[-1].held_block == 0
-    assert 1 < (script.asked[-1].steps_per_second or 0) < 1e6
-    assert script.asked[0].transfer_seconds == 0.0
-    assert script.asked[-1].transfer_seconds > 0.0
+    assert script.requests[0].held_block is None
+    assert script.requests[-1].held_block == 0
+    assert 1 < (script.requests[-1].steps_per_second or 0) < 1e6
+    assert script.requests[0].transfer_seconds == 0.0
+    assert script.requests[-1].transfer_seconds > 0.0
     assert [claim.base_version for claim in script.claims] == [0, 1, 2]
     assert all(verify_update(KEY.public, o.claim, o.signature) for o in script.offers)
     assert {(claim.run, claim.worker) for claim in script.claims} == {(RUN, WORKER)}
@@ -225,6 +227,21 @@ def test_a_workers_whole_life(script: Script, watched: Watched, server: FaultSer
     assert training[-1].step == training[-1].steps == 3
     assert 0 < (training[-1].loss or 0) < 10
     assert training[-1].bytes_per_s > 0
+
+
+def test_every_stage_of_a_lease_is_logged_with_its_id(
+    script: Script, watched: Watched, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, "blocktrain.worker")
+    script.answers = [
+        lambda: script.lease(script.first_weights(), 0, 2),
+        script.after(1, Finished),
+    ]
+    assert watched.run()
+    lines = [line for line in caplog.messages if "lease001" in line]
+    assert [line.partition(":")[0] for line in lines] == [
+        "lease lease001 leased", "lease lease001 trained", "lease lease001 accepted"
+    ]  # fmt: skip
 
 
 def test_only_steps_count_as_training(script: Script, watched: Watched):
@@ -386,7 +403,7 @@ def test_training_that_diverges_is_given_back(script: Script, watched: Watched):
     assert len(script.claims) == 1
 
 
-def test_a_run_that_only_fails_ends_the_worker(script: Script, watched: Watched):
+def test_five_failed_leases_in_a_row_end_the_worker(script: Script, watched: Watched):
     gone = Blob(name="ab" * 32, size=100)
     script.answers = [lambda: script.lease(gone, 0, 3)] * 9
     with pytest.raises(RefusedError, match="no chunk"):
@@ -402,7 +419,7 @@ def test_weights_that_do_not_fit_end_the_worker(script: Script, watched: Watched
     assert "does not fit" in script.returned[0]
 
 
-def test_a_refused_update_is_told_and_work_goes_on(script: Script, watched: Watched):
+def test_work_goes_on_after_a_refused_update(script: Script, watched: Watched):
     first = script.first_weights()
     script.receipt = Receipt(state="refused", reason="it is 9 versions behind, more than 4")
     script.answers = [
@@ -417,7 +434,7 @@ def test_a_refused_update_is_told_and_work_goes_on(script: Script, watched: Watc
 
 
 @pytest.mark.parametrize("heard", [False, True])
-def test_what_was_downloaded_is_told_once_where_an_update_cannot_be_sent(
+def test_downloads_are_reported_once_if_an_update_cannot_be_sent(
     script: Script, watched: Watched, server: FaultServer, heard: bool
 ):
     """With the lease's return, or where nobody hears that, with the next update."""
@@ -437,11 +454,11 @@ def test_what_was_downloaded_is_told_once_where_an_update_cannot_be_sent(
     assert [offer.downloads for offer in script.offers] == [() if heard else (base,)]
 
 
-def test_who_leaves_before_its_update_is_sent_tells_what_it_downloaded(
+def test_a_worker_that_stops_before_its_update_is_sent_reports_its_downloads(
     script: Script, watched: Watched, server: FaultServer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("blocktrain.worker.agent.SEND_SECONDS", 0.1)
-    monkeypatch.setattr("blocktrain.worker.agent.FINISH_SECONDS", 0.1)
+    monkeypatch.setattr("blocktrain.worker.lease_loop.SEND_SECONDS", 0.1)
+    monkeypatch.setattr("blocktrain.worker.lease_loop.FINISH_SECONDS", 0.1)
     server.faults = [Fault("PUT /v1/chunks", status=503, times=1000)]
     first = script.first_weights()
     script.answers = [lambda: script.lease(first, 0, 2), script.after(1, Finished)]
@@ -465,7 +482,7 @@ def test_a_coordinator_that_restarts_is_waited_for(
     assert len(script.claims) == 1
 
 
-def test_it_stands_back_while_others_use_the_machine(script: Script, watched: Watched):
+def test_it_pauses_while_others_use_the_machine(script: Script, watched: Watched):
     first = script.first_weights()
     load = [0.0]
     watched.idleness = Idleness(lambda: load[0], lambda: 0.0, TurnedClock().clock, 1)
@@ -483,24 +500,24 @@ def test_it_stands_back_while_others_use_the_machine(script: Script, watched: Wa
     assert len(script.claims) == 1
 
 
-def test_what_does_not_fit_is_refused_before_any_work(script: Script, watched: Watched):
+def test_blocks_that_do_not_fit_are_refused_before_any_work(script: Script, watched: Watched):
     with pytest.raises(DeviceError, match=r"needs about .* MB to train, --memory allows 0 MB"):
         watched.run(memory_bytes=1000)
     with pytest.raises(ConfigError, match="the run has blocks 0 to 1"):
         watched.run(blocks=(2,))
     assert watched.run(memory_bytes=10**12, blocks=(1,))
-    assert script.asked[-1].blocks == (1,)
+    assert script.requests[-1].blocks == (1,)
 
 
 def test_an_invite_for_another_role_is_refused(
     script: Script, watched: Watched, server: FaultServer
 ):
     server.on("POST /v1/join", lambda body: joined(role="evaluate"))
-    with pytest.raises(ConfigError, match=r"add --evaluate, .* another --folder"):
+    with pytest.raises(ConfigError, match=r"not training: add --evaluate, .* another --folder"):
         watched.run()
 
 
-def test_an_owners_copy_that_is_another_text_is_told(
+def test_an_owners_copy_of_another_text_is_reported(
     script: Script, watched: Watched, tmp_path: Path
 ):
     (tmp_path / "own.txt").write_bytes(b"not what the run is about. " * 1000)
@@ -508,7 +525,9 @@ def test_an_owners_copy_that_is_another_text_is_told(
     assert watched.kinds() == ["joined", "other_text", "corpus", "finished"]
 
 
-def test_settings_that_are_none_are_refused(script: Script, watched: Watched, server: FaultServer):
+def test_settings_that_are_not_toml_are_refused(
+    script: Script, watched: Watched, server: FaultServer
+):
     server.on("POST /v1/join", lambda body: joined(description=described(config="[model")))
     with pytest.raises(ProtocolError, match="not valid TOML"):
         watched.run()
@@ -539,7 +558,7 @@ def test_two_workers_cannot_share_a_folder(script: Script, watched: Watched):
     thread = threading.Thread(target=first.run)
     thread.start()
     assert waiting.wait(10)
-    with pytest.raises(RunError, match="another worker works in"):
+    with pytest.raises(RunError, match="another worker uses"):
         second.run()
     first.stop()
     thread.join()

@@ -1,13 +1,12 @@
 import socket
-import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.support.fault_server import Fault, FaultServer
 from tests.support.turned_clock import TurnedClock
-from tests.support.worker_side import KEY, RUN, SECRET, WORKER
+from tests.support.worker_side import KEY, RUN, SECRET, WORKER, tls_server
 
 from blocktrain.errors import ProtocolError, RefusedError, UnreachableError, UntrustedError
 from blocktrain.protocol import identity
@@ -24,7 +23,7 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.protocol.tls import Authority
 from blocktrain.worker.client import Client
-from blocktrain.worker.clock import Clock
+from blocktrain.worker.timing import Clock
 
 NewClient = Callable[..., Client]
 STATUS = Status(run=RUN, state="running", ce=None, codec="none", blocks=(), workers=(), seconds=1.0)
@@ -43,7 +42,7 @@ def authorizations(server: FaultServer, line: str) -> list[str | None]:
 # Who answers
 
 
-def test_it_looks_on_with_the_invite_and_works_with_its_token(client: Client, server: FaultServer):
+def test_it_reads_with_the_invite_and_works_with_its_token(client: Client, server: FaultServer):
     server.on("GET /v1/status", lambda body: STATUS)
     assert client.status() == STATUS
     client.join("a name", "cpu")
@@ -51,7 +50,7 @@ def test_it_looks_on_with_the_invite_and_works_with_its_token(client: Client, se
     assert authorizations(server, "GET /v1/status") == [f"Invite {SECRET}", "Bearer token1"]
 
 
-def test_joining_says_who_it_is(client: Client, server: FaultServer):
+def test_joining_sends_key_name_and_device(client: Client, server: FaultServer):
     said: list[Join] = []
 
     def join(body: bytes) -> Message:
@@ -152,23 +151,21 @@ def test_the_next_address_is_tried_when_one_does_not_answer(
     ],
     ids=["503", "500", "429", "cut", "cut at once"],
 )
-def test_failures_that_pass_are_waited_out(
-    server: FaultServer, new_client: NewClient, fault: Fault
-):
+def test_transient_failures_are_retried(server: FaultServer, new_client: NewClient, fault: Fault):
     turned = TurnedClock()
     server.faults = [fault]
     assert new_client(clock=turned.clock).hello().run == RUN
     assert sum(turned.slept) >= 3.0 if fault.headers else sum(turned.slept) < 3.0
 
 
-def test_nobody_there_is_told_with_the_address(new_client: NewClient):
+def test_an_unreachable_address_is_named(new_client: NewClient):
     address = closed_port()
     client = new_client(address, clock=TurnedClock().clock)
     with pytest.raises(UnreachableError, match=f"no answer from {address}: .*refused"):
-        client.hello(client.patience(0.1))
+        client.hello(client.deadline(0.1))
 
 
-def test_a_refusal_is_asked_for_once(client: Client, server: FaultServer):
+def test_a_refused_request_is_not_repeated(client: Client, server: FaultServer):
     def ban(body: bytes) -> Message:
         raise RefusedError("forbidden", "this worker was banned from the run")
 
@@ -186,7 +183,7 @@ def test_a_refusal_is_asked_for_once(client: Client, server: FaultServer):
         (b'{"run":"run00001","protocols":[1],"new":1}', "new: Extra inputs"),
     ],
 )
-def test_an_answer_that_is_none_is_named(
+def test_a_response_that_is_not_understood_is_named(
     client: Client, server: FaultServer, body: bytes, match: str
 ):
     server.faults = [Fault("GET /v1/hello", status=200, body=body)]
@@ -207,17 +204,19 @@ def test_a_silent_connection_is_given_up(server: FaultServer, new_client: NewCli
     server.on("GET /v1/hello", lambda body: time.sleep(2.0))
     began = time.monotonic()
     with pytest.raises(UnreachableError, match="timed out"):
-        client.hello(client.patience(0.0))
+        client.hello(client.deadline(0.0))
     assert time.monotonic() - began < 1.8
 
 
-def test_silence_is_told_once_until_somebody_answers(server: FaultServer, new_client: NewClient):
+def test_silence_is_reported_once_until_a_coordinator_answers(
+    server: FaultServer, new_client: NewClient
+):
     client, told = new_client(), []
-    client.connection.on_silence = lambda reason, seconds: told.append((reason, seconds))
+    client.http.on_unreachable = lambda reason, seconds: told.append((reason, seconds))
     client.hello()
     for _ in range(2):
         server.faults = [Fault("GET /v1/hello", cut_after=0, times=4)]
-        client.hello(client.patience(60.0))
+        client.hello(client.deadline(60.0))
     assert len(told) == 2
     assert all("no answer from http" in reason and seconds > 50 for reason, seconds in told)
     server.faults = [Fault("GET /v1/hello", status=429, headers={"Retry-After": "0"})]
@@ -231,51 +230,24 @@ def test_a_trickling_connection_is_given_up(server: FaultServer, new_client: New
     client = new_client(clock=hurried)
     server.faults = [Fault("GET /v1/hello", seconds_between=0.01)]
     with pytest.raises(UnreachableError, match="sends too slowly"):
-        client.hello(client.patience(0.0))
+        client.hello(client.deadline(0.0))
     assert server.bytes_sent < 20
 
 
 # Trust
 
 
-@pytest.fixture
-def authority() -> Authority:
-    return Authority.create(RUN, time.time())
-
-
-@pytest.fixture
-def secure(authority: Authority, tmp_path: Path) -> Iterator[FaultServer]:
-    yield from tls_server(authority, authority, tmp_path)
-
-
-def tls_server(shown: Authority, signer: Authority, folder: Path) -> Iterator[FaultServer]:
-    """A server that shows one authority and has a certificate of maybe another."""
-    issued = signer.issue_server(["elsewhere.example"], time.time())
-    folder.mkdir(exist_ok=True)
-    (folder / "cert.pem").write_text(issued.cert_pem)
-    (folder / "key.pem").write_text(issued.key_pem)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
-    server = FaultServer(context)
-    server.faults = [
-        Fault("GET /v1/ca", status=200, body=shown.certificate_pem.encode(), times=1000)
-    ]
-    server.on("GET /v1/hello", lambda body: Hello(run=RUN, protocols=(1,)))
-    server.on("GET /v1/status", lambda body: STATUS)
-    yield server
-    server.close()
-
-
 def test_the_certificate_is_fetched_once_and_pinned(
     secure: FaultServer, new_client: NewClient, authority: Authority
 ):
+    secure.on("GET /v1/status", lambda body: STATUS)
     client = new_client(secure.address, fingerprint=authority.fingerprint)
     client.hello()
     client.status()
     assert secure.lines() == ["GET /v1/ca", "GET /v1/hello", "GET /v1/status"]
 
 
-def test_an_impostor_learns_nothing(secure: FaultServer, new_client: NewClient):
+def test_a_server_with_another_authority_gets_no_secret(secure: FaultServer, new_client: NewClient):
     client = new_client(secure.address, fingerprint="ab" * 32)
     with pytest.raises(UntrustedError, match="not the one the invite names"):
         client.status()
@@ -283,7 +255,7 @@ def test_an_impostor_learns_nothing(secure: FaultServer, new_client: NewClient):
     assert "Authorization" not in secure.seen[0].headers
 
 
-def test_one_that_only_shows_the_right_certificate_learns_nothing(
+def test_a_server_that_only_shows_the_right_authority_gets_no_secret(
     new_client: NewClient, authority: Authority, tmp_path: Path
 ):
     other = Authority.create(RUN, time.time())
@@ -291,7 +263,7 @@ def test_one_that_only_shows_the_right_certificate_learns_nothing(
     impostor = next(servers)
     client = new_client(impostor.address, fingerprint=authority.fingerprint)
     with pytest.raises(UnreachableError, match="certificate verify failed"):
-        client.status(client.patience(0.0))
+        client.status(client.deadline(0.0))
     assert impostor.lines() == ["GET /v1/ca"]
     servers.close()
 
@@ -299,6 +271,7 @@ def test_one_that_only_shows_the_right_certificate_learns_nothing(
 def test_an_honest_address_is_found_behind_an_impostor(
     secure: FaultServer, new_client: NewClient, authority: Authority, tmp_path: Path
 ):
+    secure.on("GET /v1/status", lambda body: STATUS)
     other = Authority.create(RUN, time.time())
     servers = tls_server(shown=other, signer=other, folder=tmp_path / "other")
     impostor = next(servers)

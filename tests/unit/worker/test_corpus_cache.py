@@ -10,11 +10,9 @@ from blocktrain.config import DataConfig
 from blocktrain.data.corpus import load_corpus
 from blocktrain.errors import DataError, ProtocolError
 from blocktrain.protocol.messages import RunDescription
-from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks
-from blocktrain.worker.bandwidth import Throttle, TrafficCounter
+from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
-from blocktrain.worker.text import CorpusCache
+from blocktrain.worker.corpus_cache import CorpusCache
 from blocktrain.worker.transfer import Transfer
 
 TEXT = {"train": b"some text " * 5000, "valid": b"other text " * 100, "test": b""}
@@ -29,8 +27,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def transfer(client: Client, tmp_path: Path) -> Transfer:
-    cache = Blobs(LocalChunks(tmp_path / "chunks", sync=False))
-    return Transfer(client, cache, Throttle(None, client.clock), TrafficCounter())
+    cache = BlobCache(tmp_path / "chunks")
+    return Transfer(client, cache)
 
 
 @pytest.fixture
@@ -49,13 +47,13 @@ def test_the_runs_text_is_fetched_once(
     server: FaultServer, client: Client, corpora: CorpusCache, cache: Path
 ):
     run = description(server, TEXT)
-    corpus = corpora.open(run, NOWHERE, client.patience())
+    corpus = corpora.open(run, NOWHERE, client.deadline())
     assert {split: data.tobytes() for split, data in corpus.splits.items()} == TEXT
     assert corpus.digests == run.corpus_digests
     assert isinstance(corpus.splits["train"], np.memmap)
     assert not corpus.splits["train"].flags.writeable
     asked = len(server.seen)
-    again = corpora.open(run, NOWHERE, client.patience())
+    again = corpora.open(run, NOWHERE, client.deadline())
     assert again.splits["train"].tobytes() == TEXT["train"]
     assert len(server.seen) == asked
     assert sorted(path.suffix for path in (cache / "splits").glob("*")) == sorted(
@@ -73,45 +71,44 @@ def own(tmp_path: Path) -> DataConfig:
 def test_no_file_is_read_because_a_run_names_it(
     server: FaultServer, client: Client, corpora: CorpusCache, own: DataConfig, cache: Path
 ):
-    corpus = corpora.open(description(server, TEXT), own, client.patience())
+    corpus = corpora.open(description(server, TEXT), own, client.deadline())
     assert corpus.splits["train"].tobytes() == TEXT["train"]
     assert server.lines("GET /v1/blobs")
     assert not (cache / "corpora").exists()
 
 
-def test_the_owners_copy_is_used_where_it_is_the_same(
+def test_the_owners_copy_is_used_if_it_is_identical(
     server: FaultServer, client: Client, transfer: Transfer, own: DataConfig, tmp_path: Path
 ):
     told: list[str] = []
     corpora = CorpusCache(transfer, own.source, told.append)
     same = load_corpus(own)
     run = description(server, {split: data.tobytes() for split, data in same.splits.items()})
-    corpus = corpora.open(run, NOWHERE, client.patience())
+    corpus = corpora.open(run, NOWHERE, client.deadline())
     assert corpus.splits["train"].tobytes() == same.splits["train"].tobytes()
     assert not server.seen
     assert not told
     (tmp_path / "own.txt").write_bytes(TEXT["train"] + b"and more " * 200)
-    corpus = corpora.open(run, NOWHERE, client.patience())
+    corpus = corpora.open(run, NOWHERE, client.deadline())
     assert corpus.splits["train"].tobytes() == same.splits["train"].tobytes()
     assert server.lines("GET /v1/blobs")
     assert told == [
-        f"--data {own.source} is not the run's text: train, valid, test differ; using the run's own"
+        f"--data {own.source} is not the run's text (train, valid, test differ);"
+        " downloading the run's"
     ]
 
 
-def test_a_copy_that_is_not_there_is_the_owners_mistake(
-    server: FaultServer, client: Client, transfer: Transfer
-):
+def test_a_missing_copy_is_an_error(server: FaultServer, client: Client, transfer: Transfer):
     with pytest.raises(DataError, match="no file matches"):
         CorpusCache(transfer, NOWHERE.source).open(
-            description(server, TEXT), NOWHERE, client.patience()
+            description(server, TEXT), NOWHERE, client.deadline()
         )
 
 
-def test_no_other_network_is_asked(server: FaultServer, client: Client, corpora: CorpusCache):
+def test_no_other_host_is_contacted(server: FaultServer, client: Client, corpora: CorpusCache):
     run = description(server, TEXT)
     for source in ("wikitext-2", "hf:some/dataset"):
-        corpus = corpora.open(run, DataConfig(source=source), client.patience())
+        corpus = corpora.open(run, DataConfig(source=source), client.deadline())
         assert corpus.splits["valid"].tobytes() == TEXT["valid"]
         assert corpus.source == source
 
@@ -126,23 +123,23 @@ def test_a_file_the_hub_left_counts_as_its_own(
     settings = DataConfig(source="hf:some/dataset")
     own = load_corpus(settings)
     run = description(server, {split: data.tobytes() for split, data in own.splits.items()})
-    corpora.open(run, settings, client.patience())
+    corpora.open(run, settings, client.deadline())
     assert not server.seen
 
 
-def test_text_that_is_not_the_described_one_is_refused(
+def test_text_with_another_hash_is_refused(
     server: FaultServer, client: Client, corpora: CorpusCache, cache: Path
 ):
     run = description(server, TEXT)
     wrong = {**run.corpus_digests, "train": "ab" * 32}
-    with pytest.raises(ProtocolError, match="not the one it describes"):
-        corpora.open(run.model_copy(update={"corpus_digests": wrong}), NOWHERE, client.patience())
+    with pytest.raises(ProtocolError, match="does not have the hash"):
+        corpora.open(run.model_copy(update={"corpus_digests": wrong}), NOWHERE, client.deadline())
     assert not list((cache / "splits").glob("*.bin"))
     with pytest.raises(ProtocolError, match="train split"):
         corpora.open(
             run.model_copy(update={"corpus_digests": {**wrong, "train": "../../x"}}),
             NOWHERE,
-            client.patience(),
+            client.deadline(),
         )
 
 
@@ -150,20 +147,18 @@ def test_a_damaged_file_is_named(
     server: FaultServer, client: Client, corpora: CorpusCache, cache: Path
 ):
     run = description(server, TEXT)
-    corpora.open(run, NOWHERE, client.patience())
+    corpora.open(run, NOWHERE, client.deadline())
     path = cache / "splits" / f"{run.corpus_digests['train']}.bin"
     path.write_bytes(b"short")
     with pytest.raises(DataError, match="is damaged; delete it"):
-        corpora.open(run, NOWHERE, client.patience())
+        corpora.open(run, NOWHERE, client.deadline())
 
 
-def test_failures_on_the_way_do_not_matter(
-    server: FaultServer, client: Client, corpora: CorpusCache
-):
+def test_the_download_survives_failures(server: FaultServer, client: Client, corpora: CorpusCache):
     run = description(server, TEXT)
     server.faults = [
         Fault("GET /v1/chunks", cut_after=1000),
         Fault("GET /v1/blobs", status=503),
     ]
-    corpus = corpora.open(run, NOWHERE, client.patience())
+    corpus = corpora.open(run, NOWHERE, client.deadline())
     assert corpus.splits["train"].tobytes() == TEXT["train"]

@@ -11,7 +11,7 @@ import pytest
 from tests.support.fault_server import Fault, FaultServer
 from tests.support.turned_clock import TurnedClock
 from tests.support.worker_side import described, joined
-from tests.unit.worker.test_model_fetch import GONE, Blocks
+from tests.unit.worker.test_fetch_model import GONE, Blocks
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
@@ -19,9 +19,10 @@ from blocktrain.errors import RefusedError, RunError
 from blocktrain.model.stack import initial_block
 from blocktrain.protocol.messages import Score
 from blocktrain.storage import tensor_file
-from blocktrain.worker.client import USUAL_PATIENCE, Client
+from blocktrain.worker.client import DEFAULT_SECONDS, Client
 from blocktrain.worker.evaluator import Evaluator
-from blocktrain.worker.machine import WorkerEvent, WorkerSettings
+from blocktrain.worker.events import WorkerEvent
+from blocktrain.worker.machine import WorkerSettings
 
 
 class Judge:
@@ -72,7 +73,7 @@ def judge(
     return Judge(server, client, config, corpus, tmp_path)
 
 
-def test_versions_that_went_meanwhile_are_followed_by_newer_ones(blocks: Blocks, judge: Judge):
+def test_if_a_version_was_deleted_meanwhile_a_newer_one_is_scored(blocks: Blocks, judge: Judge):
     blocks.told[1][:0] = [(4, GONE)]
     assert not judge.evaluator.run(judge.has_scored)
     assert [event.kind for event in judge.events].count("scoring") == 2
@@ -80,20 +81,20 @@ def test_versions_that_went_meanwhile_are_followed_by_newer_ones(blocks: Blocks,
     assert all(0.0 < score.ce < 10.0 for score in judge.scores)
 
 
-def test_a_version_that_is_missing_for_good_is_told(blocks: Blocks, judge: Judge):
+def test_a_version_that_stays_missing_is_an_error(blocks: Blocks, judge: Judge):
     blocks.told[1] = [(5, GONE)]
     with pytest.raises(RefusedError, match="no chunk"):
         judge.evaluator.run(lambda: bool(judge.scores))
 
 
-def test_an_owners_copy_that_is_another_text_is_told(blocks: Blocks, judge: Judge, tmp_path: Path):
+def test_an_owners_copy_of_another_text_is_reported(blocks: Blocks, judge: Judge, tmp_path: Path):
     (tmp_path / "own.txt").write_bytes(b"not what the run is about. " * 1000)
     assert not judge.make(data=f"text:{tmp_path}/own.txt").run(judge.has_scored)
     assert "other_text" in [event.kind for event in judge.events]
     assert judge.scores
 
 
-def test_a_block_that_has_diverged_is_told_and_newer_versions_are_scored(
+def test_a_diverged_block_is_reported_and_newer_versions_are_scored(
     server: FaultServer, blocks: Blocks, judge: Judge, config: Config
 ):
     good = blocks.told[1][0][1]
@@ -114,7 +115,7 @@ def test_a_coordinator_that_is_away_for_long_gets_its_scores(
     server: FaultServer, new_client: Callable[..., Client], blocks: Blocks, judge: Judge
 ):
     """For longer than a command waits before which somebody sits."""
-    away = {"Retry-After": str(round(2 * USUAL_PATIENCE))}
+    away = {"Retry-After": str(round(2 * DEFAULT_SECONDS))}
     server.faults = [Fault("POST /v1/scores", status=503, headers=away)]
     judge.client = new_client(clock=TurnedClock().clock)
     assert not judge.make().run(judge.has_scored)
@@ -127,7 +128,7 @@ def test_it_works_alone_in_its_folder(blocks: Blocks, judge: Judge):
 
     def try_another() -> bool:
         if not refused:
-            with pytest.raises(RunError, match="another worker works in") as caught:
+            with pytest.raises(RunError, match="another worker uses") as caught:
                 judge.make().run()
             refused.append(caught.value)
         return judge.has_scored()

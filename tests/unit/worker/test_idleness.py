@@ -4,7 +4,7 @@ import pytest
 from tests.support.turned_clock import TurnedClock
 
 from blocktrain.errors import ConfigError
-from blocktrain.worker.machine import Idleness, of_this_machine
+from blocktrain.worker.machine import Idleness, idleness_of_this_machine
 
 
 class Machine:
@@ -48,13 +48,13 @@ def test_its_own_share_fades_as_the_systems_average_does():
     assert machine.idleness.busy()  # 4 - 4/e > 1
 
 
-def test_a_machine_that_tells_its_load_can_be_asked():
+def test_this_machine_is_busy_or_not():
     if not hasattr(os, "getloadavg"):
-        pytest.skip("this system tells no load")
-    assert of_this_machine(TurnedClock().clock).busy() in (True, False)
+        pytest.skip("this system reports no load average")
+    assert idleness_of_this_machine(TurnedClock().clock).busy() in (True, False)
 
 
-def test_a_machine_that_does_not_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_system_without_load_average_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(os, "getloadavg", raising=False)
-    with pytest.raises(ConfigError, match="not supported"):
-        of_this_machine(TurnedClock().clock)
+    with pytest.raises(ConfigError, match="reports no load average"):
+        idleness_of_this_machine(TurnedClock().clock)

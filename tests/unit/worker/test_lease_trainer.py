@@ -9,7 +9,7 @@ from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import DivergedError, ProtocolError
 from blocktrain.protocol.messages import Blob, Lease, Predecessor
-from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.device import resolve
 from blocktrain.train.optimizer import learning_rate
 from blocktrain.train.trainer import BlockTrainer
@@ -163,7 +163,7 @@ def test_predecessors_are_those_of_each_lease(config: Config, corpus: Corpus, tm
         named = (Predecessor(block=0, version=version, weights=BLOB),)
         trainer.run(lease(1, first, 2, predecessors=named), base, weights_of, quiet, never)
     assert asked == [4, 5]
-    with pytest.raises(ProtocolError, match="names no block 0"):
+    with pytest.raises(ProtocolError, match="does not name a version of block 0"):
         trainer.run(lease(1, 0, 2), base, weights_of, quiet, never)
 
 
@@ -208,7 +208,7 @@ def test_reports_count_steps_and_average_the_loss(config: Config, corpus: Corpus
     assert 4.0 < trained.loss < 7.0
 
 
-def test_a_stopped_lease_gives_nothing(config: Config, corpus: Corpus, tmp_path: Path):
+def test_a_stopped_lease_has_no_result(config: Config, corpus: Corpus, tmp_path: Path):
     trainer = LeaseTrainer(config, 0, corpus, CPU, tmp_path)
     stops = iter([False, False, True])
     reports: list[LeaseReport] = []
@@ -245,7 +245,7 @@ def test_a_worker_that_comes_back_to_a_block_has_its_moments(
     assert_equal(straight.weights(), base)
 
 
-def test_moments_of_another_shape_or_a_broken_file_are_not_taken(tmp_path: Path):
+def test_moments_of_another_shape_or_in_a_broken_file_are_ignored(tmp_path: Path):
     kept = MomentsFile(tmp_path / "moments.safetensors")
     shapes = {"w.momentum": (2, 3), "b.step": (), "b.exp_avg": (3,), "b.exp_avg_sq": (3,)}
     assert kept.load(shapes) is None

@@ -24,12 +24,10 @@ from blocktrain.protocol.messages import (
     UploadState,
     split_whole_update,
 )
-from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks
-from blocktrain.worker.bandwidth import Throttle, TrafficCounter
+from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
-from blocktrain.worker.http import Patience
-from blocktrain.worker.transfer import Transfer
+from blocktrain.worker.timing import Deadline
+from blocktrain.worker.transfer import Bandwidth, Transfer
 
 LARGE = np.random.default_rng(0).bytes(2 * CHUNK_BYTES + 1000)  # three chunks
 SMALL = LARGE[:1000]
@@ -45,12 +43,12 @@ def transfer(client: Client, tmp_path: Path) -> Transfer:
 def new_transfer(
     client: Client, folder: Path, rate: float | None = None, **options: Any
 ) -> Transfer:
-    cache = Blobs(LocalChunks(folder / "chunks", sync=False))
-    return Transfer(client, cache, Throttle(rate, client.clock), TrafficCounter(), **options)
+    cache = BlobCache(folder / "chunks")
+    return Transfer(client, cache, Bandwidth(rate, client.clock), **options)
 
 
-def patient(transfer: Transfer, seconds: float = 20.0) -> Patience:
-    return transfer.client.patience(seconds)
+def deadline(transfer: Transfer, seconds: float = 20.0) -> Deadline:
+    return transfer.client.deadline(seconds)
 
 
 def chunk_requests(server: FaultServer) -> list[str]:
@@ -62,60 +60,62 @@ def chunk_requests(server: FaultServer) -> list[str]:
 
 def test_a_blob_arrives_and_stays(server: FaultServer, transfer: Transfer):
     blob = server.hold(LARGE)
-    assert transfer.read(blob, patient(transfer)) == LARGE
-    assert transfer.has(blob)
+    assert transfer.read(blob, deadline(transfer)) == LARGE
+    assert transfer.cache.has(blob)
     assert len(chunk_requests(server)) == 3
-    assert transfer.traffic.down == len(LARGE)
-    assert transfer.read(blob, patient(transfer)) == LARGE
+    assert transfer.bandwidth.bytes_down == len(LARGE)
+    assert transfer.read(blob, deadline(transfer)) == LARGE
     assert len(server.lines("GET /v1/blobs")) == 1
 
 
 def test_a_cut_chunk_goes_on_where_it_was_cut(server: FaultServer, transfer: Transfer):
     blob = server.hold(LARGE[:CHUNK_BYTES])
     server.faults = [Fault("GET /v1/chunks", cut_after=5_000_000)]
-    assert transfer.read(blob, patient(transfer)) == LARGE[:CHUNK_BYTES]
+    assert transfer.read(blob, deadline(transfer)) == LARGE[:CHUNK_BYTES]
     spans = [s.headers.get("Range") for s in server.seen if s.line.startswith("GET /v1/chunks")]
     assert spans[0] is None
     start = int(str(spans[1]).removeprefix("bytes=").removesuffix("-"))
     assert 4_000_000 < start <= 5_000_000
-    assert transfer.traffic.down == CHUNK_BYTES
+    assert transfer.bandwidth.bytes_down == CHUNK_BYTES
 
 
 def test_every_connection_is_cut_and_still_it_arrives(server: FaultServer, transfer: Transfer):
     blob = server.hold(LARGE)
     server.faults = [Fault("GET /v1/chunks", cut_after=3_000_000, times=6)]
-    assert transfer.read(blob, patient(transfer)) == LARGE
-    assert transfer.traffic.down == len(LARGE)
+    assert transfer.read(blob, deadline(transfer)) == LARGE
+    assert transfer.bandwidth.bytes_down == len(LARGE)
 
 
-def test_a_server_that_knows_no_ranges_starts_over(server: FaultServer, transfer: Transfer):
+def test_a_download_starts_over_if_the_server_ignores_ranges(
+    server: FaultServer, transfer: Transfer
+):
     blob = server.hold(SMALL)
     server.faults = [
         Fault("GET /v1/chunks", cut_after=500),
         Fault("GET /v1/chunks", status=200, body=SMALL),
     ]
-    assert transfer.read(blob, patient(transfer)) == SMALL
-    assert transfer.traffic.down == 1500
+    assert transfer.read(blob, deadline(transfer)) == SMALL
+    assert transfer.bandwidth.bytes_down == 1500
 
 
 def test_a_damaged_chunk_is_fetched_again(server: FaultServer, transfer: Transfer):
     blob = server.hold(SMALL)
     server.faults = [Fault("GET /v1/chunks", damaged=True)]
-    assert transfer.read(blob, patient(transfer)) == SMALL
+    assert transfer.read(blob, deadline(transfer)) == SMALL
     server.faults = [Fault("GET /v1/chunks", damaged=True, times=99)]
     other = server.hold(SMALL[1:])
     with pytest.raises(UnreachableError, match="arrived damaged"):
-        transfer.read(other, patient(transfer, 0.1))
-    assert not transfer.has(other)
+        transfer.read(other, deadline(transfer, 0.1))
+    assert not transfer.cache.has(other)
 
 
 def test_another_recipe_than_the_named_one_is_refused(server: FaultServer, transfer: Transfer):
     blob, other = server.hold(SMALL), server.hold(LARGE)
     server.chunks[blob.name] = server.chunks[other.name]
     with pytest.raises(ProtocolError, match="another blob"):
-        transfer.fetch(blob, patient(transfer))
+        transfer.fetch(blob, deadline(transfer))
     with pytest.raises(ProtocolError, match="another blob"):
-        transfer.fetch(Blob(name=other.name, size=7), patient(transfer))
+        transfer.fetch(Blob(name=other.name, size=7), deadline(transfer))
     assert not chunk_requests(server)
 
 
@@ -123,13 +123,13 @@ def test_more_bytes_than_a_chunk_has_are_refused(server: FaultServer, transfer: 
     blob = server.hold(SMALL)
     server.faults = [Fault("GET /v1/chunks", status=200, body=LARGE[:CHUNK_BYTES])]
     with pytest.raises(ProtocolError, match="more than 1000 bytes"):
-        transfer.fetch(blob, patient(transfer))
-    assert transfer.traffic.down < CHUNK_BYTES
+        transfer.fetch(blob, deadline(transfer))
+    assert transfer.bandwidth.bytes_down < CHUNK_BYTES
 
 
 def test_a_missing_blob_is_refused_at_once(server: FaultServer, transfer: Transfer):
     with pytest.raises(RefusedError) as caught:
-        transfer.fetch(Blob(name="ab" * 32, size=1), patient(transfer))
+        transfer.fetch(Blob(name="ab" * 32, size=1), deadline(transfer))
     assert caught.value.code == "not_found"
 
 
@@ -137,13 +137,13 @@ def test_a_chunk_that_went_bad_on_disk_is_fetched_again(
     server: FaultServer, transfer: Transfer, tmp_path: Path
 ):
     blob = server.hold(SMALL)
-    transfer.fetch(blob, patient(transfer))
+    transfer.fetch(blob, deadline(transfer))
     for path in (tmp_path / "chunks").glob("??/*"):
         path.write_bytes(b"bad")
-    assert transfer.read(blob, patient(transfer)) == SMALL
+    assert transfer.read(blob, deadline(transfer)) == SMALL
     data = next(iter(transfer.cache.recipe(blob.name).chunks))
     (tmp_path / "chunks" / data[:2] / data[2:]).write_bytes(b"bad")
-    assert transfer.read(blob, patient(transfer)) == SMALL
+    assert transfer.read(blob, deadline(transfer)) == SMALL
 
 
 def test_a_file_goes_on_with_the_chunks_it_lacks(
@@ -154,10 +154,10 @@ def test_a_file_goes_on_with_the_chunks_it_lacks(
     first, second, last = Recipe.model_validate_json(server.chunks[blob.name]).chunks
     server.faults = [Fault(f"GET /v1/chunks/{second}", status=404, times=9)]
     with pytest.raises(RefusedError):
-        transfer.fetch_file(blob, path, patient(transfer))
+        transfer.fetch_file(blob, path, deadline(transfer))
     assert not path.exists()
     server.faults = []
-    transfer.fetch_file(blob, path, patient(transfer))
+    transfer.fetch_file(blob, path, deadline(transfer))
     assert path.read_bytes() == LARGE
     asked = [line.rpartition("/")[2] for line in chunk_requests(server)]
     assert asked == [first, second, second, last]
@@ -166,8 +166,8 @@ def test_a_file_goes_on_with_the_chunks_it_lacks(
 
 def test_an_empty_blob_needs_no_chunks(server: FaultServer, transfer: Transfer, tmp_path: Path):
     blob = server.hold(b"")
-    assert transfer.read(blob, patient(transfer)) == b""
-    transfer.fetch_file(blob, tmp_path / "empty", patient(transfer))
+    assert transfer.read(blob, deadline(transfer)) == b""
+    transfer.fetch_file(blob, tmp_path / "empty", deadline(transfer))
     assert (tmp_path / "empty").read_bytes() == b""
 
 
@@ -176,7 +176,7 @@ def test_memory_does_not_grow_with_the_blob(server: FaultServer, client: Client,
     blob = server.hold(LARGE + LARGE[::-1] + LARGE[1000:])  # seven chunks
     tracemalloc.start()
     try:
-        transfer.fetch_file(blob, tmp_path / "file", patient(transfer))
+        transfer.fetch_file(blob, tmp_path / "file", deadline(transfer))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -184,34 +184,34 @@ def test_memory_does_not_grow_with_the_blob(server: FaultServer, client: Client,
     assert peak < 4 * CHUNK_BYTES
 
 
-def test_a_download_that_nobody_wants_ends_within_a_chunk(
+def test_a_download_that_is_no_longer_wanted_ends_within_a_chunk(
     server: FaultServer, client: Client, tmp_path: Path
 ):
     client.join("name", "cpu")
     transfer = new_transfer(client, tmp_path, rate=500_000.0)
     blob = server.hold(LARGE)
     began = time.monotonic()
-    patience = client.patience(60.0, lambda: time.monotonic() < began + 0.3)
+    patience = client.deadline(60.0, lambda: time.monotonic() < began + 0.3)
     with pytest.raises(UnreachableError, match="no longer wanted"):
         transfer.fetch(blob, patience)
     assert time.monotonic() - began < 3.0
 
 
-def test_bandwidth_is_shared_and_kept(server: FaultServer, client: Client, tmp_path: Path):
+def test_the_bandwidth_limit_holds(server: FaultServer, client: Client, tmp_path: Path):
     client.join("name", "cpu")
     transfer = new_transfer(client, tmp_path, rate=40e6)
     blob = server.hold(LARGE)
     began = time.monotonic()
-    transfer.fetch(blob, patient(transfer))
+    transfer.fetch(blob, deadline(transfer))
     assert time.monotonic() - began >= len(LARGE) / 40e6 - 0.25  # the burst
 
 
 def test_the_cache_forgets_what_is_not_needed(server: FaultServer, transfer: Transfer):
     kept, dropped = server.hold(SMALL), server.hold(SMALL[1:])
     for blob in (kept, dropped):
-        transfer.fetch(blob, patient(transfer))
-    transfer.keep_only([kept, Blob(name="ab" * 32, size=1)])
-    assert transfer.has(kept) and not transfer.has(dropped)
+        transfer.fetch(blob, deadline(transfer))
+    transfer.cache.keep_only([kept, Blob(name="ab" * 32, size=1)])
+    assert transfer.cache.has(kept) and not transfer.cache.has(dropped)
     assert len(list(transfer.cache.chunks.stored())) == 2
 
 
@@ -225,31 +225,31 @@ def store() -> Iterator[FaultServer]:
     store.close()
 
 
-def test_links_are_used_and_get_no_secrets(
+def test_presigned_urls_are_used_without_credentials(
     server: FaultServer, store: FaultServer, transfer: Transfer
 ):
     blob = store.hold(LARGE)
     server.chunks[blob.name] = store.chunks[blob.name]  # the recipe alone
     server.urls = {name: f"{store.address}/bucket/{name}" for name in store.chunks}
     store.faults = [Fault("GET /bucket", cut_after=5_000_000)]
-    assert transfer.read(blob, patient(transfer)) == LARGE
+    assert transfer.read(blob, deadline(transfer)) == LARGE
     assert not chunk_requests(server)
-    assert transfer.traffic.down == len(LARGE)
+    assert transfer.bandwidth.bytes_down == len(LARGE)
     assert all("Authorization" not in seen.headers for seen in store.seen)
 
 
-def test_a_refused_link_leads_to_the_coordinator(
+def test_after_a_refused_url_the_coordinator_is_used(
     server: FaultServer, store: FaultServer, transfer: Transfer
 ):
     blob = server.hold(SMALL)
     server.urls = {name: f"{store.address}/bucket/{name}?signature" for name in server.chunks}
     store.faults = [Fault("GET /bucket", status=403, body=b"<Error>expired</Error>")]
-    assert transfer.read(blob, patient(transfer)) == SMALL
+    assert transfer.read(blob, deadline(transfer)) == SMALL
     assert len(store.seen) == 1
     assert len(chunk_requests(server)) == 1
 
 
-def test_an_old_link_that_is_refused_is_renewed(
+def test_an_old_url_that_is_refused_is_renewed(
     server: FaultServer, store: FaultServer, new_client: Callable[..., Client], tmp_path: Path
 ):
     turned = TurnedClock()
@@ -265,7 +265,7 @@ def test_an_old_link_that_is_refused_is_renewed(
         raise RefusedError("forbidden", "expired")
 
     store.on("GET /old/.*", expired)
-    assert transfer.read(blob, client.patience(1e5)) == SMALL
+    assert transfer.read(blob, client.deadline(1e5)) == SMALL
     assert [line.split("/")[1] for line in store.lines()] == ["old", "new"]
     assert not chunk_requests(server)
 
@@ -273,13 +273,13 @@ def test_an_old_link_that_is_refused_is_renewed(
 def test_an_unreachable_store_is_left_alone(server: FaultServer, client: Client, tmp_path: Path):
     gone = FaultServer()
     gone.close()
-    transfer = new_transfer(client, tmp_path, link_seconds=0.3)
+    transfer = new_transfer(client, tmp_path, url_seconds=0.3)
     blob = server.hold(LARGE)
     server.urls = {name: f"{gone.address}/{name}" for name in server.chunks}
-    assert transfer.read(blob, patient(transfer)) == LARGE
+    assert transfer.read(blob, deadline(transfer)) == LARGE
     assert len(chunk_requests(server)) == 3
     began = time.monotonic()
-    assert transfer.read(server.hold(SMALL), patient(transfer)) == SMALL
+    assert transfer.read(server.hold(SMALL), deadline(transfer)) == SMALL
     assert time.monotonic() - began < 0.3
 
 
@@ -320,13 +320,13 @@ def test_an_update_goes_up_and_only_what_is_missing(server: FaultServer, transfe
     held = offer.claim.recipe.chunks[0]
     server.chunks[held] = LARGE[:CHUNK_BYTES]
     told = threading.Event()
-    assert transfer.send(offer, patient(transfer), told.set) == PENDING
+    assert transfer.send(offer, deadline(transfer), told.set) == PENDING
     assert told.is_set()
     assert set(offer.claim.recipe.chunks) <= set(server.chunks)
     puts = server.lines("PUT ")
     assert len(puts) == 2
     assert all(line.endswith("?lease=lease000") for line in puts)
-    assert transfer.traffic.up == len(LARGE) - CHUNK_BYTES
+    assert transfer.bandwidth.bytes_up == len(LARGE) - CHUNK_BYTES
     assert server.lines("POST /v1/updates") == [
         "POST /v1/updates", "POST /v1/updates/lease000/commit"
     ]  # fmt: skip
@@ -340,15 +340,15 @@ def test_an_upload_survives_failures(server: FaultServer, transfer: Transfer):
         Fault("PUT ", status=503, times=2),
         Fault("POST /v1/updates/lease000/commit", cut_after=3),
     ]
-    assert transfer.send(offer, patient(transfer)) == PENDING
+    assert transfer.send(offer, deadline(transfer)) == PENDING
     assert set(offer.claim.recipe.chunks) <= set(server.chunks)
 
 
-def test_what_got_lost_on_the_way_is_sent_again(server: FaultServer, transfer: Transfer):
+def test_lost_chunks_are_sent_again(server: FaultServer, transfer: Transfer):
     takes_updates(server)
     offer = offered(transfer, SMALL)
     server.faults = [Fault("PUT ", status=204)]  # taken and forgotten
-    assert transfer.send(offer, patient(transfer)) == PENDING
+    assert transfer.send(offer, deadline(transfer)) == PENDING
     assert len(server.lines("PUT ")) == 2
 
 
@@ -364,15 +364,15 @@ def test_a_commit_that_finds_chunks_missing_leads_to_another_round(
         raise RefusedError("conflict", "1 chunks are missing")
 
     server.on("POST /v1/updates/lease000/commit", lose)
-    assert transfer.send(offer, patient(transfer)) == PENDING
+    assert transfer.send(offer, deadline(transfer)) == PENDING
     assert len(server.lines("PUT ")) == 2
 
 
-def test_a_store_that_keeps_losing_chunks_is_told(server: FaultServer, transfer: Transfer):
+def test_a_store_that_keeps_losing_chunks_is_an_error(server: FaultServer, transfer: Transfer):
     takes_updates(server)
     server.faults = [Fault("PUT ", status=204, times=99)]
     with pytest.raises(ProtocolError, match="still misses"):
-        transfer.send(offered(transfer, SMALL), patient(transfer))
+        transfer.send(offered(transfer, SMALL), deadline(transfer))
 
 
 def test_a_refused_update_is_sent_no_further(server: FaultServer, transfer: Transfer):
@@ -383,30 +383,30 @@ def test_a_refused_update_is_sent_no_further(server: FaultServer, transfer: Tran
 
     server.on("POST /v1/updates", refuse)
     with pytest.raises(RefusedError, match="another update"):
-        transfer.send(offered(transfer, SMALL), patient(transfer))
+        transfer.send(offered(transfer, SMALL), deadline(transfer))
     takes_updates(server)
     server.faults = [Fault("PUT ", status=403, times=99)]
     with pytest.raises(RefusedError):
-        transfer.send(offered(transfer, LARGE), patient(transfer))
+        transfer.send(offered(transfer, LARGE), deadline(transfer))
     assert len(server.lines("PUT ")) <= 3
 
 
-def test_nobody_gets_chunks_that_are_not_part_of_the_update(
-    server: FaultServer, transfer: Transfer
-):
+def test_only_chunks_of_the_update_are_sent(server: FaultServer, transfer: Transfer):
     foreign = transfer.cache.chunks.put(b"secret")
     server.on("POST /v1/updates", lambda body: UploadState(missing=(foreign,)))
     with pytest.raises(ProtocolError, match="does not have"):
-        transfer.send(offered(transfer, SMALL), patient(transfer))
+        transfer.send(offered(transfer, SMALL), deadline(transfer))
     assert not server.lines("PUT ")
 
 
-def test_chunks_go_up_by_links(server: FaultServer, store: FaultServer, transfer: Transfer):
+def test_chunks_are_sent_to_presigned_urls(
+    server: FaultServer, store: FaultServer, transfer: Transfer
+):
     takes_updates(server)
     offer = offered(transfer, SMALL)
     server.chunks = store.chunks
     server.urls = {name: f"{store.address}/q/{name}" for name in offer.claim.recipe.chunks}
-    assert transfer.send(offer, patient(transfer)) == PENDING
+    assert transfer.send(offer, deadline(transfer)) == PENDING
     assert not server.lines("PUT ")
     sent = store.seen[0].headers
     assert sent["Content-Length"] == "1000"
@@ -435,11 +435,11 @@ def takes_whole(server: FaultServer, transfer: Transfer) -> list[bytes]:
 def test_a_small_update_goes_up_with_its_offer(server: FaultServer, transfer: Transfer):
     got = takes_whole(server, transfer)
     told = threading.Event()
-    assert transfer.send(offered(transfer, SMALL), patient(transfer), told.set) == PENDING
+    assert transfer.send(offered(transfer, SMALL), deadline(transfer), told.set) == PENDING
     assert told.is_set()
     assert got == [SMALL]
     assert server.lines("POST /v1/updates") == ["POST /v1/updates/whole"]
-    assert transfer.traffic.up == len(SMALL)
+    assert transfer.bandwidth.bytes_up == len(SMALL)
     sent = server.seen[-1].headers
     assert sent["Authorization"] == "Bearer token1"
     assert "Transfer-Encoding" not in sent
@@ -448,7 +448,7 @@ def test_a_small_update_goes_up_with_its_offer(server: FaultServer, transfer: Tr
 def test_a_larger_one_goes_up_in_chunks(server: FaultServer, transfer: Transfer):
     got = takes_whole(server, transfer)
     takes_updates(server)
-    assert transfer.send(offered(transfer, SMALL + b"x"), patient(transfer)) == PENDING
+    assert transfer.send(offered(transfer, SMALL + b"x"), deadline(transfer)) == PENDING
     assert not got
     assert len(server.lines("PUT ")) == 1
 
@@ -459,7 +459,7 @@ def test_a_small_update_survives_failures(server: FaultServer, transfer: Transfe
         Fault("POST /v1/updates/whole", status=503),
         Fault("POST /v1/updates/whole", cut_after=3),
     ]
-    assert transfer.send(offered(transfer, SMALL), patient(transfer)) == PENDING
+    assert transfer.send(offered(transfer, SMALL), deadline(transfer)) == PENDING
     assert got == [SMALL] * 2  # once its answer was cut
     assert len(server.lines("POST /v1/updates/whole")) == 3
 
@@ -472,5 +472,5 @@ def test_a_refused_small_update_is_not_sent_again(server: FaultServer, transfer:
 
     server.on("POST /v1/updates/whole", refuse)
     with pytest.raises(RefusedError, match="another update"):
-        transfer.send(offered(transfer, SMALL), patient(transfer))
+        transfer.send(offered(transfer, SMALL), deadline(transfer))
     assert len(server.lines("POST /v1/updates/whole")) == 1

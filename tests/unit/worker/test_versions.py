@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 from tests.support.coordinator import INVITE_SECONDS, Member, SetClock, join, served, tensors_of
 from tests.support.frugal import frugal, make_version
-from tests.support.worker_side import KEY, Eager, impatient
+from tests.support.worker_side import KEY, SHORT_TIMEOUT, Eager
 
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import UnreachableError
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import MOST_DOWNLOADS, Blob, Differences, Downloaded
 from blocktrain.storage import tensor_file
-from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.chunks import LocalChunks
-from blocktrain.worker.bandwidth import Throttle, TrafficCounter
+from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
 from blocktrain.worker.transfer import Transfer
 from blocktrain.worker.versions import Versions
@@ -43,9 +41,9 @@ def transfer(service: Service, tmp_path: Path) -> Iterator[Transfer]:
     secret = service.operator.invite("train", 1, INVITE_SECONDS)
     with served(service) as address:
         invite = Invite((address,), secret, None, service.run.id)
-        client = Client(invite, KEY, http=impatient, random=Eager())
-        cache = Blobs(LocalChunks(tmp_path / "chunks", sync=False))
-        yield Transfer(client, cache, Throttle(None, client.clock), TrafficCounter())
+        client = Client(invite, KEY, timeout=SHORT_TIMEOUT, random=Eager())
+        cache = BlobCache(tmp_path / "chunks")
+        yield Transfer(client, cache)
         client.close()
 
 
@@ -74,8 +72,7 @@ def newest(service: Service) -> tuple[int, Blob]:
 def had(service: Service, versions: Versions, transfer: Transfer) -> Downloaded:
     """Have the newest version; what was moved for it."""
     version, weights = newest(service)
-    data = memoryview(bytearray(weights.size))
-    versions.read(0, version, weights, transfer.client.patience(), data)
+    data = versions.read(0, version, weights, transfer.client.deadline())
     assert (
         tensor_file.decode(data)["w"].tobytes() == tensors_of(service.run, weights)["w"].tobytes()
     )
@@ -84,7 +81,7 @@ def had(service: Service, versions: Versions, transfer: Transfer) -> Downloaded:
     return moved
 
 
-def test_the_first_is_fetched_whole_and_those_after_it_are_followed(
+def test_the_first_version_is_downloaded_whole_and_later_ones_by_deltas(
     service: Service, member: Member, versions: Versions, transfer: Transfer
 ):
     size = newest(service)[1].size
@@ -99,22 +96,20 @@ def test_the_first_is_fetched_whole_and_those_after_it_are_followed(
         assert 0 < moved.differences < made * size / 100
 
 
-def test_what_is_here_already_costs_nothing(
-    service: Service, versions: Versions, transfer: Transfer
-):
+def test_a_cached_version_costs_nothing(service: Service, versions: Versions, transfer: Transfer):
     had(service, versions, transfer)
-    versions.fetch(0, *newest(service), transfer.client.patience())
+    versions.fetch(0, *newest(service), transfer.client.deadline())
     assert versions.take_downloads() == ()
 
 
-def test_a_version_that_was_fetched_in_two_tries_is_one(
+def test_a_version_downloaded_in_two_tries_counts_once(
     service: Service, versions: Versions, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ):
     def cut(*arguments: object) -> None:
         raise UnreachableError("the line is gone")
 
     with monkeypatch.context() as cut_short:
-        cut_short.setattr(transfer, "read_into", cut)
+        cut_short.setattr(transfer, "read", cut)
         with pytest.raises(UnreachableError):
             had(service, versions, transfer)
     size = newest(service)[1].size
@@ -123,7 +118,7 @@ def test_a_version_that_was_fetched_in_two_tries_is_one(
     )
 
 
-def test_what_was_not_reported_is_told_with_what_comes_next(
+def test_downloads_that_could_not_be_reported_are_reported_later(
     service: Service, member: Member, versions: Versions, transfer: Transfer
 ):
     whole = had(service, versions, transfer)
@@ -134,15 +129,15 @@ def test_what_was_not_reported_is_told_with_what_comes_next(
     assert both.differences > 0
 
 
-def test_what_is_too_much_for_one_message_is_told_with_the_next(versions: Versions):
+def test_downloads_that_exceed_a_message_are_reported_with_the_next(versions: Versions):
     for block in reversed(range(MOST_DOWNLOADS + 3)):
-        versions._moved[block]["whole"] += block
+        versions.put_back([Downloaded(block=block, whole=block, differences=0, raw=0)])
     told = [versions.take_downloads() for _ in range(3)]
     assert [len(each) for each in told] == [MOST_DOWNLOADS, 3, 0]
     assert all(each.whole == each.block for part in told for each in part)
 
 
-def test_a_worker_that_was_restarted_goes_on_following(
+def test_a_restarted_worker_continues_with_deltas(
     service: Service,
     member: Member,
     versions: Versions,
@@ -152,12 +147,12 @@ def test_a_worker_that_was_restarted_goes_on_following(
     had(service, versions, transfer)
     make_version(service, member)
     again = new_versions()
-    assert again.held({0, 1}) == versions.held({0}) and not again.held({1})
+    assert again.cached({0, 1}) == versions.cached({0}) and not again.cached({1})
     assert had(service, again, transfer).whole == 0
 
 
 @pytest.mark.parametrize("trouble", ["dropped", "damaged", "unread", "forgotten"])
-def test_the_whole_is_fetched_where_there_is_no_way(
+def test_a_version_is_downloaded_whole_if_deltas_do_not_work(
     service: Service,
     member: Member,
     versions: Versions,
@@ -168,10 +163,10 @@ def test_the_whole_is_fetched_where_there_is_no_way(
     trouble: str,
 ):
     had(service, versions, transfer)
-    (base,) = versions.held({0})
+    (base,) = versions.cached({0})
     make_version(service, member)
     if trouble == "dropped":
-        transfer.keep_only([])
+        transfer.cache.keep_only([])
     if trouble == "damaged":
         for name in transfer.cache.chunks_of(base.name) - {base.name}:
             (path,) = (tmp_path / "chunks").rglob(f"*{name[2:]}")
@@ -188,7 +183,7 @@ def test_the_whole_is_fetched_where_there_is_no_way(
 
 
 @pytest.mark.parametrize("kind", ["twice", "short", "long", "other"])
-def test_a_way_that_leads_elsewhere_or_is_longer_than_the_whole_is_not_taken(
+def test_deltas_that_give_other_weights_or_are_larger_are_not_used(
     service: Service,
     member: Member,
     versions: Versions,
@@ -213,7 +208,7 @@ def test_a_way_that_leads_elsewhere_or_is_longer_than_the_whole_is_not_taken(
     moved = had(service, versions, transfer)
     assert moved.whole == whole.size
     assert (moved.differences == 0) == (kind in ("long", "other"))
-    led_elsewhere = "block 0: the differences from version 0 to 2 led elsewhere"
+    led_elsewhere = "block 0: the deltas from version 0 to 2 gave other weights"
     assert [text.split(";")[0] for text in astray] == (
         [led_elsewhere] if kind in ("twice", "short") else []
     )

@@ -16,23 +16,23 @@ from blocktrain.data.corpus import Corpus
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.messages import Blob, Downloaded, Finished, Lease, LeaseAnswer, Receipt
 from blocktrain.storage import tensor_file
-from blocktrain.storage.run_dir import Tensors
+from blocktrain.storage.tensor_file import Tensors
 from blocktrain.train.loading import load_block
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client
+from blocktrain.worker.events import WorkerEvent
 from blocktrain.worker.local_block import LeaseTrainer, Trained
-from blocktrain.worker.machine import WorkerEvent
 from blocktrain.worker.residual import ResidualFile
 
 
-class LastWords(Script):
+class FinalUpdates(Script):
     """Says from which question on nothing of the block is left."""
 
     last_from = 1000
 
     def _lease(self, body: bytes) -> LeaseAnswer:
         answer = super()._lease(body)
-        return answer.model_copy(update={"last_words": len(self.asked) >= self.last_from})
+        return answer.model_copy(update={"final_update": len(self.requests) >= self.last_from})
 
 
 def learned(script: Script, number: int, like: Tensors) -> np.ndarray:
@@ -59,10 +59,10 @@ def script(
     corpus: Corpus,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> LastWords:
+) -> FinalUpdates:
     monkeypatch.setenv("BLOCKTRAIN_CACHE", str(tmp_path / "cache"))
     encoded = config.with_settings(data__source="text:/nowhere", swarm__codec="bf16")
-    return LastWords(server, encoded, corpus)
+    return FinalUpdates(server, encoded, corpus)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def straight(script: Script, steps: int) -> tuple[Tensors, Tensors]:
 
 
 def test_updates_of_leases_that_continue_add_up_to_training_in_one_go(
-    script: LastWords, watched: Watched, server: FaultServer
+    script: FinalUpdates, watched: Watched, server: FaultServer
 ):
     """The first upload hangs until the second lease is being trained."""
     base, begun = script.first_weights(), threading.Event()
@@ -92,7 +92,7 @@ def test_updates_of_leases_that_continue_add_up_to_training_in_one_go(
     ]
     watched.on_event = lambda e: begun.set() if (e.kind, e.steps) == ("training", 3) else None
     assert watched.run()
-    assert [asked.trained for asked in script.asked[:3]] == [None, "lease001", "lease002"]
+    assert [asked.trained for asked in script.requests[:3]] == [None, "lease001", "lease002"]
     first, last = straight(script, 6)
     told = sum(learned(script, number, first) for number in range(2))
     np.testing.assert_allclose(row(first) + told, row(last), atol=1e-4)
@@ -100,9 +100,7 @@ def test_updates_of_leases_that_continue_add_up_to_training_in_one_go(
     assert moved > 1e-3  # or it would say little
 
 
-def test_what_others_learned_is_taken_in_while_the_own_update_is_under_way(
-    script: LastWords, watched: Watched
-):
+def test_a_newer_base_is_used_while_the_own_update_is_sent(script: FinalUpdates, watched: Watched):
     base = script.first_weights()
     first, after_three = straight(script, 3)
     shifted = {name: array + np.float32(0.01) for name, array in first.items()}
@@ -124,7 +122,7 @@ def test_what_others_learned_is_taken_in_while_the_own_update_is_under_way(
     np.testing.assert_allclose(learned(script, 1, first), expected + owed, rtol=0.02, atol=1e-5)
 
 
-def test_what_became_a_version_is_not_added_once_more(script: LastWords, watched: Watched):
+def test_a_merged_update_is_not_added_a_second_time(script: FinalUpdates, watched: Watched):
     """Each lease continues the one before; meanwhile the update before that one is merged, alone,
     so that the worker's own weights are what it should go on from."""
     script.config = script.config.with_settings(swarm__codec="int8")
@@ -153,7 +151,9 @@ def test_what_became_a_version_is_not_added_once_more(script: LastWords, watched
     assert np.linalg.norm(row(first) + told - row(last)) < 0.02 * moved
 
 
-def test_a_lease_that_continues_what_is_lost_is_given_back(script: LastWords, watched: Watched):
+def test_a_lease_that_continues_a_forgotten_one_is_given_back(
+    script: FinalUpdates, watched: Watched
+):
     base = script.first_weights()
     script.answers = [
         lambda: script.lease(base, 3, 3, continues="lease777"),
@@ -165,7 +165,7 @@ def test_a_lease_that_continues_what_is_lost_is_given_back(script: LastWords, wa
     assert len(script.claims) == 1
 
 
-def test_a_worker_that_leaves_sends_what_it_has_trained(script: LastWords, watched: Watched):
+def test_a_worker_that_leaves_sends_what_it_has_trained(script: FinalUpdates, watched: Watched):
     base = script.first_weights()
     script.answers = [lambda: script.lease(base, 0, 3)]
     agent = watched.make()
@@ -174,8 +174,8 @@ def test_a_worker_that_leaves_sends_what_it_has_trained(script: LastWords, watch
     assert len(script.claims) == 1
 
 
-def test_who_ends_before_its_update_is_made_tells_what_it_downloaded(
-    script: LastWords, watched: Watched, server: FaultServer
+def test_a_worker_that_ends_before_its_update_is_made_reports_its_downloads(
+    script: FinalUpdates, watched: Watched, server: FaultServer
 ):
     base = script.first_weights()
     script.answers = [lambda: script.lease(base, 0, 3)]
@@ -195,7 +195,7 @@ def test_who_ends_before_its_update_is_made_tells_what_it_downloaded(
 
 
 def test_a_disk_that_is_full_while_an_update_is_made_ends_the_worker(
-    script: LastWords, watched: Watched, monkeypatch: pytest.MonkeyPatch
+    script: FinalUpdates, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ):
     base = script.first_weights()
     script.answers = [lambda: script.lease(base, 0, 2)] + [lambda: SOON] * 50
@@ -209,9 +209,7 @@ def test_a_disk_that_is_full_while_an_update_is_made_ends_the_worker(
     assert "No space left" in script.returned[0]
 
 
-def test_who_goes_on_with_another_block_says_its_last_words_on_the_one_before(
-    script: LastWords, watched: Watched
-):
+def test_the_update_before_a_change_of_block_is_a_final_one(script: FinalUpdates, watched: Watched):
     """It may never come back, and nobody else can tell what it owes."""
     script.config = script.config.with_settings(swarm__codec="sparse", swarm__top_k_per_4096=16)
     bases = [script.first_weights(block) for block in (0, 1)]
@@ -228,7 +226,9 @@ def test_who_goes_on_with_another_block_says_its_last_words_on_the_one_before(
     assert kept[1] > 8 * kept[0] > 0
 
 
-def test_last_words_hold_more(server: FaultServer, script: LastWords, watched: Watched):
+def test_a_final_update_leaves_out_less(
+    server: FaultServer, script: FinalUpdates, watched: Watched
+):
     script.config = script.config.with_settings(swarm__codec="sparse", swarm__top_k_per_4096=16)
     base: Blob = script.first_weights()
     script.answers = [
@@ -243,8 +243,8 @@ def test_last_words_hold_more(server: FaultServer, script: LastWords, watched: W
     assert kept[1] > 8 * kept[0] > 0
 
 
-def test_a_worker_started_again_trains_from_what_it_owes_and_tells_it_once(
-    script: LastWords, watched: Watched, monkeypatch: pytest.MonkeyPatch
+def test_a_restarted_worker_trains_from_its_residual_and_sends_it_once(
+    script: FinalUpdates, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ):
     """Begun from the version alone, it would learn a second time what it still owes."""
     script.config = script.config.with_settings(swarm__codec="sparse", swarm__top_k_per_4096=16)
@@ -286,8 +286,8 @@ def test_a_worker_started_again_trains_from_what_it_owes_and_tells_it_once(
 
 
 @pytest.mark.parametrize("became", ["pending", "refused", "unknown", "never told"])
-def test_a_worker_started_again_asks_what_became_of_the_update_that_was_on_its_way(
-    script: LastWords,
+def test_a_restarted_worker_asks_what_became_of_its_last_update(
+    script: FinalUpdates,
     watched: Watched,
     server: FaultServer,
     tmp_path: Path,
@@ -306,7 +306,7 @@ def test_a_worker_started_again_asks_what_became_of_the_update_that_was_on_its_w
     if became == "unknown":
         server.faults = [Fault("POST /v1/updates/lease002/commit", status=400)]
     elif became == "never told":
-        monkeypatch.setattr("blocktrain.worker.agent.ASK_SECONDS", 0.5)
+        monkeypatch.setattr("blocktrain.worker.agent.REQUEST_SECONDS", 0.5)
         server.faults = [Fault("POST /v1/updates/lease002/commit", status=503, times=1000)]
     else:
         script.receipt = Receipt(state=became)  # type: ignore[arg-type]  # one of its states
@@ -317,8 +317,8 @@ def test_a_worker_started_again_asks_what_became_of_the_update_that_was_on_its_w
     assert (owed.read_bytes() if owed.exists() else None) == known.get(became)
 
 
-def test_a_worker_that_leaves_before_its_update_arrived_still_owes_what_it_owed(
-    script: LastWords,
+def test_a_worker_that_stops_before_its_update_arrived_keeps_the_old_residual(
+    script: FinalUpdates,
     watched: Watched,
     server: FaultServer,
     tmp_path: Path,
@@ -326,8 +326,8 @@ def test_a_worker_that_leaves_before_its_update_arrived_still_owes_what_it_owed(
 ):
     """It never came to the commit: so it is certain that the update does not count."""
     script.config = script.config.with_settings(swarm__codec="sparse", swarm__top_k_per_4096=16)
-    monkeypatch.setattr("blocktrain.worker.agent.SEND_SECONDS", 0.2)
-    monkeypatch.setattr("blocktrain.worker.agent.FINISH_SECONDS", 0.2)
+    monkeypatch.setattr("blocktrain.worker.lease_loop.SEND_SECONDS", 0.2)
+    monkeypatch.setattr("blocktrain.worker.lease_loop.FINISH_SECONDS", 0.2)
     base, before = script.first_weights(), []
 
     def next_chunks_are_not_taken() -> Lease:
@@ -352,8 +352,8 @@ def test_a_worker_that_leaves_before_its_update_arrived_still_owes_what_it_owed(
 
 
 @pytest.mark.parametrize("lost", ["nothing", "offer", "receipt", "what it says"])
-def test_what_is_owed_is_forgotten_only_where_nobody_knows_whether_an_update_arrived(
-    script: LastWords,
+def test_the_residual_is_dropped_only_if_it_is_unknown_whether_the_update_counts(
+    script: FinalUpdates,
     watched: Watched,
     server: FaultServer,
     tmp_path: Path,
@@ -362,7 +362,7 @@ def test_what_is_owed_is_forgotten_only_where_nobody_knows_whether_an_update_arr
 ):
     """Told again, it would count twice."""
     script.config = script.config.with_settings(swarm__codec="sparse", swarm__top_k_per_4096=16)
-    monkeypatch.setattr("blocktrain.worker.agent.LATEST_SEND_SECONDS", 0.5)
+    monkeypatch.setattr("blocktrain.worker.lease_loop.LATEST_SEND_SECONDS", 0.5)
     routes = {"offer": "POST /v1/updates", "receipt": "POST /v1/updates/lease002/commit"}
     base = script.first_weights()
     owed = watched.settings.folder / RUN / "residual-0.safetensors"

@@ -15,12 +15,13 @@ from blocktrain.protocol.messages import (
     LeaseState,
 )
 from blocktrain.worker.client import Client
-from blocktrain.worker.heartbeat import LeaseHeartbeat
+from blocktrain.worker.lease_work import LeaseHeartbeat
 
 LEASE = Lease(
     lease="lease000", fence=3, block=0, base_version=0, base=Blob(name="0" * 64, size=1),
     first_batch=0, steps=5, schedule_start=0, schedule_stride=1, seconds_left=0.4,
 )  # fmt: skip
+DOWNLOADS = (Downloaded(block=0, whole=7, differences=0, raw=7),)
 OPEN = LeaseState(open=True, seconds_left=10.0)
 
 
@@ -37,11 +38,11 @@ def told(server: FaultServer) -> list[LeaseProgress]:
 
 
 @pytest.fixture
-def keeper(client: Client) -> Iterator[LeaseHeartbeat]:
+def heartbeat(client: Client) -> Iterator[LeaseHeartbeat]:
     client.join("name", "cpu")
-    keeper = LeaseHeartbeat(client, LEASE)
-    yield keeper
-    keeper.release()
+    heartbeat = LeaseHeartbeat(client, LEASE)
+    yield heartbeat
+    heartbeat.release()
 
 
 def until(condition: object, seconds: float = 5.0) -> None:
@@ -51,60 +52,59 @@ def until(condition: object, seconds: float = 5.0) -> None:
         time.sleep(0.01)
 
 
-def test_it_says_now_and_then_how_far_the_work_is(
-    told: list[LeaseProgress], keeper: LeaseHeartbeat
-):
-    keeper.report(2, 1.5)
+def test_it_reports_progress_regularly(told: list[LeaseProgress], heartbeat: LeaseHeartbeat):
+    heartbeat.update(2, 1.5)
     until(lambda: len(told) >= 2)
-    keeper.report(4, None)
+    heartbeat.update(4, None)
     until(lambda: told[-1].steps_done == 4)
     assert told[0] == LeaseProgress(fence=3, steps_done=2, loss=1.5)
-    keeper.release()
+    heartbeat.release()
     time.sleep(0.1)  # for what is under way
     count = len(told)
     time.sleep(0.3)
     assert len(told) == count
-    assert keeper.lost is None
+    assert heartbeat.lost is None
 
 
-def test_it_learns_that_the_lease_is_lost(server: FaultServer, keeper: LeaseHeartbeat):
+def test_it_notices_that_the_lease_is_lost(server: FaultServer, heartbeat: LeaseHeartbeat):
     lost = LeaseState(open=False, seconds_left=0.0, reason="this lease is expired")
     server.on("POST /v1/lease/lease000/progress", lambda body: lost)
-    until(lambda: keeper.lost)
-    assert keeper.lost == "this lease is expired"
+    until(lambda: heartbeat.lost)
+    assert heartbeat.lost == "this lease is expired"
 
 
-def test_a_refusal_loses_the_lease(server: FaultServer, keeper: LeaseHeartbeat):
+def test_a_refusal_loses_the_lease(server: FaultServer, heartbeat: LeaseHeartbeat):
     def refuse(body: bytes) -> LeaseState:
         raise RefusedError("not_found", "this worker holds no such lease")
 
     server.on("POST /v1/lease/lease000/progress", refuse)
-    until(lambda: keeper.lost)
-    assert keeper.lost == "this worker holds no such lease"
+    until(lambda: heartbeat.lost)
+    assert heartbeat.lost == "this worker holds no such lease"
 
 
-def test_a_coordinator_that_is_away_for_a_while_loses_nothing(
-    server: FaultServer, told: list[LeaseProgress], keeper: LeaseHeartbeat
+def test_a_coordinator_that_is_away_for_a_while_does_not_end_the_lease(
+    server: FaultServer, told: list[LeaseProgress], heartbeat: LeaseHeartbeat
 ):
     server.faults = [Fault("POST /v1/lease", status=503, times=3)]
     until(lambda: told)
-    assert keeper.lost is None
+    assert heartbeat.lost is None
 
 
-def test_giving_back_says_why(server: FaultServer, keeper: LeaseHeartbeat):
+def test_a_returned_lease_has_a_reason_and_downloads(
+    server: FaultServer, heartbeat: LeaseHeartbeat
+):
     said = threading.Event()
 
     def take_back(body: bytes) -> LeaseState:
         returned = LeaseReturn.model_validate_json(body)
-        assert returned == LeaseReturn(fence=3, reason="x" * 500, downloads=keeper.downloads)
+        assert returned == LeaseReturn(fence=3, reason="x" * 500, downloads=DOWNLOADS)
         said.set()
         return LeaseState(open=False, seconds_left=0.0)
 
     server.on("POST /v1/lease/lease000/return", take_back)
-    keeper.downloads = (Downloaded(block=0, whole=7, differences=0, raw=7),)
-    assert keeper.give_back("x" * 600)
+    assert heartbeat.give_back("x" * 600, DOWNLOADS)
     assert said.is_set()
 
 
-def test_giving_back_what_is_lost_is_no_error(keeper: LeaseHeartbeat):
-    assert not keeper.give_back("nobody there to take it")
+def test_returning_a_lost_lease_is_not_an_error(heartbeat: LeaseHeartbeat):
+    assert not heartbeat.give_back("nobody there to take it")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.support.coordinator import INVITE_SECONDS, Made, Member, SetClock, Signer, served
 from tests.support.frugal import NUMBERS, frugal, send_learned
-from tests.support.worker_side import KEY, Eager, impatient
+from tests.support.worker_side import KEY, SHORT_TIMEOUT, Eager
 
 from blocktrain.codec.frames import encode
 from blocktrain.codec.sparse import Sparse
@@ -34,7 +34,10 @@ def client(service: Service) -> Iterator[Client]:
     secret = service.operator.invite("train", 1, INVITE_SECONDS)
     with served(service) as address:
         client = Client(
-            Invite((address,), secret, None, service.run.id), KEY, http=impatient, random=Eager()
+            Invite((address,), secret, None, service.run.id),
+            KEY,
+            timeout=SHORT_TIMEOUT,
+            random=Eager(),
         )
         yield client
         client.close()
@@ -95,7 +98,7 @@ def banned(member: Member, lease: Lease) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
-def test_what_is_owed_is_what_the_coordinator_s_answer_leaves(
+def test_the_residual_follows_the_coordinators_answer(
     member: Member,
     client: Client,
     tmp_path: Path,
@@ -111,7 +114,7 @@ def test_what_is_owed_is_what_the_coordinator_s_answer_leaves(
     assert owed_now(kept).tolist() == owed.tolist(), "asked once is enough"
 
 
-def test_who_is_stopped_while_nobody_answers_asks_the_next_time(
+def test_a_worker_that_is_stopped_without_an_answer_asks_again_the_next_time(
     member: Member, client: Client, tmp_path: Path
 ):
     lease = member.lease(blocks=(0,), steps_per_second=0.1)
@@ -120,7 +123,7 @@ def test_who_is_stopped_while_nobody_answers_asks_the_next_time(
     nobody = Client(
         Invite(("http://127.0.0.1:9",), "c2VjcmV0", None, client.invite.run), KEY, random=Eager()
     )
-    stopped = nobody.patience(wanted=lambda: False)
+    stopped = nobody.deadline(wanted=lambda: False)
     with pytest.raises(UnreachableError):
         settle_leftover_residuals(tmp_path, lambda lease: nobody.was_accepted(lease, stopped))
     assert owed_now(kept).tolist() == OLD.tolist()

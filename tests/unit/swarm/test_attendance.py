@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from blocktrain.config import SwarmConfig
 from blocktrain.swarm.attendance import Attendance
-from blocktrain.swarm.plan import MILLIONTH
+from blocktrain.swarm.lease_terms import MICROSTEP
 
 SWARM = SwarmConfig(lease_seconds=30.0, most_steps=100)
 SECONDS = 60.0  # two leases
@@ -15,14 +15,14 @@ FASTEST = 100 / 3.0  # a tenth of a lease for the steps of the longest
 
 def speeds(attendance: Attendance, worker: str) -> dict[int | None, float]:
     """Of the others, in steps a second."""
-    return {block: MILLIONTH * speed for block, speed in attendance.speeds(worker).items()}
+    return {block: MICROSTEP * speed for block, speed in attendance.other_speeds(worker).items()}
 
 
 def test_others_are_counted_by_the_block_they_train():
     attendance = Attendance(SWARM)
-    attendance.note("ann", 0, 1.0, 0.0)
-    attendance.note("bob", 0, 2.0, 1.0)
-    attendance.note("eve", None, 4.0, 2.0)
+    attendance.record("ann", 0, 1.0, 0.0)
+    attendance.record("bob", 0, 2.0, 1.0)
+    attendance.record("eve", None, 4.0, 2.0)
     assert speeds(attendance, "zoe") == {0: 3.0, None: 4.0}
     assert speeds(attendance, "bob") == {0: 1.0, None: 4.0}
     assert attendance.others("zoe", 2.0) == {0: 2, None: 1}
@@ -31,67 +31,67 @@ def test_others_are_counted_by_the_block_they_train():
 
 def test_who_waits_is_with_the_block_it_was_given_last_but_trains_nothing():
     attendance = Attendance(SWARM)
-    attendance.note("ann", 2, 1.0, 0.0)
-    attendance.note("ann", None, 1.0, 30.0)
-    attendance.note("ann", None, 1.0, 30.3)
+    attendance.record("ann", 2, 1.0, 0.0)
+    attendance.record("ann", None, 1.0, 30.0)
+    attendance.record("ann", None, 1.0, 30.3)
     assert attendance.others("bob", 30.3)[2] == 1
     assert speeds(attendance, "bob") == {2: 0.0, None: 1.0}
 
 
 def test_who_asks_again_counts_once_where_it_is_now():
     attendance = Attendance(SWARM)
-    attendance.note("ann", 0, 1.0, 0.0)
-    attendance.note("ann", 1, 2.0, 30.0)
+    attendance.record("ann", 0, 1.0, 0.0)
+    attendance.record("ann", 1, 2.0, 30.0)
     assert speeds(attendance, "bob") == {0: 0.0, 1: 2.0}
     assert attendance.others("bob", 30.0) == {0: 0, 1: 1}
 
 
 def test_who_has_not_asked_for_long_is_not_there():
     attendance = Attendance(SWARM)
-    attendance.note("ann", 0, 1.0, 0.0)
-    attendance.note("bob", 0, 2.0, 1.0)
-    attendance.note("eve", 1, 4.0, SECONDS)
+    attendance.record("ann", 0, 1.0, 0.0)
+    attendance.record("bob", 0, 2.0, 1.0)
+    attendance.record("eve", 1, 4.0, SECONDS)
     assert speeds(attendance, "eve") == {0: 3.0, 1: 0.0}
-    attendance.note("eve", 1, 4.0, SECONDS + 0.5)
+    attendance.record("eve", 1, 4.0, SECONDS + 0.5)
     assert speeds(attendance, "eve") == {0: 2.0, 1: 0.0}
     assert attendance.others("eve", SECONDS + 0.5) == {0: 1, 1: 0}
 
 
 def test_who_has_gone_is_not_counted_by_the_first_to_ask_after_a_quiet_time():
     attendance = Attendance(SWARM)
-    attendance.note("ann", 0, 1.0, 0.0)
-    attendance.note("bob", 1, 1.0, 10.0)
+    attendance.record("ann", 0, 1.0, 0.0)
+    attendance.record("bob", 1, 1.0, 10.0)
     assert attendance.others("eve", SECONDS + 1.0) == {0: 0, 1: 1}
 
 
 def test_who_is_kept_is_there_until_it_is_noted_again_or_seen_for_the_last_time():
     attendance = Attendance(SWARM)
     for worker in ("ann", "bob"):
-        attendance.note(worker, 0, 1.0, 0.0)
-        attendance.note(worker, None, 1.0, 30.0)
-        attendance.keep(worker)
+        attendance.record(worker, 0, 1.0, 0.0)
+        attendance.record(worker, None, 1.0, 30.0)
+        attendance.stays(worker)
     later = 30.0 + 10 * SECONDS
     assert attendance.others("eve", later) == {0: 2}
     assert speeds(attendance, "eve") == {0: 0.0, None: 2.0}
-    attendance.note("ann", 1, 1.0, later)
-    attendance.seen_last("bob", later)
+    attendance.record("ann", 1, 1.0, later)
+    attendance.left("bob", later)
     assert attendance.others("eve", later + SECONDS) == {0: 1, 1: 1}
     assert attendance.others("eve", later + SECONDS + 1.0) == {0: 0, 1: 0}
-    attendance.seen_last("bob", later + SECONDS + 1.0)
+    attendance.left("bob", later + SECONDS + 1.0)
     assert attendance.others("eve", later + SECONDS + 1.0) == {0: 0, 1: 0}
 
 
 def test_who_says_it_is_endlessly_fast_neither_counts_endlessly_nor_spoils_the_sum():
     attendance = Attendance(SWARM)
-    attendance.note("ann", 0, 1.0, 0.0)
-    attendance.note("bob", 0, 1e308, 0.0)
+    attendance.record("ann", 0, 1.0, 0.0)
+    attendance.record("bob", 0, 1e308, 0.0)
     assert speeds(attendance, "eve")[0] == pytest.approx(1.0 + FASTEST)
     assert speeds(attendance, "bob") == {0: 1.0}
 
 
 def test_whose_speed_is_unknown_is_there_without_one():
     attendance = Attendance(SWARM)
-    attendance.note("ann", 0, None, 0.0)
+    attendance.record("ann", 0, None, 0.0)
     assert speeds(attendance, "bob") == {0: 0.0}
     assert attendance.others("bob", 0.0) == {0: 1}
 
@@ -112,7 +112,7 @@ def test_sums_are_those_of_what_each_said_last(
     attendance, now, last, given = Attendance(SWARM), 0.0, {}, {}
     for name, block, speed, passed in said:
         now += passed
-        attendance.note(name, block, speed, now)
+        attendance.record(name, block, speed, now)
         was_there = name in last and now - last[name][2] <= SECONDS
         given[name] = given[name] if block is None and was_there else block
         last[name] = (block, speed, now)

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from blocktrain.errors import RunError
+from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.machine import lock_folder
-from blocktrain.worker.transfer import open_cache
 
 
 def test_a_folder_is_one_workers_at_a_time(tmp_path: Path):
-    cache = open_cache(tmp_path / "chunks")
+    cache = BlobCache(tmp_path / "chunks")
     half = tmp_path / "chunks" / "partial" / "half"
     with lock_folder(tmp_path, cache):
         half.write_bytes(b"being written")
-        with pytest.raises(RunError, match="another worker works in"), lock_folder(tmp_path, cache):
+        with pytest.raises(RunError, match="another worker uses"), lock_folder(tmp_path, cache):
             pytest.fail("two are in it")
         assert half.exists()
     with lock_folder(tmp_path, cache):
@@ -22,7 +22,7 @@ def test_a_folder_is_one_workers_at_a_time(tmp_path: Path):
 
 
 def test_whole_chunks_stay(tmp_path: Path):
-    cache = open_cache(tmp_path / "chunks")
+    cache = BlobCache(tmp_path / "chunks")
     name = cache.chunks.put(b"whole")
     with lock_folder(tmp_path, cache):
         assert cache.chunks.get(name) == b"whole"

@@ -27,26 +27,26 @@ OFFER = UpdateOffer(
 
 
 @given(st.binary(max_size=100))
-def test_what_is_put_together_is_taken_apart(data: bytes):
+def test_a_joined_body_is_split_again(data: bytes):
     text, found = split_whole_update(whole_update_head(OFFER) + data)
     assert UpdateOffer.model_validate_json(text) == OFFER
     assert bytes(found) == data
 
 
 @given(st.integers(0, len(whole_update_head(OFFER)) - 1))
-def test_an_offer_that_was_cut_is_none(at: int):
+def test_a_truncated_offer_is_refused(at: int):
     with pytest.raises(ProtocolError, match="offer"):
         split_whole_update(whole_update_head(OFFER)[:at])
 
 
 @pytest.mark.parametrize("length", [0, LARGEST_OFFER + 1, 2**32 - 1])
-def test_an_offer_has_a_length(length: int):
+def test_the_length_of_an_offer_is_checked(length: int):
     with pytest.raises(ProtocolError, match="length"):
         split_whole_update(length.to_bytes(4, "little") + bytes(LARGEST_OFFER + 1))
 
 
 @given(st.binary(max_size=200))
-def test_nothing_else_goes_wrong(body: bytes):
+def test_any_other_body_is_a_protocol_error(body: bytes):
     with suppress(ProtocolError):
         text, data = split_whole_update(body)
         assert 4 + len(text) + len(data) == len(body)

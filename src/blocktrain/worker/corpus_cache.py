@@ -1,9 +1,9 @@
-"""The run's text on this machine: its own copy where it has the same one, else the run's.
+"""The run's text on this machine: its own copy if it has the same text, otherwise the run's.
 
-A split that came from the run is a file named by its sha256, which it gets once that was checked;
-it is used by every run and every worker on the machine, memory-mapped and never written again.
-A run's description comes from a stranger: a copy that it names is looked for only among texts that
-have a name of their own and are here already. Files are read where the machine's owner names them.
+A split from the run is a file named by its sha256, which was checked; every run and every worker on
+the machine uses it, memory-mapped and read-only. A run's description comes from a stranger: the
+source it names is only looked up among the named texts that are here already. Other files are read
+only where the machine's owner says so.
 """
 
 import re
@@ -21,7 +21,7 @@ from blocktrain.data.sources import SPLITS
 from blocktrain.errors import DataError, ProtocolError
 from blocktrain.files import file_sha256
 from blocktrain.protocol.messages import Blob, RunDescription
-from blocktrain.worker.http import Patience
+from blocktrain.worker.timing import Deadline
 from blocktrain.worker.transfer import Transfer
 
 FOLDER = "splits"
@@ -35,20 +35,20 @@ class CorpusCache:
         own: str | None = None,
         on_other: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`own`: the source that the owner of this machine has the run's text from; `on_other` is
-        told where it is another text."""
+        """`own`: this machine's source of the run's text; `on_other` is called if it is another
+        text."""
         self._transfer, self._own, self._on_other = transfer, own, on_other
         self._folder = cache_dir() / FOLDER
 
-    def open(self, description: RunDescription, settings: DataConfig, patience: Patience) -> Corpus:
-        """The corpus that the run describes, whatever this machine has to fetch for it."""
+    def open(self, description: RunDescription, settings: DataConfig, deadline: Deadline) -> Corpus:
+        """The corpus that the run describes; what is not here is fetched."""
         parts = {split: _part(description, split) for split in SPLITS}
         digests = {split: digest for split, (_, digest) in parts.items()}
         if not all(self._path(digest).exists() for digest in digests.values()):
             copy = self._owners_copy(settings, digests) or _named_copy(settings.source, digests)
             if copy:
                 return copy
-        splits = {split: self._split(*part, patience) for split, part in parts.items()}
+        splits = {split: self._split(*part, deadline) for split, part in parts.items()}
         return Corpus(settings.source, splits, digests)
 
     def _owners_copy(self, settings: DataConfig, digests: dict[str, str]) -> Corpus | None:
@@ -59,31 +59,33 @@ class CorpusCache:
         if not differing:
             return copy
         self._on_other(
-            f"--data {self._own} is not the run's text: {', '.join(differing)} differ;"
-            " using the run's own"
+            f"--data {self._own} is not the run's text ({', '.join(differing)} differ);"
+            " downloading the run's"
         )
         return None
 
-    def _split(self, blob: Blob, digest: str, patience: Patience) -> Bytes:
+    def _split(self, blob: Blob, digest: str, deadline: Deadline) -> Bytes:
         path = self._path(digest)
         if not path.exists():
-            self._fetch(blob, digest, patience)
+            self._fetch(blob, digest, deadline)
         if path.stat().st_size != blob.size:
-            raise DataError(f"{path} is damaged; delete it to have it fetched again")
+            raise DataError(f"{path} is damaged; delete it, and it is downloaded again")
         return np.memmap(path, np.uint8, "r") if blob.size else np.zeros(0, np.uint8)
 
-    def _fetch(self, blob: Blob, digest: str, patience: Patience) -> None:
+    def _fetch(self, blob: Blob, digest: str, deadline: Deadline) -> None:
         path = self._path(digest)
         unchecked = path.with_suffix(".unchecked")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(path.with_suffix(".lock")):
-                if path.exists():  # another worker was first
+                if path.exists():  # another worker has fetched it meanwhile
                     return
-                self._transfer.fetch_file(blob, unchecked, patience)
+                self._transfer.fetch_file(blob, unchecked, deadline)
                 if file_sha256(unchecked) != digest:
                     unchecked.unlink()
-                    raise ProtocolError("the run's text is not the one it describes")
+                    raise ProtocolError(
+                        "the run's text does not have the hash that its description names"
+                    )
                 unchecked.replace(path)
         except OSError as error:
             raise DataError(f"cannot keep the run's text in {path}: {error.strerror}") from None
@@ -104,14 +106,14 @@ def _named_copy(source: str, digests: dict[str, str]) -> Corpus | None:
     if not _is_here_by_name(source):
         return None
     try:
-        copy = load_corpus(DataConfig(source))  # the limit, too, is this machine's own
+        copy = load_corpus(DataConfig(source))  # with this machine's own size limit
     except DataError:
         return None
     return copy if copy.digests == digests else None
 
 
 def _is_here_by_name(source: str) -> bool:
-    """Whether a source names no file, and needs no network."""
+    """Whether a source is a named text, not a file, that is here already."""
     if source == "stdlib":
         return True
     if source not in hub.WIKITEXT and not source.startswith("hf:"):

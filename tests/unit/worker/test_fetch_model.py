@@ -16,8 +16,8 @@ from blocktrain.storage.run_dir import RunDir
 from blocktrain.train.device import resolve
 from blocktrain.train.trainer import BlockTrainer
 from blocktrain.worker.client import Client
-from blocktrain.worker.fetch import fetch_model
-from blocktrain.worker.http import Patience
+from blocktrain.worker.timing import Deadline
+from blocktrain.worker.versions import fetch_model
 
 GONE = Blob(name="ab" * 32, size=1000)
 
@@ -52,7 +52,7 @@ def blocks(server: FaultServer, config: Config, corpus: Corpus) -> Blocks:
     return Blocks(server, config, corpus)
 
 
-def test_a_version_that_is_gone_before_it_is_here_makes_room_for_a_newer(
+def test_if_a_version_was_deleted_meanwhile_a_newer_one_is_fetched(
     client: Client, blocks: Blocks, tmp_path: Path
 ):
     blocks.told[0][:0] = [(3, GONE), (4, GONE)]
@@ -61,7 +61,7 @@ def test_a_version_that_is_gone_before_it_is_here_makes_room_for_a_newer(
     assert fetched.run.config.block_count == 2
 
 
-def test_a_version_that_is_missing_for_good_is_told(client: Client, blocks: Blocks, tmp_path: Path):
+def test_a_version_that_stays_missing_is_an_error(client: Client, blocks: Blocks, tmp_path: Path):
     blocks.told[1] = [(5, GONE)]
     with pytest.raises(RefusedError, match="no chunk"):
         fetch_model(client, tmp_path / "model")
@@ -86,17 +86,17 @@ def test_a_folder_that_holds_a_model_is_refused_before_anything_is_fetched(
     assert len(server.lines("GET /v1/blobs")) == asked
 
 
-def test_a_fetch_needs_room_beside_its_model_for_a_block_at_a_time(
+def test_a_fetch_needs_disk_space_for_one_block_beside_the_model(
     client: Client, blocks: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     out, held = tmp_path / "model", []
     status = client.status
 
-    def looked(patience: Patience | None = None) -> Status:
+    def looked(deadline: Deadline | None = None) -> Status:
         held.append(
             [path for path in out.rglob("*") if path.is_file() and path.stat().st_size > 999]
         )
-        return status(patience)
+        return status(deadline)
 
     monkeypatch.setattr(client, "status", looked)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: pytest.fail("another file system"))

@@ -79,7 +79,7 @@ def test_the_right_authority_connects_whatever_the_host_name(tmp_path: Path):
         assert greeting(port, pinned(AUTHORITY)) == (b"hello", "TLSv1.3")
 
 
-def test_older_versions_are_not_spoken(tmp_path: Path):
+def test_older_tls_versions_are_refused(tmp_path: Path):
     certificate = AUTHORITY.issue_server(["127.0.0.1"], NOW)
     with (
         server(certificate, tmp_path, ssl.TLSVersion.TLSv1_2) as port,
@@ -129,7 +129,7 @@ def test_no_other_authority_is_trusted():
 
 
 @pytest.mark.parametrize("text", ["", "hello", "-----BEGIN CERTIFICATE-----", "é"])
-def test_what_is_no_certificate_is_refused(text: str):
+def test_text_that_is_not_a_certificate_is_refused(text: str):
     with pytest.raises(ProtocolError):
         pinned_context(text, AUTHORITY.fingerprint)
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from blocktrain.worker.bandwidth import run_in_parallel
+from blocktrain.worker.transfer import run_in_parallel
 
 
-def test_everything_is_done_by_so_many_at_a_time():
+def test_all_items_are_worked_on_by_this_many_threads():
     done: list[int] = []
     together = threading.Barrier(3, timeout=5)
 
@@ -19,7 +19,7 @@ def test_everything_is_done_by_so_many_at_a_time():
     assert sorted(done) == list(range(9))
 
 
-def test_the_first_failure_ends_it():
+def test_the_first_failure_stops_all_threads():
     done: list[int] = []
     ended = threading.Event()
 
@@ -37,5 +37,5 @@ def test_the_first_failure_ends_it():
     assert len(done) == 2
 
 
-def test_nothing_to_do_is_done():
+def test_no_items_need_no_threads():
     run_in_parallel(lambda item, wanted: None, [], 4)

@@ -22,11 +22,11 @@ def propose(kept: ResidualFile, lease: str, owed: np.ndarray) -> None:
         owe(owed[3:])
 
 
-def test_nothing_is_owed_at_first(tmp_path: Path):
+def test_there_is_no_residual_at_first(tmp_path: Path):
     assert load(ResidualFile(tmp_path, 0), 5).tolist() == [0.0] * 5
 
 
-def test_what_is_left_out_counts_once_the_update_was_accepted(tmp_path: Path):
+def test_a_residual_counts_once_its_update_is_accepted(tmp_path: Path):
     kept = ResidualFile(tmp_path / "run", 0)
     propose(kept, "lease1", OWED)
     assert not load(kept, 5).any()
@@ -48,7 +48,7 @@ def test_an_update_that_was_refused_changes_nothing(tmp_path: Path):
 @pytest.mark.parametrize(
     ("accepted", "owed"), [(True, 2 * OWED), (False, OWED), (None, np.zeros_like(OWED))]
 )
-def test_what_is_owed_depends_on_what_became_of_the_update(
+def test_a_leftover_residual_depends_on_what_became_of_its_update(
     tmp_path: Path, ended: bool, accepted: bool | None, owed: np.ndarray
 ):
     """Where nobody knows, nothing is: told once is enough."""
@@ -66,7 +66,7 @@ def test_what_is_owed_depends_on_what_became_of_the_update(
     assert not list(tmp_path.glob("*.lease2"))
 
 
-def test_an_answer_that_does_not_come_is_asked_for_the_next_time(tmp_path: Path):
+def test_without_an_answer_a_leftover_residual_waits_for_the_next_time(tmp_path: Path):
     kept = ResidualFile(tmp_path, 0)
     propose(kept, "lease1", OWED)
 
@@ -79,7 +79,7 @@ def test_an_answer_that_does_not_come_is_asked_for_the_next_time(tmp_path: Path)
     assert load(kept, 5).tolist() == OWED.tolist()
 
 
-def test_an_update_that_was_never_made_leaves_what_is_owed(tmp_path: Path):
+def test_an_update_that_was_never_made_keeps_the_old_residual(tmp_path: Path):
     kept = ResidualFile(tmp_path, 0)
     propose(kept, "lease1", OWED)
     kept.settle("lease1", accepted=True)
@@ -89,7 +89,7 @@ def test_an_update_that_was_never_made_leaves_what_is_owed(tmp_path: Path):
     assert load(kept, 5).tolist() == OWED.tolist()
 
 
-def test_late_news_of_an_earlier_update_is_no_news(tmp_path: Path):
+def test_a_late_answer_about_an_earlier_update_changes_nothing(tmp_path: Path):
     kept = ResidualFile(tmp_path, 0)
     propose(kept, "lease1", OWED)
     propose(kept, "lease2", 2 * OWED)
@@ -100,7 +100,7 @@ def test_late_news_of_an_earlier_update_is_no_news(tmp_path: Path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_cannot_be_read_or_does_not_fit_is_nothing_owed(tmp_path: Path):
+def test_an_unreadable_or_unfitting_residual_counts_as_none(tmp_path: Path):
     kept = ResidualFile(tmp_path, 0)
     propose(kept, "lease1", OWED)
     kept.settle("lease1", accepted=True)
@@ -109,7 +109,7 @@ def test_what_cannot_be_read_or_does_not_fit_is_nothing_owed(tmp_path: Path):
     assert not load(kept, 5).any()
 
 
-def test_an_update_that_could_not_be_made_owes_nothing(tmp_path: Path):
+def test_an_update_that_could_not_be_made_leaves_no_proposal(tmp_path: Path):
     kept = ResidualFile(tmp_path, 0)
     propose(kept, "lease1", OWED)
     kept.settle("lease1", accepted=True)
