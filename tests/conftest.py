@@ -1,5 +1,7 @@
 """Shared by all tests: one thread (two test processes share the machine), tiny settings."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,17 @@ from blocktrain.data.corpus import Corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A command that runs in this process configures logging."""
+    root, ours = logging.getLogger(), logging.getLogger("blocktrain")
+    handlers, levels = root.handlers[:], (root.level, ours.level)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
 
 
 @pytest.fixture

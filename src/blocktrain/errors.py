@@ -1,28 +1,28 @@
-"""Every exception of the project, each with the exit code the command line leaves with.
+"""Every exception of the project, each with the exit code of the command line.
 
     BlocktrainError            1
     ├── ConfigError            2   a setting is unknown, malformed or contradicts another
-    │   ├── InviteError        2   an invite is mistyped, cut off or of a newer version
-    │   └── RequestError       2   a field of a request is wrong or cannot be honoured
+    │   ├── InviteError        2   an invite is mistyped, truncated or of a newer version
+    │   └── RequestError       2   a field of a request is wrong or not supported
     ├── DataError              3   a corpus is missing, too short or unreadable
-    ├── RunError               4   a run directory is missing, incomplete or of another format
+    ├── RunError               4   a run folder is missing, incomplete or of another format
     │   └── CorruptFileError   4   a stored file is truncated or altered; the message names it
     ├── DivergedError          5   training kept producing non-finite losses or gradients
     ├── DeviceError            6   the requested device or precision is not available here
-    ├── UnreachableError       7   no connection; the message names the address and what to try
-    │   └── StalledError       7   the other side is connected but takes nothing
-    ├── RefusedError           8   the other side refused; `code` is its word for programs
-    ├── ProtocolError          9   the other side sent what the protocol does not allow
-    │   ├── UntrustedError     9   the other side is not who it should be: another key, another role
-    │   └── FrameError         9   bytes that are no frame, or a frame that is too large
-    ├── NotFoundError         10   a blob or a chunk that the store does not hold
-    ├── OverloadedError       11   more is asked for than can be answered now; try again
-    ├── UnavailableError      12   a part of the model has no stage left that could compute it
-    └── CacheError            13   a stage cannot go on with some requests; `requests` names them
-        ├── CacheFullError    13   no room for more of them now
-        └── MissingPrefixError 13  what comes before is not held (any more): replay from 0
+    ├── UnreachableError       7   no connection to another machine; the message names its address
+    │   └── StalledError       7   the other machine is connected but does not read
+    ├── RefusedError           8   the other machine refused a request; `code` is for programs
+    ├── ProtocolError          9   the other machine sent something that violates the protocol
+    │   ├── UntrustedError     9   the other machine has the wrong key or the wrong role
+    │   └── FrameError         9   bytes that are not a frame, or a frame that is too large
+    ├── NotFoundError         10   the store has no such blob or chunk
+    ├── OverloadedError       11   too many requests at once; try again
+    ├── UnavailableError      12   no stage is left that computes a part of the model
+    └── CacheError            13   a stage cannot continue some requests; `requests` names them
+        ├── CacheFullError    13   its cache has no room for them now
+        └── MissingPrefixError 13  its cache lacks their beginning: send them from position 0
 
-A message is one line, says what is wrong and, where there is one, what to do about it.
+A message is one line. It says what is wrong and, if possible, what to do next.
 """
 
 
@@ -31,7 +31,7 @@ class BlocktrainError(Exception):
 
     @classmethod
     def of_exit_code(cls, code: int) -> type["BlocktrainError"]:
-        """The class that leaves with this code: how a child process's error becomes ours."""
+        """The class with this exit code, to raise the error of a child process in this one."""
         return next((kind for kind in cls.__subclasses__() if kind.exit_code == code), cls)
 
 
@@ -44,7 +44,7 @@ class InviteError(ConfigError):
 
 
 class RequestError(ConfigError):
-    """`field` is the request's field that is wrong, `code` the word for programs."""
+    """`field` is the request's field that is wrong, `code` the reason for programs."""
 
     def __init__(self, reason: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(reason)
@@ -81,7 +81,7 @@ class StalledError(UnreachableError):
 
 
 class RefusedError(BlocktrainError):
-    """`code` is one of `messages.Refusal`'s errors, `reason` the sentence that goes with it."""
+    """`code` is one of the errors of `messages.Refusal`, `reason` a sentence about it."""
 
     exit_code = 8
 
@@ -111,7 +111,7 @@ class NotFoundError(BlocktrainError):
 
 
 class OverloadedError(BlocktrainError):
-    """`seconds` is how long to wait before trying again."""
+    """`seconds` is the time to wait before the next attempt."""
 
     exit_code = 11
 

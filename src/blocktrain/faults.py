@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from blocktrain.environment import FAULTS
 from blocktrain.errors import ConfigError
 
-VARIABLE = "BLOCKTRAIN_FAULTS"
+VARIABLE = FAULTS.name
 POINTS = (
     # of a coordinator
     "claimed",  # a request for work is decided and on disk, the answer not sent
@@ -81,4 +82,4 @@ class Faults:
                 ACTIONS[fault.action]()
 
 
-reached = Faults(parse(os.environ.get(VARIABLE, ""))).reached
+reached = Faults(parse(FAULTS.get())).reached

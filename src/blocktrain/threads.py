@@ -1,36 +1,35 @@
-"""How many threads torch computes with, and how they wait for each other.
+"""The number of threads that torch computes with, and how they wait for each other.
 
-OpenMP reads from the environment how threads wait, once, when torch is imported: so the command
-line sets it before that, and processes it starts inherit it. `import blocktrain` sets nothing: a
-library leaves its host's environment alone. A bench that trains in its own process measures torch
-as it comes.
+GNU's OpenMP, which torch uses on Linux, reads from the environment how threads wait. It does so
+once, when torch is imported, so the command line sets it before that, and the processes it starts
+inherit it. `import blocktrain` sets nothing: a library leaves its host's environment alone.
 """
 
 import os
 
-# How often a waiting thread looks for work before it sleeps, by GNU's OpenMP, which torch brings
-# along on Linux. Its own number holds a core that another program keeps this one's other threads
-# from; at 0, OMP_WAIT_POLICY=PASSIVE, every barrier is a system call. See docs/RESULTS.md.
+from blocktrain.environment import SPIN_COUNT, THREADS, WAIT_POLICY
+
+# How often a waiting thread checks for work before it sleeps. With OpenMP's own default, waiting
+# threads occupy cores that other programs need, and all slow down; with 0 (OMP_WAIT_POLICY=PASSIVE)
+# every barrier costs a system call. See docs/RESULTS.md.
 SPINS = "3000"
-WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-COUNT = "OMP_NUM_THREADS"
 
 
 def sleep_at_barriers() -> None:
-    """Let waiting threads give up their core soon, unless the user has decided how they wait."""
-    if not any(name in os.environ for name in WAITING):
-        os.environ["GOMP_SPINCOUNT"] = SPINS
+    """Make waiting threads sleep soon, unless the user has decided how they wait."""
+    if not SPIN_COUNT.is_set and not WAIT_POLICY.is_set:
+        SPIN_COUNT.set(SPINS)
 
 
 def use(count: int) -> None:
-    """Compute with this many threads, here and in processes that are told no other number."""
-    os.environ[COUNT] = str(count)
-    import torch  # which takes the number of another variable, or of the cores, if it is less
+    """Compute with this many threads, here and in the processes that this one starts."""
+    THREADS.set(str(count))
+    import torch  # which would prefer MKL_NUM_THREADS, or fewer threads if there are fewer cores
 
     torch.set_num_threads(count)
 
 
 def machine_threads() -> int:
-    """What all processes of this command may use together: what was set, or all processors."""
-    count = os.environ.get(COUNT, "")
+    """The threads that all processes of a command may use together: as set, or one per core."""
+    count = THREADS.get()
     return int(count) if count.isdecimal() and int(count) else os.cpu_count() or 1

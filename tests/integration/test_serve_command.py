@@ -149,15 +149,20 @@ GROWTH = """() => {
 }"""
 
 
-def test_a_server_reports_loading_and_stopping(run: Path, tmp_path: Path) -> None:
+def test_a_server_reports_loading_each_request_and_stopping(run: Path, tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         server = processes.serve(run, "127.0.0.1:0", "--api-key", KEY)
         said = server.log.read_text
         processes.wait_for("it says that it loads", lambda: "loading 2 blocks" in said(), SECONDS)
         processes.wait_for("it serves", lambda: "serving small" in said(), SECONDS)
+        models = said().split("serving small at ")[1].split(",")[0] + "/models"
+        assert httpx.get(models, headers={"x-request-id": "mine-1"}).status_code == 401
+        (line,) = [line for line in said().splitlines() if "mine-1" in line]
+        assert line.split()[1:3] == ["INFO", "blocktrain.serve.http.app:"]
+        assert "GET /v1/models: 401 in " in line
         server.process.send_signal(signal.SIGINT)
         processes.wait_for("it ends", lambda: server.code is not None, SECONDS)
-    assert said().rstrip().endswith("WARNING stopping")
+    assert "WARNING blocktrain.serve.http.http_server: stopping" in said()
     assert "is gone" not in said()  # of stages that the server itself ended
 
 

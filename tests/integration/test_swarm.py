@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from blocktrain.cli.display import FINISHED
+from blocktrain.cli.coordinator_command import FINISHED
 from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.protocol.invite import Invite
 from blocktrain.storage import tensor_file
@@ -239,27 +239,39 @@ def test_a_coordinator_goes_on_where_it_stopped_and_a_banned_worker_stays_out(ho
     call(home, "restore", "saved.tar", "--data-dir", "restored")
 
 
-def test_whoever_starts_a_coordinator_reads_what_happens(home: Path):
-    more = settings(home, "swarm.first_steps=2", "swarm.most_steps=2")
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_a_coordinator_logs_the_events_of_its_run(home: Path, level: str):
+    """Each request only at debug."""
+    more = [*settings(home, "swarm.most_steps=12"), "--log-format", "json", "--log-level", level]
+    said, log = home / "stdout", home / "stderr"
     with (
-        (home / "told").open("w") as log,
+        said.open("w") as out,
+        log.open("w") as errors,
         subprocess.Popen(
             [*BLOCKTRAIN, "coordinator", *more, *IN_FOLDER, "--listen", "127.0.0.1:0"],
-            stdout=log, stderr=log, cwd=home, env=environment(home),
+            stdout=out, stderr=errors, cwd=home, env=environment(home),
         ) as process,
     ):  # fmt: skip
-        wait_for(lambda: "\ninvite" in (home / "told").read_text())
-        invite = (home / "told").read_text().split("\ninvite ")[1].split()[0]
+        wait_for(lambda: "\ninvite" in said.read_text())
+        invite = said.read_text().split("\ninvite ")[1].split()[0]
         finish(start_worker(home, invite, "--name", "reader"))
-        wait_for(lambda: "\ndone " in (home / "told").read_text())
+        wait_for(lambda: FINISHED in log.read_text())
         process.send_signal(signal.SIGINT)
         process.wait(30)
-    lines = (home / "told").read_text().rstrip().splitlines()[4:]
-    assert lines[0].startswith("joined  reader (")
-    assert lines[-2:] == [f"done    {FINISHED}", "stopping"]
-    versions = [line for line in lines if line.startswith("block 0 version ")]
-    assert 1 <= len(versions) < 12 / 2  # of as many as there were
-    assert not [line for line in lines if "Traceback" in line]
+    lines = log.read_text().splitlines()
+    records = [json.loads(line) for line in lines if line]  # click writes an empty one at Ctrl-C
+    events = [record for record in records if "event" in record and record["level"] == "info"]
+    assert events[0]["message"] == "worker reader joined"
+    assert events[-1]["message"] == FINISHED
+    versions = [record["message"] for record in events if record["event"] == "merged"]
+    for block in range(2):
+        own = [text.split(": ")[1] for text in versions if text.startswith(f"block {block}: ")]
+        assert own == [f"version {number + 1}" for number in range(len(own))]
+        assert len(own) >= 2
+    assert "stopping" in [record["message"] for record in records]
+    requests = [record for record in records if "POST /v1/join" in record["message"]]
+    assert len(requests) == (level == "debug")
+    assert not [record for record in records if "traceback" in record]
 
 
 def status_of(home: Path, told: dict) -> dict:

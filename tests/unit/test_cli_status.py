@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from blocktrain.cli.status_command import _shown
+from blocktrain.cli.status_command import _render
 from blocktrain.protocol.messages import Blob, BlockStatus, Moved, Status, WorkerStatus
 
 STATES = ["away", "training", "waiting"]
@@ -33,7 +33,7 @@ def status(blocks: int = 4, workers: int = 3, **changes: object) -> Status:
 def shown(status: Status, width: int, rows: int | None = None) -> list[str]:
     console = Console(width=width, height=rows or 25, color_system=None)
     with console.capture() as captured:
-        console.print(_shown(status, console, rows))
+        console.print(_render(status, console, rows))
     return captured.get().splitlines()
 
 

@@ -16,7 +16,7 @@ def test_every_kind_of_error_has_an_exit_code_of_its_own():
 
 
 @pytest.mark.parametrize("kind", DIRECT)
-def test_an_exit_code_and_a_message_become_the_error_again(kind: type[BlocktrainError]):
+def test_an_exit_code_and_a_message_become_the_same_error(kind: type[BlocktrainError]):
     again = BlocktrainError.of_exit_code(kind.exit_code)("what went wrong")
     assert type(again) is kind
     assert str(again) == "what went wrong"

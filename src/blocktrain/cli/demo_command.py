@@ -1,4 +1,4 @@
-"""blocktrain demo: a run with workers at home, and its end-to-end twin, scored and sampled."""
+"""blocktrain demo: train blocks with workers on this machine and compare them with end-to-end."""
 
 import json
 import time
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.terminal import stop_on_signal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,35 +27,33 @@ SAMPLE_BYTES = 240
 
 
 @click.command("demo")
-@click.option(
-    "--config",
-    "config_path",
-    type=click.Path(path_type=Path),
-    default=Path("demo"),
-    show_default=True,
-    help="Preset name or TOML file.",
-)
+@options.config_option(default=Path("demo"), show_default=True)
 @options.overrides
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("runs/demo"),
+    show_default=True,
+    help="Folder for the runs; the same folder resumes them.",
 )
 @options.thread_count
+@options.log_options("warning")
 @options.as_json
 def demo_command(config_path: Path, overrides: tuple[str, ...], out: Path, as_json: bool) -> None:
-    """Start a coordinator and workers on this machine, train blocks that never exchange a
-    gradient, assemble them, score them honestly beside the same model trained end to end, and
-    generate."""
+    """Start a coordinator and workers on this machine, train blocks that never exchange a gradient,
+    score the assembled model next to the same model trained end to end, and generate text."""
     from rich.console import Console
 
-    from blocktrain.cli.options import resolve_config
     from blocktrain.config import load_config
     from blocktrain.errors import ConfigError
 
     started = time.perf_counter()
     console = Console(stderr=as_json, highlight=False)
-    config = load_config(resolve_config(config_path), overrides)
+    config = load_config(config_path, overrides)
     if config.block_count == 1:
-        raise ConfigError("the demo compares blocks with the whole: it needs more than one block")
+        raise ConfigError(
+            "the demo compares blocks with an end-to-end model: set model.blocks to 2 or more"
+        )
     runs = _train_all(config, out, console)
     scores = {name: _score(run) for name, run in runs.items()}
     assert len({score["digest"] for score in scores.values()}) == 1  # all on the same windows
@@ -67,8 +66,8 @@ def demo_command(config_path: Path, overrides: tuple[str, ...], out: Path, as_js
 
 
 def _train_all(config: "Config", out: Path, console: "Console") -> dict[str, "RunDir"]:
-    """What is compared: the blocks, trained by workers of a real run on this machine; the whole
-    model end to end; and as many layers as one worker trains."""
+    """The runs to compare: the blocks, trained by workers of a real run; the whole model, trained
+    end to end; and a model with only the layers that one worker trains, end to end."""
     twin = config.end_to_end()
     shallow = twin.with_settings(
         model__layers=config.trained_layers, model__blocks=1, model__depths=()
@@ -84,7 +83,6 @@ def _train_in_swarm(config: "Config", out: Path, folder: Path, console: "Console
     import os
 
     from blocktrain.cli.local_swarm import LocalSwarm
-    from blocktrain.cli.options import stop_on_signal
     from blocktrain.storage.run_dir import RunDir
     from blocktrain.worker.versions import fetch_model
 
@@ -93,8 +91,8 @@ def _train_in_swarm(config: "Config", out: Path, folder: Path, console: "Console
     workers = max(2, min(config.block_count, os.cpu_count() or 1))
     console.print(f"[bold]blocks[/bold]: one coordinator, {workers} workers, over HTTPS")
     with stop_on_signal() as stop, LocalSwarm(config, folder, workers) as swarm:
-        if not _followed(swarm, console, stop):
-            _say_stopped(console)
+        if not _wait_until_finished(swarm, console, stop):
+            _exit_stopped(console)
         fetched = fetch_model(swarm.client, out)
     console.print(
         f"fetched and assembled: versions {', '.join(map(str, fetched.versions))},"
@@ -103,8 +101,8 @@ def _train_in_swarm(config: "Config", out: Path, folder: Path, console: "Console
     return fetched.run
 
 
-def _followed(swarm: "LocalSwarm", console: "Console", stop: Callable[[], bool]) -> bool:
-    """Show how the blocks get on until the run is over. False: stopped before."""
+def _wait_until_finished(swarm: "LocalSwarm", console: "Console", stop: Callable[[], bool]) -> bool:
+    """Show the blocks' progress until the run is finished. False: it was stopped before that."""
     from rich import progress as bars
 
     steps = swarm.config.train.steps
@@ -131,20 +129,20 @@ def _followed(swarm: "LocalSwarm", console: "Console", stop: Callable[[], bool])
 
 
 def _train_alone(name: str, config: "Config", folder: Path, console: "Console") -> "RunDir":
-    from blocktrain.cli.display import shown
-    from blocktrain.cli.options import PROGRAM, stop_on_signal
+    from blocktrain.cli.options import PROGRAM
+    from blocktrain.cli.progress import training_progress
     from blocktrain.train.run_session import open_session
 
     console.print(f"[bold]{name}[/bold]")
     session = open_session(config, folder)
-    with stop_on_signal() as stop, shown("  model", err=console.stderr) as on_progress:
+    with stop_on_signal() as stop, training_progress("  model", err=console.stderr) as on_progress:
         if not session.train_side_by_side([0], 1, on_progress, stop, PROGRAM):
-            _say_stopped(console)
+            _exit_stopped(console)
     return session.run
 
 
-def _say_stopped(console: "Console") -> None:
-    console.print("stopped; the same command goes on from here")
+def _exit_stopped(console: "Console") -> None:
+    console.print("stopped; the same command resumes")
     raise SystemExit(130)
 
 
@@ -176,12 +174,12 @@ def _sample(run: "RunDir") -> str:
     from blocktrain.train.loading import load_stack
 
     stack = load_stack(run, resolve(run.config.train.device, "fp32"))
-    made = bytes(generate(stack, PROMPT.encode(), SAMPLE_BYTES, Sampling(temperature=0.6)))
-    return PROMPT + made.decode("utf-8", errors="replace")
+    text = bytes(generate(stack, PROMPT.encode(), SAMPLE_BYTES, Sampling(temperature=0.6)))
+    return PROMPT + text.decode("utf-8", errors="replace")
 
 
-def _cut(config: "Config") -> str:
-    """How the layers are cut: 4 blocks x 2 layers, or blocks of 2+1+1+4 layers."""
+def _division(config: "Config") -> str:
+    """How the layers are divided: 4 blocks x 2 layers, or blocks of 2+1+1+4 layers."""
     if len(set(config.depths)) == 1:
         return f"{config.block_count} blocks x {config.depths[0]} layers"
     return f"blocks of {'+'.join(map(str, config.depths))} layers"
@@ -209,11 +207,11 @@ def _show(
             shallow["ce"],
         ),
         *(
-            (f"{_cut(config)}, {name}", blocks["parameters"], blocks["readings"][reading])
+            (f"{_division(config)}, {name}", blocks["parameters"], blocks["readings"][reading])
             for name, reading in config.kind.demo_readings.items()
         ),
     ]
-    table = Table(title="Honest cross entropy on held-out text", title_justify="left")
+    table = Table(title="Cross entropy on held-out text", title_justify="left")
     for column in ("model", "parameters", "CE (nats/byte)", "gap"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, parameters, ce in rows:
@@ -223,9 +221,9 @@ def _show(
     console.print(table)
     console.print(
         f"{twin['windows']} windows of {config.model.window} bytes, digest {twin['digest']},"
-        f" the same for every row; {seconds:.0f} s in all"
+        f" the same for every row; {seconds:.0f} s in total"
     )
     console.print(
         Panel(Text(sample), title="generated by the assembled blocks", title_align="left")
     )
-    console.print(f"go on:  blocktrain generate {out}/blocks --prompt 'Return the '")
+    console.print(f"next: blocktrain generate {out}/blocks --prompt 'Return the '")

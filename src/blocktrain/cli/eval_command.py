@@ -1,4 +1,4 @@
-"""blocktrain eval: an honest cross entropy, every way of reading the model beside the others."""
+"""blocktrain eval: the cross entropy of a run, for each way to read its prediction."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blocktrain.cli import options
-from blocktrain.cli.display import plain
+from blocktrain.cli.terminal import plain
 
 if TYPE_CHECKING:
     from blocktrain.config import DataConfig
@@ -18,9 +18,15 @@ if TYPE_CHECKING:
 
 @click.command("eval")
 @options.run
-@click.option("--data", help="Corpus to score on; default: the one the run was trained on.")
 @click.option(
-    "--split", type=click.Choice(["train", "valid", "test"]), default="valid", show_default=True
+    "--data", help="Text to score on, like data.source. Default: what the run was trained on."
+)
+@click.option(
+    "--split",
+    type=click.Choice(["train", "valid", "test"]),
+    default="valid",
+    show_default=True,
+    help="Part of the text to score on.",
 )
 @click.option("--windows", type=click.IntRange(min=1), help="Score at most this many windows.")
 @click.option(
@@ -28,17 +34,19 @@ if TYPE_CHECKING:
     type=click.IntRange(min=0, max=64),
     default=0,
     show_default=True,
-    help="Also score starts from this many draws of noise, one alone (the paper's inference) and"
-    " all mixed; each takes as long as the score itself.",
+    help="Also score from this many random starts: one alone, as in the paper, and all averaged."
+    " Each takes as long as the score itself.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
     default=0,
     show_default=True,
-    help="Seed of the noise.",
+    help="Seed of the random starts.",
 )
-@click.option("--fit-weights", is_flag=True, help="Also the product with weights fitted on valid.")
+@click.option(
+    "--fit-weights", is_flag=True, help="Also score the product with block weights fitted on valid."
+)
 @options.first_blocks
 @options.device
 @options.thread_count
@@ -57,12 +65,13 @@ def eval_command(
     precision: str,
     as_json: bool,
 ) -> None:
-    """Score RUN: non-overlapping windows, every byte predicted once, nothing leaked.
+    """Score RUN on non-overlapping windows, in which every byte is predicted once, from the bytes
+    before it alone.
 
     The score is the row marked *: the product of all blocks' predictions. The other rows are for
-    comparison: what each block predicts when its turn comes, the last one's being the readout
+    comparison: the prediction of each block alone; that of the last block is the readout
     `final`."""
-    from blocktrain.cli.display import counted
+    from blocktrain.cli.progress import progress_bar
     from blocktrain.data.corpus import load_corpus
     from blocktrain.data.windows import evaluation_windows
     from blocktrain.storage.run_dir import RunDir
@@ -71,7 +80,7 @@ def eval_command(
     from blocktrain.train.loading import load_stack
 
     if fit_weights and split == "valid":
-        raise click.UsageError("--fit-weights fits on valid: score it on --split test")
+        raise click.UsageError("--fit-weights fits on valid, so it needs --split test or train")
     opened = RunDir.open(run)
     compute = resolve(device, precision)
     corpus = load_corpus(_text(opened, data))
@@ -81,7 +90,7 @@ def eval_command(
     weights = None
     if fit_weights and len(stack.blocks) > 1:
         weights = fit_product_weights(stack, corpus.split("valid", window))
-    with counted("scoring windows", len(chosen), hidden=as_json) as on_scored:
+    with progress_bar("scoring windows", len(chosen), hidden=as_json) as on_scored:
         evaluation = evaluate(stack, chosen, draws, seed, weights, on_scored)
     if as_json:
         click.echo(json.dumps(_as_dict(evaluation, corpus.source, split)))
@@ -90,14 +99,15 @@ def eval_command(
 
 
 def _text(run: "RunDir", data: str | None) -> "DataConfig":
-    """A stranger's settings do not choose which files are read here."""
+    """The text to score on. The settings of a fetched run come from another machine, and must not
+    choose which files are read here."""
     from blocktrain.errors import ConfigError
 
     settings = run.config.data
     if not data and run.fetched and settings.source.startswith("text:"):
         raise ConfigError(
-            f"the run's text is {settings.source} on the machine it was fetched from;"
-            " say where it is here with --data"
+            f"the run was trained on {plain(settings.source)} of another machine;"
+            " give the same text on this machine with --data text:GLOB"
         )
     return replace(settings, source=data) if data else settings
 
@@ -145,7 +155,7 @@ def _show(evaluation: "Evaluation", run: Path, source: str, split: str, compute:
     last = _last_block(evaluation)
     for score in evaluation.scores:
         if last and score.readout == "final":
-            continue  # the last block's row again, by definition
+            continue  # the same as the last block's row
         name = score.readout + (" (final)" if score.readout == last else "")
         name += f", {score.draws} draws" if score.draws > 1 else ""
         name += " *" if score is evaluation.default else ""
@@ -168,14 +178,14 @@ def _show(evaluation: "Evaluation", run: Path, source: str, split: str, compute:
     )
     if evaluation.draft_agreement is not None:
         console.print(
-            f"block 0 alone already names the final readout's likeliest byte at"
+            f"block 0 alone predicts the same most likely byte as the final readout at"
             f" {100 * evaluation.draft_agreement:.1f}% of positions",
             highlight=False,
         )
 
 
 def _last_block(evaluation: "Evaluation") -> str | None:
-    """The readout whose prediction is the last block's alone; None where there is one block."""
+    """The readout that is the last block's prediction; None if there is only one block."""
     blocks = [score.readout for score in evaluation.scores if score.readout.startswith("block ")]
     return blocks[-1] if blocks else None
 
@@ -186,7 +196,7 @@ def _explained(evaluation: "Evaluation") -> list[str]:
     if _last_block(evaluation):
         lines[0] += " of all blocks' predictions; final is the last block's alone"
     if "mean" in starts:
-        line = "start: z, the guess that each block refines, begins at the mean"
-        noise = ", or at random as in the paper; draws are mixed"
+        line = "start: the blocks refine a guess, which begins at the mean of all targets"
+        noise = ", or at random as in the paper; several draws are averaged"
         lines.append(line + (noise if "noise" in starts else " (--draws adds noise)"))
     return lines

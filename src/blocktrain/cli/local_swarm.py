@@ -1,4 +1,4 @@
-"""A coordinator and its workers as processes on this machine: the real thing, at home."""
+"""A coordinator and its workers as processes on this machine."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from blocktrain.config import Config
     from blocktrain.protocol.messages import Status
 
-GOODBYE_SECONDS = 30.0
+STOP_SECONDS = 30.0
 
 
 class LocalSwarm:
@@ -42,12 +42,12 @@ class LocalSwarm:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Workers first, so that they can still give back what they hold."""
+        """Stop the workers first, so that they can still return their leases."""
         for process in reversed(self._processes):
             process.terminate()
         for process in reversed(self._processes):
             try:
-                process.wait(GOODBYE_SECONDS)
+                process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -56,12 +56,12 @@ class LocalSwarm:
         self.client.close()
 
     def status(self) -> "Status":
-        """How the run stands; an error where all who could train have died."""
+        """The state of the run; an error if every worker has died."""
         workers = self._processes[1:]
         failed = [worker for worker in workers if worker.poll() not in (None, 0)]
         if len(failed) == len(workers):
-            log = (self.folder / "worker-0.log").read_text().strip().splitlines()
-            raise BlocktrainError(f"every worker died; the first said: {(log or ['nothing'])[-1]}")
+            log = self.folder / "worker-0.log"
+            raise BlocktrainError(f"every worker died; {log} ends with: {_last_line(log)}")
         return self.client.status()
 
     def _start_coordinator(self) -> str:
@@ -76,8 +76,8 @@ class LocalSwarm:
         line = process.stdout.readline()
         if not line:
             process.wait()
-            told = (self.folder / "coordinator.log").read_text().strip().splitlines()
-            raise BlocktrainError(f"the coordinator did not start: {(told or ['no word'])[-1]}")
+            reason = _last_line(self.folder / "coordinator.log")
+            raise BlocktrainError(f"the coordinator did not start: {reason}")
         invite: str = json.loads(line)["invite"]
         return invite
 
@@ -88,3 +88,8 @@ class LocalSwarm:
         command += ["--threads", str(share)]
         with (self.folder / f"worker-{number}.log").open("w") as log:
             self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, text=True))
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text().strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else "(nothing)"

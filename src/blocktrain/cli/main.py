@@ -1,65 +1,55 @@
-"""The `blocktrain` command: one thin file per verb; nothing heavy is imported to print help."""
+"""The `blocktrain` command: one subcommand per verb, loaded when it is used."""
 
 import importlib
 import sys
+from typing import NamedTuple
 
 import click
 
 from blocktrain import __version__, threads
-from blocktrain.cli.display import plain
+from blocktrain.cli.terminal import plain
 from blocktrain.config import closest_match
-from blocktrain.errors import BlocktrainError
+from blocktrain.errors import BlocktrainError, RefusedError, UnreachableError
+
+
+class Verb(NamedTuple):
+    module: str  # in blocktrain.cli; the verb's function there is VERB_command
+    help: str
+    failure: str = ""  # what did not work, if another machine refuses or cannot be reached
+
 
 VERBS = {
-    "train": "Train the blocks of a run on this machine.",
-    "eval": "Score a run with an honest cross entropy.",
-    "generate": "Continue a prompt.",
-    "export": "Write one assembled safetensors file.",
-    "info": "Show what a run holds.",
-    "estimate": "Tell what a run will need, before anything runs.",
-    "simulate": "Play a run with virtual workers, before anybody joins.",
-    "settings": "List every setting a config may have.",
-    "serve": "Answer an OpenAI-compatible API with a run.",
-    "stage": "Hold some blocks of a run for a server on another host.",
-    "keys": "Make certificates for a router and its stages.",
-    "coordinator": "Run a training that other machines can join.",
-    "worker": "Join a run by its invite and train for it.",
-    "status": "Show how a run stands.",
-    "fetch": "Assemble a run's current model here.",
-    "invite": "List, make or revoke invites of a run.",
-    "ban": "Exclude a worker from a run.",
-    "backup": "Copy a coordinator's folder into one file, while it runs.",
-    "restore": "Unpack a backup into a new folder.",
-    "demo": "Train, score and sample a small model, beside its end-to-end twin.",
-}
-
-
-MODULES = {
-    "train": "train_command",
-    "eval": "eval_command",
-    "generate": "model_commands",
-    "export": "model_commands",
-    "info": "model_commands",
-    "fetch": "model_commands",
-    "estimate": "plan_commands",
-    "settings": "plan_commands",
-    "simulate": "simulate_command",
-    "serve": "serve_commands",
-    "stage": "serve_commands",
-    "keys": "serve_commands",
-    "coordinator": "coordinator_command",
-    "worker": "worker_command",
-    "status": "status_command",
-    "invite": "operator_commands",
-    "ban": "operator_commands",
-    "backup": "operator_commands",
-    "restore": "operator_commands",
-    "demo": "demo_command",
+    "train": Verb("train_commands", "Train the blocks of a run on this machine."),
+    "eval": Verb("eval_command", "Score a run by its cross entropy on text it was not trained on."),
+    "generate": Verb("model_commands", "Continue a prompt."),
+    "export": Verb("model_commands", "Write a run's model into one safetensors file."),
+    "info": Verb("model_commands", "Show what a run folder contains."),
+    "estimate": Verb("train_commands", "Estimate what a run will need, before it starts."),
+    "simulate": Verb("simulate_command", "Simulate a run with virtual workers."),
+    "settings": Verb("train_commands", "List every setting that a config can have."),
+    "serve": Verb("serve_commands", "Serve a run with an OpenAI-compatible API."),
+    "stage": Verb("serve_commands", "Compute some blocks of a run for a server on another host."),
+    "keys": Verb("serve_commands", "Make certificates for a router and its stages."),
+    "coordinator": Verb("coordinator_command", "Start a run that other machines can join."),
+    "worker": Verb(
+        "worker_command",
+        "Join a run by its invite and train for it.",
+        "cannot take part in the run",
+    ),
+    "status": Verb(
+        "status_command", "Show the blocks and workers of a run.", "cannot show the run"
+    ),
+    "fetch": Verb("model_commands", "Download a run's current model.", "cannot download the model"),
+    "invite": Verb("operator_commands", "List, make or revoke invites of a run."),
+    "ban": Verb("operator_commands", "Exclude a worker from a run."),
+    "backup": Verb("operator_commands", "Copy a coordinator's folder into one file."),
+    "restore": Verb("operator_commands", "Unpack a backup into a new folder."),
+    "demo": Verb("demo_command", "Train, score and sample a small model on this machine."),
 }
 
 
 class LazyGroup(click.Group):
-    """Loads a verb's module when it is used, so that --help stays instant."""
+    """Imports a verb's module only when it is used, so that --help needs no torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -67,7 +57,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        module = importlib.import_module(f"blocktrain.cli.{MODULES[cmd_name]}")
+        module = importlib.import_module(f"blocktrain.cli.{VERBS[cmd_name].module}")
         command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
@@ -81,19 +71,24 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(VERBS.items()))
+            formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def cli() -> None:
-    """Train one model as independent blocks, on machines nobody owns together."""
+    """Train one model as independent blocks, on machines that have no common owner."""
 
 
 def main() -> None:
     threads.sleep_at_barriers()  # before any command imports torch
     try:
-        cli(standalone_mode=False)
+        cli(prog_name="blocktrain", standalone_mode=False)
+    except (UnreachableError, RefusedError) as error:
+        verb = VERBS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+        context = f"{verb.failure}: " if verb and verb.failure else ""
+        click.echo(f"error: {context}{plain(str(error))}", err=True)
+        sys.exit(error.exit_code)
     except BlocktrainError as error:
         click.echo(f"error: {plain(str(error))}", err=True)
         sys.exit(error.exit_code)

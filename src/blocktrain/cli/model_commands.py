@@ -1,4 +1,4 @@
-"""blocktrain export: one assembled safetensors file."""
+"""blocktrain generate, export, info and fetch: what to do with a trained model."""
 
 import codecs
 import json
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 from blocktrain.cli import options
-from blocktrain.cli.display import plain, size
-from blocktrain.cli.options import caller
+from blocktrain.cli.options import client_of
+from blocktrain.cli.terminal import plain, size
 
 if TYPE_CHECKING:
     from blocktrain.storage.run_dir import BlockDir
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @options.run
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="New folder."
+)
 @options.as_json
 def export_command(run: Path, out: Path, as_json: bool) -> None:
-    """Write all blocks of RUN as one safetensors file plus config, which eval, generate and serve
-    load."""
+    """Write all blocks of RUN into one safetensors file, with its config. eval, generate and serve
+    accept the new folder like a run."""
     from blocktrain.storage.run_dir import RunDir
 
     path = RunDir.open(run).export(out)
@@ -38,39 +40,64 @@ def export_command(run: Path, out: Path, as_json: bool) -> None:
 
 @click.command("fetch")
 @options.invite
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="New run directory.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="New run folder."
+)
 @options.as_json
 def fetch_command(invite: str, out: Path, as_json: bool) -> None:
-    """Download every block's current version into a run directory that eval, generate and export
-    accept. Can be done at any moment of a run."""
+    """Download the current version of every block into a run folder, for eval, generate, export and
+    serve. This works at any time during a run."""
     from blocktrain.worker.versions import fetch_model
 
-    fetched = fetch_model(caller(invite), out)
+    fetched = fetch_model(client_of(invite), out)
     if as_json:
-        told = {"out": str(out), "versions": fetched.versions, "bytes_moved": fetched.bytes_moved}
-        click.echo(json.dumps(told))
+        answer = {"out": str(out), "versions": fetched.versions, "bytes_moved": fetched.bytes_moved}
+        click.echo(json.dumps(answer))
         return
     click.echo(
         f"{out}: blocks at versions {', '.join(map(str, fetched.versions))},"
-        f" {size(fetched.bytes_moved)} moved   next: blocktrain eval {out}"
+        f" {size(fetched.bytes_moved)} downloaded   next: blocktrain eval {out}"
     )
 
 
 @click.command("generate")
 @options.run
 @click.option("--prompt", default="", help="Text to continue.")
-@click.option("--bytes", "count", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option(
+    "--bytes",
+    "count",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Length of the continuation.",
+)
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0.0),
     default=0.8,
     show_default=True,
-    help="0 takes the likeliest byte.",
+    help="0 always takes the most likely byte.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
-@click.option("--start", type=click.Choice(["mean", "noise"]), default="mean", show_default=True)
 @click.option(
-    "--readout", type=click.Choice(["product", "final"]), default="product", show_default=True
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Seed of the sampling.",
+)
+@click.option(
+    "--start",
+    type=click.Choice(["mean", "noise"]),
+    default="mean",
+    show_default=True,
+    help="First guess that the blocks refine: the mean of all targets, or random noise.",
+)
+@click.option(
+    "--readout",
+    type=click.Choice(["product", "final"]),
+    default="product",
+    show_default=True,
+    help="product: of all blocks' predictions; final: the last block's alone.",
 )
 @options.first_blocks
 @options.device
@@ -90,7 +117,7 @@ def generate_command(
     precision: str,
     as_json: bool,
 ) -> None:
-    """Continue a prompt with RUN, one traversal per byte, keys and values cached."""
+    """Continue a prompt with the model of RUN."""
     if not math.isfinite(temperature):
         raise click.BadParameter("must be a finite number", param_hint="--temperature")
     from blocktrain.numerics.sampling import Sampling
@@ -123,8 +150,8 @@ def generate_command(
 @options.run
 @options.as_json
 def info_command(run: Path, as_json: bool) -> None:
-    """Show what RUN holds: its settings, and of each block how far it is, the text it has seen and,
-    where train.eval_every asked for them, its score on valid."""
+    """Show the settings of RUN and the progress of each block: steps, bytes of text and, with
+    train.eval_every, its score on valid."""
     from blocktrain.storage.run_dir import EXPORTED, RunDir
 
     opened = RunDir.open(run)
@@ -165,8 +192,8 @@ def _line(block: "BlockDir", steps: int) -> str:
     current = block.current()
     state = "finished" if block.finished() else f"{block.versions()[-1].step} of {steps} steps"
     score = f", valid CE {current.valid_ce:.4f}" if current.valid_ce is not None else ""
-    built_on = ", ".join(str(version or 0) for version in block.built_on())
-    score += f", built on the blocks before it at step {built_on}" if built_on else ""
+    predecessors = ", ".join(str(version or 0) for version in block.built_on())
+    score += f", built on the preceding blocks at step {predecessors}" if predecessors else ""
     return (
         f"block {block.index}: {state}, at step {current.step}, {size(current.bytes_seen)} seen"
         f"{score}, {size(current.weights.size)} on disk"

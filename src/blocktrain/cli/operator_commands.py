@@ -1,4 +1,4 @@
-"""blocktrain invite: who may join a run."""
+"""blocktrain invite, ban, backup and restore: what the operator of a coordinator does."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from blocktrain.cli import options
-from blocktrain.cli.display import plain
+from blocktrain.cli.terminal import plain, size
 from blocktrain.protocol import addresses
 
 if TYPE_CHECKING:
@@ -21,23 +21,36 @@ DAY = 24 * 3600
 
 @click.group("invite")
 def invite_command() -> None:
-    """List, make or revoke invites; works on the coordinator's folder or database."""
+    """List, make or revoke invites. These commands need the coordinator's folder or database, not
+    a running coordinator."""
 
 
 @invite_command.command("new")
 @options.data_dir
 @options.database
-@click.option("--uses", type=click.IntRange(min=1), default=100, show_default=True)
-@click.option("--days", type=click.FloatRange(min=0.001), default=30.0, show_default=True)
+@click.option(
+    "--uses",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    help="Number of workers that can join with it.",
+)
+@click.option(
+    "--days",
+    type=click.FloatRange(min=0.001),
+    default=30.0,
+    show_default=True,
+    help="Days until it expires.",
+)
 @click.option(
     "--evaluate", is_flag=True, help="For workers that score versions instead of training."
 )
 @click.option(
     "--address",
-    "written",
+    "hosts",
     multiple=True,
     metavar="HOST[:PORT]",
-    help="Where the coordinator is reached; repeatable. Default: where it last said it is.",
+    help="Address of the coordinator; repeatable. Default: what it advertised at its last start.",
 )
 @options.as_json
 def new(
@@ -46,26 +59,26 @@ def new(
     uses: int,
     days: float,
     evaluate: bool,
-    written: tuple[str, ...],
+    hosts: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Print a new invite; its secret is shown this once."""
+    """Print a new invite. Its secret is not stored and cannot be shown again."""
     from blocktrain.coordinator.folder import CoordinatorFolder
 
     home = CoordinatorFolder(data_dir, database)
     operator = home.operator()
-    draft = _draft(home, operator, written)  # before anything is made that could be joined with
+    draft = _draft(home, operator, hosts)  # checks the addresses before a secret is made
     secret = operator.invite("evaluate" if evaluate else "train", uses, days * DAY)
-    made = operator.invite_of(secret)
-    assert made
+    state = operator.invite_of(secret)
+    assert state
     invite = replace(draft, secret=secret).encode()
     if as_json:
-        click.echo(json.dumps({"id": made.invite, "invite": invite}))
+        click.echo(json.dumps({"id": state.invite, "invite": invite}))
         return
     click.echo(invite)
     click.echo(
-        f"id {made.invite}: {uses} uses in {days:g} days, to {made.role};"
-        f" end it: blocktrain invite revoke {made.invite}",
+        f"id {state.invite}, for {uses} workers within {days:g} days, role {state.role};"
+        f" to revoke it: blocktrain invite revoke {state.invite}",
         err=True,
     )
 
@@ -75,15 +88,15 @@ def new(
 @options.database
 @options.as_json
 def show(data_dir: Path, database: str | None, as_json: bool) -> None:
-    """Every invite: who it is for, how often and how long it can still be used."""
+    """List every invite with its role, its remaining uses and the time until it expires."""
     from blocktrain.coordinator.folder import CoordinatorFolder
 
-    found = CoordinatorFolder(data_dir, database).operator().invites()
+    invites = CoordinatorFolder(data_dir, database).operator().invites()
     if as_json:
-        click.echo(json.dumps([invite._asdict() for invite in found]))
+        click.echo(json.dumps([invite._asdict() for invite in invites]))
         return
-    click.echo(f"{'id':16s}  {'to':9s} {'uses left':>9s}  time left")
-    for invite in found:
+    click.echo(f"{'id':16s}  {'role':9s} {'uses left':>9s}  time left")
+    for invite in invites:
         click.echo(
             f"{invite.invite:16s}  {invite.role:9s} {invite.uses_left:>9d}  {_time_left(invite)}"
         )
@@ -91,50 +104,53 @@ def show(data_dir: Path, database: str | None, as_json: bool) -> None:
 
 @invite_command.command("revoke")
 @click.argument("invite")
-@click.option("--ban", is_flag=True, help="Ban everybody who joined with it, too.")
+@click.option("--ban", is_flag=True, help="Also ban the workers that joined with it.")
 @options.data_dir
 @options.database
 def revoke(invite: str, ban: bool, data_dir: Path, database: str | None) -> None:
-    """Nobody new joins with INVITE (its id, or all of it) any more; those who did stay, unless they
-    are banned."""
+    """Make INVITE (its id or its text) invalid. Workers that joined with it stay in the run, unless
+    --ban is given."""
     from blocktrain.coordinator.folder import CoordinatorFolder
 
     operator = CoordinatorFolder(data_dir, database).operator()
-    named = _id_of(invite, operator) if "_" in invite else invite  # no id has one
-    banned = operator.revoke(named, ban=ban)
-    click.echo(f"revoked {named}" + (f", banned {len(banned)} who joined" if ban else ""))
+    name = _id_of(invite, operator) if "_" in invite else invite  # an id has no underscore
+    banned = operator.revoke(name, ban=ban)
+    click.echo(f"revoked {name}" + (f"; banned {len(banned)} workers" if ban else ""))
 
 
-def _draft(home: "CoordinatorFolder", operator: "Operator", written: tuple[str, ...]) -> "Invite":
-    """An invite that lacks its secret."""
+def _draft(home: "CoordinatorFolder", operator: "Operator", hosts: tuple[str, ...]) -> "Invite":
+    """An invite without its secret."""
     from blocktrain.coordinator.run import run_in
     from blocktrain.protocol.invite import Invite
     from blocktrain.protocol.tls import Authority
 
     run = run_in(operator.ledger)
     authority = Authority.load(run.authority_certificate, run.authority_key)
-    known = home.advertised()
-    if not written and not known:
+    advertised = home.advertised()
+    if not hosts and not advertised:
         raise click.UsageError(
-            "no coordinator of this folder has said yet where it is reached: give --address"
+            "the coordinator's address is unknown, because it was not started in this folder yet:"
+            " start it, or give --address"
         )
-    said = known.addresses if known else (f"https://localhost:{addresses.DEFAULT_PORT}",)
-    scheme, _, port = addresses.split_url(said[0])
-    urls = tuple(addresses.as_url(place, scheme, port) for place in written) or said
-    fingerprint = known.fingerprint if known else authority.fingerprint
+    known = advertised.addresses if advertised else (f"https://localhost:{addresses.DEFAULT_PORT}",)
+    scheme, _, port = addresses.split_url(known[0])
+    urls = tuple(addresses.as_url(host, scheme, port) for host in hosts) or known
+    fingerprint = advertised.fingerprint if advertised else authority.fingerprint
     plain = all(url.startswith("http://") for url in urls)
     return Invite(urls, "unknown", None if plain else fingerprint, run.id)
 
 
-def _id_of(written: str, operator: "Operator") -> str:
-    """The id of an invite; what is secret in it is not shown, whatever is wrong with it."""
+def _id_of(text: str, operator: "Operator") -> str:
+    """The id of an invite. No error shows the secret in it."""
     from blocktrain.errors import InviteError
     from blocktrain.protocol.invite import Invite
 
-    found = operator.invite_of(Invite.decode(written).secret)
-    if found is None:
-        raise InviteError("this invite is not of the run in this folder; see: invite list")
-    return found.invite
+    invite = operator.invite_of(Invite.decode(text).secret)
+    if invite is None:
+        raise InviteError(
+            "the run in this folder has no such invite; `blocktrain invite list` shows its invites"
+        )
+    return invite.invite
 
 
 def _time_left(invite: "InviteState") -> str:
@@ -148,8 +164,8 @@ def _time_left(invite: "InviteState") -> str:
 @options.data_dir
 @options.database
 def ban_command(worker: str, data_dir: Path, database: str | None) -> None:
-    """Take nothing more from WORKER (its name or id in `blocktrain status`, or how the id begins);
-    what it was doing, or sent and was not merged yet, is handed out to others."""
+    """Refuse WORKER from now on. WORKER is its name or id in `blocktrain status`, or the beginning
+    of the id. Its leases and its updates that are not merged yet go to other workers."""
     from blocktrain.coordinator.folder import CoordinatorFolder
 
     banned = CoordinatorFolder(data_dir, database).operator().ban(worker)
@@ -158,23 +174,30 @@ def ban_command(worker: str, data_dir: Path, database: str | None) -> None:
 
 @click.command("backup")
 @options.data_dir
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="New file."
+)
 def backup_command(data_dir: Path, out: Path) -> None:
-    """Copy the run in a coordinator's folder into one file; the coordinator may go on running.
+    """Copy the run in a coordinator's folder into one file, also while the coordinator runs.
 
-    A ledger in PostgreSQL or chunks in a bucket are backed up with those systems' own tools."""
+    Back up a ledger in PostgreSQL, or chunks in a bucket, with the tools of those systems."""
     from blocktrain.coordinator.snapshot import back_up
 
-    size = back_up(data_dir, out)
-    click.echo(f"{out}: {size / 1e6:,.1f} MB   back again: blocktrain restore {out} --data-dir NEW")
+    count = back_up(data_dir, out)
+    click.echo(f"{out}: {size(count)}   next: blocktrain restore {out} --data-dir NEW")
 
 
 @click.command("restore")
 @click.argument("archive", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--data-dir", type=click.Path(path_type=Path, file_okay=False), required=True)
+@click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="New folder.",
+)
 def restore_command(archive: Path, data_dir: Path) -> None:
-    """Unpack a backup into a new folder, every chunk checked against its hash."""
+    """Unpack a backup into a new folder and check every chunk against its hash."""
     from blocktrain.coordinator.snapshot import restore
 
     count = restore(archive, data_dir)
-    click.echo(f"{count} chunks whole   go on: blocktrain coordinator --data-dir {data_dir}")
+    click.echo(f"{count} chunks intact   next: blocktrain coordinator --data-dir {data_dir}")

@@ -1,47 +1,51 @@
-"""Presets by name: `--config demo` finds the demo.toml that ships with the package."""
+"""Options and arguments that several commands share, and how their text becomes a value."""
 
-import math
-import signal
+import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from blocktrain import threads
-from blocktrain.cli.display import plain
+from blocktrain import environment, threads
+from blocktrain.cli import logs
+from blocktrain.cli.terminal import show_retry
 from blocktrain.config import closest_match
 from blocktrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from blocktrain.worker.client import Client
 
+Command = Callable[..., None]
+Decorator = Callable[[Command], Command]
+
 PROGRAM = (sys.executable, "-m", "blocktrain.cli.main")  # starts this command in another process
 PACKAGE = Path(__file__).resolve().parent.parent
 # Inside an installed package, or beside src/ in a checkout.
-FOLDERS = (PACKAGE / "presets", PACKAGE.parent.parent / "configs")
+PRESET_FOLDERS = (PACKAGE / "presets", PACKAGE.parent.parent / "configs")
+MOST_THREADS = 1024
 
 
-def resolve_config(path: Path) -> Path:
-    """The path itself, or the preset of that name where no such file exists."""
-    if path.is_file() or path.suffix or len(path.parts) > 1:
+def config_file(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """The path itself, or the file of the preset with that name if there is no such path."""
+    if path is None or path.is_file() or path.suffix or len(path.parts) > 1:
         return path
-    presets = {file.stem: file for folder in FOLDERS for file in sorted(folder.glob("*.toml"))}
+    presets = {
+        file.stem: file for folder in PRESET_FOLDERS for file in sorted(folder.glob("*.toml"))
+    }
     if path.name not in presets:
         guess = closest_match(path.name, presets)
         raise ConfigError(
-            f"no preset and no file {path.name!r};"
-            + (f" did you mean {guess}?" if guess else "")
-            + f" there are {', '.join(presets)}"
+            f"--config {path.name}: no such file or preset"
+            + (f"; did you mean {guess}?" if guess else ";")
+            + f" The presets are {', '.join(presets)}."
         )
     return presets[path.name]
 
 
 def host_port(context: click.Context, option: click.Parameter, text: str) -> str:
-    """A callback for an option that is HOST:PORT."""
+    """HOST:PORT, checked while the options are read, so that the error names the option."""
     from blocktrain.protocol.addresses import split_host_port
 
     try:
@@ -52,38 +56,87 @@ def host_port(context: click.Context, option: click.Parameter, text: str) -> str
 
 
 def host_ports(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
-    """A callback for an option that is HOST:PORT,HOST:PORT,..."""
-    listed = [part.strip() for part in text.split(",")]
-    return tuple(host_port(context, option, part) for part in listed if part)
-
-
-MOST_THREADS = 1024
+    """Several of them, separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    return tuple(host_port(context, option, part) for part in parts if part)
 
 
 def use_threads(context: click.Context, option: click.Parameter, text: str) -> None:
-    """Compute with this many threads, before the command begins."""
+    """Set the number of threads before the command begins."""
     if text == "auto":
         return
     if not text.isdecimal() or not 1 <= int(text) <= MOST_THREADS:
-        raise click.BadParameter(f"{text!r} is neither auto nor from 1 to {MOST_THREADS}")
+        raise click.BadParameter(
+            f"{text!r} is neither auto nor a whole number from 1 to {MOST_THREADS}"
+        )
     threads.use(int(text))
 
 
-config = click.option(
-    "--config",
-    "config_path",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="NAME or FILE",
-    help="Preset name (tiny, demo, wikitext2-small, ...) or TOML file.",
-)
+def config_option(**changes: Any) -> Decorator:
+    """--config, with what a command declares otherwise, such as a default."""
+    declared = {
+        "required": "default" not in changes,
+        "metavar": "NAME or FILE",
+        "help": "Name of a preset (tiny, demo, wikitext2-small, ...) or a TOML file.",
+        **changes,
+    }
+    path = click.Path(path_type=Path)
+    return click.option("--config", "config_path", type=path, callback=config_file, **declared)
+
+
+def log_options(default_level: str) -> Decorator:
+    """--log-level and --log-format; logging is configured before the command runs."""
+
+    def decorate(command: Command) -> Command:
+        @click.option(
+            "--log-level",
+            type=click.Choice(logs.LEVELS),
+            default=default_level,
+            show_default=True,
+            envvar=environment.LOG_LEVEL.name,
+            show_envvar=True,
+            help="Least severe log lines to write to standard error.",
+        )
+        @click.option(
+            "--log-format",
+            type=click.Choice(list(logs.FORMATTERS)),
+            default="text",
+            show_default=True,
+            envvar=environment.LOG_FORMAT.name,
+            show_envvar=True,
+            help="Log lines as text, or each as a JSON object.",
+        )
+        @functools.wraps(command)
+        def logging_command(log_level: str, log_format: str, **values: Any) -> None:
+            _pass_on("log_level", environment.LOG_LEVEL, log_level)
+            _pass_on("log_format", environment.LOG_FORMAT, log_format)
+            logs.configure(log_level, log_format)
+            command(**values)
+
+        return logging_command
+
+    return decorate
+
+
+def _pass_on(parameter: str, variable: environment.Variable, value: str) -> None:
+    """What the command line says holds for the processes that the command starts, too."""
+    source = click.get_current_context().get_parameter_source(parameter)
+    if source == click.core.ParameterSource.COMMANDLINE:
+        variable.set(value)
+
+
+config = config_option()
 overrides = click.option(
-    "--set", "overrides", multiple=True, metavar="A.B=C", help="Override one setting; repeatable."
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change one setting of the config; repeatable. `blocktrain settings` lists them.",
 )
 run = click.argument("run", type=click.Path(path_type=Path))
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 device = click.option(
-    "--device", default="auto", show_default=True, help="auto, cpu, mps, cuda[:N]."
+    "--device", default="auto", show_default=True, help="auto, cpu, mps, cuda or cuda:N."
 )
 thread_count = click.option(
     "--threads",
@@ -92,27 +145,29 @@ thread_count = click.option(
     default="auto",
     show_default=True,
     metavar="N or auto",
-    help="Processor threads to compute with; processes this command starts share them.",
+    help="CPU threads to compute with, divided among the processes that the command starts."
+    " auto: OMP_NUM_THREADS if it is set, else one per core.",
 )
 precision = click.option(
     "--precision",
     type=click.Choice(["auto", "fp32", "bf16"]),
     default="auto",
     show_default=True,
-    help="Compute type.",
+    help="Number type to compute in. auto: bf16 where the device is fast at it, else fp32.",
 )
 weights = click.option(
     "--weights",
     type=click.Choice(["full", "int8"]),
     default="full",
     show_default=True,
-    help="How the layers' matrices are held: in the compute type, or in 8 bits for less memory.",
+    help="How matrices are stored: full in the compute type, int8 in 8 bits to save memory.",
 )
 first_blocks = click.option(
     "--blocks",
     "first_blocks",
     type=click.IntRange(min=1),
-    help="Exit early: use only this many blocks, from the first.",
+    metavar="N",
+    help="Use only the first N blocks (early exit). Default: all.",
 )
 data_dir = click.option(
     "--data-dir",
@@ -122,10 +177,15 @@ data_dir = click.option(
     help="The coordinator's folder.",
 )
 database = click.option(
-    "--db", "database", metavar="URL", help="PostgreSQL instead of a file in the folder."
+    "--db",
+    "database",
+    metavar="URL",
+    help="Address of a PostgreSQL database; default: a SQLite file in --data-dir.",
 )
 blobs = click.option(
-    "--blobs", metavar="URL", help="s3://BUCKET/PREFIX or a folder, instead of one in --data-dir."
+    "--blobs",
+    metavar="URL",
+    help="Where to store weights: s3://BUCKET/PREFIX or a folder; default: in --data-dir.",
 )
 invite = click.argument("invite")
 keys = click.option(
@@ -134,18 +194,18 @@ keys = click.option(
     help="Folder made by `blocktrain keys`. Default: RUN/keys.",
 )
 plain_tcp = click.option(
-    "--plain-tcp", is_flag=True, help="No TLS between stages: only inside a network you trust."
+    "--plain-tcp",
+    is_flag=True,
+    help="Connections between stages without TLS; only for a network that you trust.",
 )
 served_readout = click.option(
     "--readout",
     type=click.Choice(["product", "final"]),
     default="product",
     show_default=True,
-    help="product: all blocks predict together; final: the last one alone. Router and stages need"
+    help="product: all blocks predict together; final: the last block alone. Router and stages need"
     " the same.",
 )
-
-
 warm_up = click.option(
     "--warm-up-mb",
     type=click.FloatRange(0.0, 32.0),
@@ -156,33 +216,12 @@ warm_up = click.option(
 )
 
 
-def caller(invite: str) -> "Client":
+def client_of(invite: str) -> "Client":
+    """A client of the coordinator that made the invite; it tells the user about retries."""
     from blocktrain.protocol.identity import WorkerKey
     from blocktrain.protocol.invite import Invite
     from blocktrain.worker.client import Client
 
     client = Client(Invite.decode(invite), WorkerKey.create())
-    client.http.on_unreachable = _tell
+    client.http.on_unreachable = show_retry
     return client
-
-
-def _tell(reason: str, seconds: float) -> None:
-    how_long = "" if math.isinf(seconds) else f" for {seconds:.0f} s"
-    click.echo(f"{plain(reason)}; trying again{how_long}", err=True)
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    asked: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and number in asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,8 +1,6 @@
 """blocktrain serve, stage and keys: an OpenAI-compatible server over the blocks of a run."""
 
 import json
-import logging
-import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -68,6 +66,7 @@ def web_origins(
 @options.served_readout
 @options.device
 @options.thread_count
+@options.log_options("info")
 @options.precision
 @options.weights
 @click.option(
@@ -135,10 +134,9 @@ def serve_command(
         tls_cert=tls_cert,
         tls_key=tls_key,
         origins=origins,
-        stage_command=(sys.executable, "-m", "blocktrain.cli.main", "stage"),
+        stage_command=(*options.PROGRAM, "stage"),
         terms=Terms(padding=int(warm_up_mb * (1 << 20))),
     )
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     serve_router(settings, click.echo)
 
 
@@ -188,6 +186,7 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
 @options.served_readout
 @options.device
 @options.thread_count
+@options.log_options("info")
 @options.precision
 @options.weights
 @options.warm_up

@@ -1,4 +1,4 @@
-"""blocktrain simulate: a swarm of virtual workers, to see what a run's settings lead to."""
+"""blocktrain simulate: a run with virtual workers, to see what its settings lead to."""
 
 import json
 from dataclasses import asdict
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blocktrain.cli import options
-from blocktrain.cli.display import duration, size
+from blocktrain.cli.terminal import duration, size
 
 if TYPE_CHECKING:
     from rich.console import JustifyMethod
@@ -25,10 +25,11 @@ PIPED_WIDTH = 120
 @options.overrides
 @click.option(
     "--sweep",
-    metavar="A.B=C,D,...",
-    help="Simulate once for each value of a setting; one row for each.",
+    metavar="SECTION.KEY=VALUE,VALUE,...",
+    help="Simulate once for each value of a setting, and show one row for each.",
 )
 @options.thread_count
+@options.log_options("warning")
 @options.as_json
 @click.option(
     "--plots",
@@ -43,34 +44,33 @@ def simulate_command(
     as_json: bool,
     plots_folder: Path | None,
 ) -> None:
-    """Play a run with virtual workers on a virtual clock; all decisions are the coordinator's own.
-    Time, traffic and who does what are simulated. With simulate.learn every update that counts is
-    trained for real, so a small model shows what they do to what is learned."""
+    """Simulate a run with virtual workers on a virtual clock. Time and traffic are simulated; all
+    decisions are made by the coordinator's own code. With simulate.learn every update that counts
+    is trained for real, which shows for a small model how the settings affect its score."""
     from rich.console import Console
 
-    from blocktrain.cli.options import resolve_config
     from blocktrain.simulate import plots
     from blocktrain.simulate.scenario import load_scenario
 
     if plots_folder:
-        plots.check_installed()  # before minutes are spent on what could not be shown
-    path, (name, values) = resolve_config(config_path), _swept(sweep)
+        plots.check_installed()  # before minutes of simulation that could not be plotted
+    name, values = _swept(sweep)
     scenarios = {
-        value: load_scenario(path, [*overrides, f"{name}={value}"] if name else overrides)
+        value: load_scenario(config_path, [*overrides, f"{name}={value}"] if name else overrides)
         for value in values
     }
-    reports = {value: _played(scenario) for value, scenario in scenarios.items()}
+    reports = {value: _simulated(scenario) for value, scenario in scenarios.items()}
     if plots_folder:
         plots.write(plots_folder, name, reports)
     if as_json:
-        told = [{name: value, **_as_json(report)} for value, report in reports.items()]
-        click.echo(json.dumps(told if name else _as_json(reports[""])))
+        rows = [{name: value, **_as_json(report)} for value, report in reports.items()]
+        click.echo(json.dumps(rows if name else _as_json(reports[""])))
         return
     console = Console(width=None if Console().is_terminal else PIPED_WIDTH)
     console.print(_sweep_table(name, reports, console.width) if name else _table(reports[""]))
 
 
-def _played(scenario: "Scenario") -> "Report":
+def _simulated(scenario: "Scenario") -> "Report":
     if scenario.simulate.learn:
         from blocktrain.simulate.learning import simulate_learning
 
@@ -81,7 +81,7 @@ def _played(scenario: "Scenario") -> "Report":
 
 
 def _swept(sweep: str | None) -> tuple[str, list[str]]:
-    """The setting to vary and its values; without a sweep, none and one that says nothing."""
+    """The setting to vary and its values; without a sweep, an empty name and one empty value."""
     if sweep is None:
         return "", [""]
     name, _, listed = sweep.partition("=")
@@ -94,13 +94,12 @@ def _swept(sweep: str | None) -> tuple[str, list[str]]:
 
 
 def _as_json(report: "Report") -> dict[str, Any]:
-    made = sum(report.versions)
     return {
         **asdict(report),
         "ce": report.ce,
         "participation": report.participation,
         "mean_staleness": report.mean_staleness,
-        "seconds_per_version": report.seconds_per_version if made else None,
+        "seconds_per_version": report.seconds_per_version if sum(report.versions) else None,
     }
 
 
@@ -164,8 +163,8 @@ def _update_rows(report: "Report") -> list[tuple[str, str]]:
 
 
 def _sweep_table(name: str, reports: "dict[str, Report]", width: int) -> "Table":
-    """A row for each value. Where the terminal is too narrow the last columns are left out: half
-    a number, or a row without its value, says nothing."""
+    """A row for each value. If the terminal is too narrow, the last columns are left out rather
+    than cut."""
     from rich.table import Table
 
     table = Table(title=name, title_justify="left", caption_justify="left")
@@ -188,7 +187,7 @@ def _sweep_table(name: str, reports: "dict[str, Report]", width: int) -> "Table"
 
 
 def _sweep_columns(reports: "list[Report]") -> dict[str, list[str]]:
-    """By title, what matters most first."""
+    """Columns by title, the most important first."""
     learned = any(report.ce is not None for report in reports)
     return {
         **({"CE": [_ce(report) for report in reports]} if learned else {}),

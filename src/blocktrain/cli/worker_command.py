@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from blocktrain.cli import options
-from blocktrain.cli.display import plain, size
+from blocktrain.cli.terminal import plain, size, stop_on_signal
 
 if TYPE_CHECKING:
     from blocktrain.worker.events import WorkerEvent
@@ -28,6 +28,7 @@ ROUTINE = ("leased", "trained", "accepted")  # not shown: the passing ones imply
 @options.invite
 @options.device
 @options.thread_count
+@options.log_options("warning")
 @click.option("--blocks", type=int, multiple=True, help="Train only this block; may be repeated.")
 @click.option(
     "--memory", type=click.FloatRange(min=0.001), metavar="GB", help="Use at most this much."
@@ -75,7 +76,6 @@ def worker_command(
     Ctrl-C finishes what takes a few seconds and gives the rest back."""
     import platform
 
-    from blocktrain.cli.options import stop_on_signal
     from blocktrain.protocol.identity import WorkerKey
     from blocktrain.protocol.invite import Invite
     from blocktrain.worker.agent import Agent

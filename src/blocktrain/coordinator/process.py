@@ -5,6 +5,7 @@ for longer than workers keep theirs, as long as there are not many: opening one 
 away two round trips, and both sides two milliseconds of a processor.
 """
 
+import logging
 import re
 import socket
 import ssl
@@ -89,8 +90,8 @@ def server_config(app: Starlette) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=HttpConnection,
-        log_level="warning",
-        access_log=False,
+        log_config=None,  # uvicorn logs through the handlers of this process
+        access_log=logging.getLogger("uvicorn.access").isEnabledFor(logging.INFO),
         timeout_graceful_shutdown=GOODBYE_SECONDS,
         server_header=False,
         proxy_headers=False,  # who asks is known by token, not by address

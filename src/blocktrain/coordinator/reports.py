@@ -7,9 +7,8 @@ from collections import Counter as Counted
 from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from blocktrain.coordinator import traffic

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from blocktrain.config import DataConfig
 from blocktrain.data import hub
 from blocktrain.data.sources import SPLITS, Source, file_source, split_source, stdlib_source
+from blocktrain.environment import CACHE, XDG_CACHE_HOME
 from blocktrain.errors import DataError
 from blocktrain.files import file_sha256
 from blocktrain.vocabulary import BYTE_VOCABULARY
@@ -46,9 +46,9 @@ class Corpus:
 
 
 def cache_dir() -> Path:
-    if chosen := os.environ.get("BLOCKTRAIN_CACHE"):
+    if chosen := CACHE.get():
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blocktrain"
+    return Path(XDG_CACHE_HOME.get() or Path.home() / ".cache") / "blocktrain"
 
 
 def load_corpus(settings: DataConfig) -> Corpus:

@@ -24,7 +24,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise UnreachableError(
-            f"cannot listen on {join_host_port(host, port)}: {error.strerror}"
+            f"cannot listen on {join_host_port(host, port)}: {error.strerror};"
+            " choose another address or port"
         ) from None
     return listener
 
@@ -34,7 +35,10 @@ def split_host_port(address: str, default_host: str = "") -> tuple[str, int]:
     parts = _HOST_PORT.fullmatch(address)
     host = (parts["ipv6"] or parts["host"] or default_host) if parts else ""
     if not parts or not host or int(parts["port"]) > 65535:
-        raise ConfigError(f"{address!r} is not HOST:PORT (an IPv6 host stands in brackets)")
+        raise ConfigError(
+            f"{address!r} is not HOST:PORT, with a port from 0 to 65535"
+            " and an IPv6 host in brackets"
+        )
     return host, int(parts["port"])
 
 

@@ -52,7 +52,7 @@ class WorkerKey:
             path.parent.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(path.with_name(path.name + ".lock")):
                 if not path.exists():
-                    write_bytes(path, cls.create()._pem(), mode=0o600)
+                    write_bytes(path, cls.create().pem(), mode=0o600)
                 return cls._parse(path.read_bytes(), path)
         except OSError as error:
             raise ConfigError(f"cannot keep a key in {path}: {error.strerror}") from None
@@ -84,7 +84,7 @@ class WorkerKey:
     def sign_join(self, run: str, invite: str) -> str:
         return base64url_encode(self._key.sign(join_text(run, invite)))
 
-    def _pem(self) -> bytes:
+    def pem(self) -> bytes:
         return self._key.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,

@@ -2,7 +2,6 @@
 
 import gc
 import importlib.util
-import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from blocktrain.environment import C_COMPILER
 from blocktrain.errors import DeviceError
 from blocktrain.train.objective import Batch
 
@@ -74,7 +74,8 @@ def _device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(
-            f"device {name!r} is not available here: {str(error).splitlines()[0]}"
+            f"device {name!r} is not available here, use auto or cpu:"
+            f" {str(error).splitlines()[0].split('. ')[0]}"
         ) from None
     return device
 
@@ -82,7 +83,7 @@ def _device(name: str) -> torch.device:
 @cache
 def _has_triton() -> bool:
     """Triton compiles its launcher at run time, against Python's headers."""
-    compilers = (os.environ.get("CC", ""), "gcc", "clang")
+    compilers = (C_COMPILER.get(), "gcc", "clang")
     headers = Path(sysconfig.get_path("include"), "Python.h")
     has_compiler = headers.exists() and any(map(shutil.which, compilers))
     return has_compiler and importlib.util.find_spec("triton") is not None

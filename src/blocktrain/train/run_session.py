@@ -175,17 +175,19 @@ def _train_in_child(
     command: Sequence[str], block: int, on_progress: OnProgress, halt: ShouldStop
 ) -> bool:
     """Train one block in a process. False: a signal or `halt` stopped it early."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     errors: list[str] = []
-    readers = [
-        threading.Thread(target=_report, args=(process, on_progress)),
-        threading.Thread(target=lambda: errors.extend(process.stderr or ())),
-    ]
-    for reader in readers:
-        reader.start()
-    code = _wait(process, halt)
-    for reader in readers:
-        reader.join()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        readers = [
+            threading.Thread(target=_report, args=(process, on_progress)),
+            threading.Thread(target=lambda: errors.extend(process.stderr or ())),
+        ]
+        for reader in readers:
+            reader.start()
+        code = _wait(process, halt)
+        for reader in readers:
+            reader.join()
     if code not in (0, INTERRUPTED) and not halt():
         reason = errors[-1].strip().removeprefix("error: ") if errors else f"exit code {code}"
         raise BlocktrainError.of_exit_code(code)(f"block {block}: {reason}")

@@ -144,7 +144,9 @@ def test_what_is_taken_and_given_has_the_fields_of_its_message(action: Endpoint)
     for kind in (action.takes, action.gives):
         if isinstance(kind, type) and issubclass(kind, Message):
             schema = DOCUMENT["components"]["schemas"][kind.__name__]
-            assert schema["properties"].keys() == kind.model_fields.keys()
+            assert schema["properties"].keys() == {
+                field.serialization_alias or name for name, field in kind.model_fields.items()
+            }
 
 
 @each_action

@@ -1,13 +1,13 @@
-"""What a coordinator says is shown by whoever joined it, and commands nothing."""
+"""Sizes, durations, and text from other machines, which must not control the terminal."""
 
+import math
 import sys
 import time
 
 import pytest
 
 from blocktrain.cli import main
-from blocktrain.cli import options as calling
-from blocktrain.cli.display import plain
+from blocktrain.cli.terminal import duration, plain, show_retry, size
 from blocktrain.cli.worker_command import _shown
 from blocktrain.errors import RefusedError
 from blocktrain.worker.events import WorkerEvent
@@ -16,7 +16,7 @@ SAID = "no\x1b]0;mine\x07 \x9b2J\r\n[/b] :bomb: \u202ereason"
 SHOWN = "no ]0;mine   2J  [/b] :bomb:  reason"
 
 
-def test_a_line_is_left_as_it_is_but_for_what_commands():
+def test_plain_replaces_control_characters_alone():
     assert plain(SAID) == SHOWN
     assert plain("größe 3 µs → 5") == "größe 3 µs → 5"
 
@@ -59,6 +59,33 @@ def test_the_error_that_ends_a_command(
     assert capsys.readouterr().err == f"error: {SHOWN}\n"
 
 
-def test_why_a_command_still_waits(capsys: pytest.CaptureFixture[str]):
-    calling._tell(SAID, 60.0)
+def test_a_retry_says_why_and_for_how_long(capsys: pytest.CaptureFixture[str]):
+    show_retry(SAID, 60.0)
     assert capsys.readouterr().err == f"{SHOWN}; trying again for 60 s\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (99_949, "99.9 kB"),
+        (99_950, "100 kB"),
+        (123e6, "123 MB"),
+        (5e13, "50.0 TB"),
+    ],
+)
+def test_sizes_have_a_unit(count: float, text: str):
+    assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0123, "12.3 ms"), (1.0, "1.0 s"), (119.0, "119.0 s"), (150.0, "2.5 min"),
+        (7200.0, "2.0 h"), (math.inf, "never"),
+    ],
+)  # fmt: skip
+def test_durations_have_a_unit_that_fits(seconds: float, text: str):
+    assert duration(seconds) == text
