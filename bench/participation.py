@@ -1,11 +1,11 @@
-"""What participation, deadlines, quorum, grace and the length of a lease do to what is learned.
+"""Measures how participation, deadlines, quorum, grace and lease length change what is learned.
 
     PYTHONPATH=src python bench/participation.py --out DIR [--seeds 0 1] [--only quorum grace]
 
-Simulations with real training (configs/simulate-learn.toml): every row trains the same text. Beside
-the score at the end stands the score at the moment when the first run of the table ended, because
-who may take longer has learned more. One process, one core. Writes participation.json into DIR
-after every run, and called again it goes on where it stopped. Prints tables last.
+Every row is a simulation with real training (configs/simulate-learn.toml) on the same text. Runs
+that take longer learn more. So beside the score at its end, every row has its score at the moment
+when the first run of its table ended. One process, one core. Writes participation.json into DIR
+after every run, and resumes from it. Prints tables.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""How fast a simulation is: 100,000 virtual workers and a million leases.
+"""Measures the speed of the simulation with 100,000 virtual workers and a million leases.
 
     PYTHONPATH=src python bench/simulate.py --out DIR [--workers 100000] [--leases 1000000]
         [--codec none]
 
-One process, one core. Workers differ in speed and line, come and go, and some straggle; blocks are
-merged as they fall due. Writes simulate.json into DIR, prints a table last.
+One process, one core. Workers differ in speed and bandwidth, come and go, and some straggle; blocks
+are merged when they are due. Writes simulate.json into DIR and prints a table.
 """
 
 import argparse
