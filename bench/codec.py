@@ -1,11 +1,12 @@
-"""How small, how fast and how exact the codecs of updates are, on one core.
+"""Measures the size, speed and error of the codecs of updates on one core.
 
     PYTHONPATH=src python bench/codec.py [--numbers 16777216] [--run DIR] [--kept 64 96 154]
 
-Updates are made up, Gaussian and of heavy tails (Student's t with 3 degrees of freedom); with a
-run, they are also the difference between the last two versions of its blocks. Sizes are beside
-float32, speeds are of float32 in or out, the error is of one update without error feedback:
-|decoded - update| / |update|. Prints a table.
+The updates are random numbers: Gaussian, and with heavy tails (Student's t, 3 degrees of freedom).
+With --run they are also the differences between the last two versions of a run's blocks. Sizes are
+relative to float32. Speeds count float32 bytes in or out. The error is |decoded - update| /
+|update| of one update, without error feedback. --kept: values of swarm.top_k_per_4096 for `sparse`.
+Prints a table.
 """
 
 import argparse

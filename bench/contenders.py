@@ -1,13 +1,13 @@
-"""What bench/speed.py and bench/memory.py share: who is compared, on what data, shown how.
+"""What bench/speed.py and bench/memory.py compare, on what data, and how they print it.
 
-Contenders, each a real training step on random bytes: end-to-end with all layers, end-to-end
-with the layers of one block, one denoising block, the last block of a cascade and the one before
-it, which has a tail, each with all blocks before it, end-to-end with the layers such a worker
-trains, and `plain`, an ordinary PyTorch loop of the first one's shape. Not run by itself; the
-benches import it:
+Not run by itself. The contenders, each a real training step on random bytes:
 
-    PYTHONPATH=src python bench/speed.py --config configs/wikitext2-38m.toml --out DIR
-    PYTHONPATH=src python bench/memory.py --config configs/wikitext2-38m.toml --out DIR
+- end-to-end with all layers (by AdamW and by Muon), and with the layers of one denoising block;
+- one denoising block;
+- the last block of a cascade, and the one before it, which has a tail, each behind all earlier
+  blocks;
+- end-to-end with as many layers as such a worker trains;
+- `plain`: an ordinary PyTorch loop with the shape of the first one.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""How fast a coordinator is: leases and updates a second, each on disk when it is counted.
+"""Measures how many leases and updates per second one coordinator serves, each stored on disk.
 
     PYTHONPATH=src python bench/coordinator.py --out DIR [--history 0 1000000] [--db postgresql://]
 
-Threads, each as many workers in turn, ask for a lease and send an update of a tiny block, as
-workers send small ones, against a real server process on the same machine; versions are merged as
-they fall due. `--in-chunks`: the way of larger ones, an offer, a chunk and a commit. `--history`:
-so many updates were merged before, for each number a fresh run. Writes coordinator.json into DIR,
-prints a table last. A PostgreSQL database must be empty, and takes one history at a time.
+A real server process runs on the same machine. Threads act as many workers in turn: each requests a
+lease and sends an update of a tiny block in one request. --in-chunks sends an offer, a chunk and a
+commit instead, as for larger updates. Versions are merged as usual. --history: how many updates the
+ledger holds at the start; every number is a fresh run. A PostgreSQL database must be empty and
+takes one history only. Writes coordinator.json into DIR and prints a table.
 """
 
 import argparse

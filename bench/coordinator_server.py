@@ -1,8 +1,8 @@
 """A coordinator in a process of its own, for the benches: real server, real ledger, real files.
 
-Beside the protocol's routes it has `/bare`, which streams a file out and takes one in: what the
-same server does when nothing is hashed, checked or counted. Without TLS, so that only our own work
-is measured. Run with arguments only by `server`.
+Not run by itself: `server` starts it. Beside the protocol's routes it has `/bare`, which streams a
+file out or in. That shows what the same server does without hashes, checks and counters. There is
+no TLS, so that only the project's own work is measured.
 """
 
 import itertools

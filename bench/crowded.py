@@ -1,11 +1,11 @@
-"""Training speed next to other busy processes, by how torch's OpenMP threads wait and how many.
+"""Measures training speed next to other busy processes, for several settings of OpenMP threads.
 
     PYTHONPATH=src python bench/crowded.py --config configs/demo.toml --out DIR
 
-A process per setting trains block 0 by the project's own trainer, alone and then next to one and
-more busy loops, up to one per core; the settings take turns in every round. The time that the
-cores spent on anything else is measured beside it; a measurement with more than --disturbed of it
-is repeated, and in the end left out. Linux only. Writes crowded.json into DIR, prints a table last.
+One process per setting trains block 0 with the project's own trainer: first alone, then next to one
+or more busy loops, up to one per core. The settings take turns in every round. A measurement is
+repeated if anything else used more than --disturbed of the cores' time, and left out after --tries
+attempts. Linux only. Writes crowded.json into DIR and prints a table.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""How fast a linear map in 8 bits is on this device, against the same in its compute type.
+"""Measures the speed of a linear map with int8 weights, against the same map in bf16.
 
-    python bench/int8_speed.py [--outputs N --inputs K]
+    PYTHONPATH=src python bench/int8_speed.py [--outputs N --inputs K]
 
-For each number of rows: the kernel that reads bytes, the way around it (widened, then multiplied),
-and bf16 weights; milliseconds, and how far the kernel is from the way around it. Also how fast
-memory is, as a copy reads and writes it. Prints a table, and JSON last.
+For each number of rows it times three ways, in milliseconds: the kernel that reads int8, int8
+weights widened first and then multiplied, and bf16 weights. It also prints how far the kernel's
+result is from that of the second way, and the speed of memory by a copy. Prints a table, then JSON.
 """
 
 import argparse

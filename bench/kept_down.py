@@ -1,13 +1,13 @@
-"""What sparse versions cost in quality: how many numbers a version's difference must keep.
+"""Measures how much quality a run loses if the deltas of its versions are sparse.
 
     PYTHONPATH=src python bench/kept_down.py --out DIR [--workers 1 4] [--down 64 128 256 0]
 
-One small model, trained end to end by several workers at once on one machine, without a network:
-in every round each worker trains its own batches from the newest version, keeps its own optimizer
-and what its update left out, and sends a sparse update; the merge is the coordinator's own. `down`
-is how many of 4,096 numbers a version's difference keeps; 0: versions are published whole. The
-first row of each number of workers sends everything whole. Writes kept_down.json, prints a table
-last.
+Several workers train one small model end to end, on one machine and without a network. In every
+round each worker trains its own batches from the newest version, keeps its own optimizer and its
+residual, and sends a sparse update. The merge is the coordinator's own. --kept is
+swarm.top_k_per_4096 and --down swarm.top_k_per_4096_down; with --down 0 versions are published
+whole. The first row of each number of workers sends everything whole. Writes kept_down.json into
+DIR and prints a table.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""Many workers on one device: the blocks of a run take turns, each seeing the others stale.
+"""Trains the blocks of a cascade in turns on one device, as if every block had a worker.
 
-In every round each block trains for some steps on what the others had published when the round
-began, then all publish: predecessors are up to `stale` steps old, as they are when every block
-has a worker of its own. A block may be given a share of the others' steps (an uneven swarm); its
-learning rate still runs its whole course by the end. Where the settings give blocks a lead, each
-begins when the one before has made its share. Deterministic, so that experiments repeat.
+Not run by itself; bench/quality.py uses it. In every round each block trains a few steps on what
+the other blocks had published when the round began. Then all blocks publish. So predecessors are up
+to `stale` steps old, as in a run where every block has a worker of its own. A block can get a share
+of the others' steps, as in an uneven swarm; its learning rate still reaches the end of its
+schedule. If the settings have a lead, each block begins when the one before has that lead.
+Deterministic, so that experiments can be repeated.
 """
 
 import math

@@ -1,11 +1,11 @@
-"""Training memory of a block beside end-to-end, and of both beside a plain loop (CUDA only).
+"""Measures the training memory of a block, of end-to-end training and of a plain PyTorch loop.
 
     PYTHONPATH=src python bench/memory.py --config configs/wikitext2-38m.toml --out DIR
 
-Memory: the peak of every contender of bench/contenders.py in a fresh process, with its
-activations kept and with its layers recomputed (train.checkpoint_layers). Cap: a model whose
-end-to-end training does not fit into 8 GB while each of its blocks does. Writes memory.json into
-DIR, prints the tables last. Needs torch, numpy, safetensors and filelock only.
+Two tables. Memory: the peak of every contender of bench/contenders.py in a process of its own, with
+its activations kept and with its layers recomputed (train.checkpoint_layers). Cap: a model that
+does not fit into 8 GB for end-to-end training, while each of its blocks does. CUDA only. Writes
+memory.json into DIR and prints the tables. Needs torch, numpy, safetensors and filelock only.
 """
 
 import argparse

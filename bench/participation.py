@@ -1,11 +1,11 @@
-"""The effect of participation, deadlines, quorum, grace period and lease length on the loss.
+"""Measures how participation, deadlines, quorum, grace and lease length change what is learned.
 
     PYTHONPATH=src python bench/participation.py --out DIR [--seeds 0 1] [--only quorum grace]
 
-Simulations with real training (configs/simulate-learn.toml); every row trains the same text. Runs
-that take longer may have learned more, so there are two scores: at the end, and at the time when
-the first run of the table ended. One process, one core. Writes participation.json into DIR after
-every run, continues where it stopped when called again, and prints tables.
+Every row is a simulation with real training (configs/simulate-learn.toml) on the same text. Runs
+that take longer learn more. So beside the score at its end, every row has its score at the moment
+when the first run of its table ended. One process, one core. Writes participation.json into DIR
+after every run, and resumes from it. Prints tables.
 """
 
 import argparse

@@ -1,8 +1,6 @@
-"""The plain PyTorch loop: what the same model looks like without this project.
+"""The plain PyTorch loop: the same model without this project, as a baseline.
 
-Imported by bench/speed.py and bench/memory.py as the contender that ours is held against:
-
-    PYTHONPATH=src python bench/speed.py --config configs/wikitext2-38m.toml --out DIR
+Not run by itself; bench/speed.py and bench/memory.py import it.
 
 Shapes: B batch, T positions, D width, H heads, K = D / H.
 """

@@ -1,13 +1,13 @@
-"""Honest cross entropy of blocks beside their end-to-end twins, on the same windows.
+"""Measures the honest cross entropy of blocks and of their end-to-end twins on the same windows.
 
     PYTHONPATH=src python bench/quality.py --config configs/wikitext2-small.toml --out DIR \
         --seeds 0 1 2
 
-For every seed the kinds of models that bench/variants.py names; `--kinds` chooses among them.
-`--grid model.dropout=0.0,0.1 --choose` tunes all of them alike on valid with the first seed.
-Prints a table, writes JSON after every run. Called again, it goes on where it stopped; what the
-JSON holds already is not trained again, so that a long table can be put together from several
-machines. Every result names the commit it is of. Needs torch, numpy, safetensors, filelock only.
+Trains and scores, for every seed, the kinds of models in bench/variants.py; --kinds chooses among
+them. `--grid model.dropout=0.0,0.1 --choose` first tunes all kinds alike on valid with the first
+seed. Writes JSON after every run and prints a table. It resumes: results that the JSON already
+holds are not trained again, so a long table can be put together on several machines. Every result
+names its commit. Needs torch, numpy, safetensors and filelock only.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""How long a run stands still when its coordinator is killed -9 and started again.
+"""Measures how long a run stands still after its coordinator is killed with -9 and restarted.
 
     PYTHONPATH=src python bench/recovery.py --out DIR [--kills 10] [--db postgresql://...]
 
-A real coordinator and real workers on this machine train the `tiny` preset; the coordinator is
-killed at arbitrary moments and started again at once. Counted from the kill: until it answers, and
-until the next update is merged. Beside it the usual time between merges, which a lease in flight
-takes anyway. Writes recovery.json into DIR, prints a table last.
+A real coordinator and real workers on this machine train the `tiny` preset. The coordinator is
+killed at random moments and started again at once. Two times are measured from the kill: until it
+answers, and until the next update is merged. The usual time between merges is printed beside them,
+since a lease in flight takes that long anyway. Writes recovery.json into DIR and prints a table.
 """
 
 import argparse

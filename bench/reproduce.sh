@@ -19,8 +19,8 @@ shift 2
 mkdir -p "$out"
 export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 BLOCKTRAIN_CACHE=${BLOCKTRAIN_CACHE:-$out/cache}
 runs=${RUNS:-$out/runs}
-crew="swarm.quorum=6"  # a version waits for everyone who trains the block
-often="swarm.most_steps=25 swarm.top_k_per_4096=120"  # sparse: many small updates, and last words that say more
+crew="swarm.quorum=6"  # a version waits for all workers of its block
+often="swarm.most_steps=25 swarm.top_k_per_4096=120"  # sparse: many small updates, and larger final ones
 
 quality() { # NAME CONFIG SOURCE OPTIONS...
   local name=$1 config=$2 source=$3

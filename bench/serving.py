@@ -1,18 +1,19 @@
-"""Serving: how fast, how near the limit, how good, and what a dead stage costs. One part a table.
+"""Measures serving: speed, distance from the limit, quality, and the cost of a dead stage.
 
-    python bench/serving.py PART RUN --out DIR --text wikitext-2/test.txt [...]
+    PYTHONPATH=src:. python bench/serving.py PART RUN --out DIR --text wikitext-2/test.txt [...]
+
+Each PART is one table:
 
     wan          a router and three stages across an emulated WAN, by mode and round trip
-    quality      what every mode says, judged by --reference, a run trained end to end
+    quality      what every mode writes, judged by --reference, a run trained end to end
     wire         CE with fp32, bf16 and int8 between stages
     weights      CE with the layers' matrices in the compute type and in 8 bits
     concurrency  32 requests at once against one, on this machine
-    failover     a stage killed mid-stream, its replica takes over
+    failover     a stage is killed mid-stream and its replica takes over
 
 `quality`, `wire` and `weights` need torch, numpy, safetensors and filelock only, and take --device.
-`wan` needs Linux and root; it, `concurrency` and `failover` need PYTHONPATH=src:. for the tests'
-own processes. Prompts are fixed: the first bytes of equal stretches of --text. Writes
-DIR/PART.json, prints a table and the bars. For a GPU see serving_gpu.py.
+`wan` needs Linux and root. Prompts are fixed: the first bytes of equal stretches of --text. Writes
+DIR/PART.json, prints a table and the targets. For a GPU see serving_gpu.py.
 """
 
 import argparse

@@ -1,8 +1,9 @@
-"""A client of a served model, as a small program: it can run on a host that others cannot reach.
+"""A client of a served model as a small program, for a host that the bench cannot reach directly.
 
-serving_client.py URL     reads requests as JSON lines, answers each with what came and when
+    python serving_client.py URL
 
-Also asks for many at once: {"at_once": N, "request": {...}} tells how long all of them took.
+Reads requests as JSON lines, and answers each with the output and the time of every piece.
+{"at_once": N, "request": {...}} sends N requests at the same time and answers with their duration.
 """
 
 import json

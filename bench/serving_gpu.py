@@ -1,19 +1,20 @@
-"""Serving on a GPU: shapes up to 75.8B, a router and three stages that share it.
+"""Measures serving on one GPU: a router and three stages share it, with shapes up to 75.8B.
 
     PYTHONPATH=src python bench/serving_gpu.py --out DIR --text wikitext-2/test.txt [--run RUN]
 
-A shape's weights come from a seed (serving_seeded.py): what it says means nothing, what it takes
-does. For each: ar and one sweep, bytes a second, the limit of the written design
+The weights of a shape come from a seed (serving_seeded.py): its text is meaningless, its speed is
+real. Measured for each shape:
 
-    traversals x R + sum over stages of what they computed + bytes sent / W
+- the bytes per second of `ar` and of one sweep, beside the design's limit (serving_limit.py) with
+  the round trip R and the bandwidth W of loopback;
+- the speed-up of the sweep over `ar`, beside the one that the limits predict;
+- how close one byte of `ar` comes to reading all weights once at the measured speed of memory.
 
-with R and W of loopback as measured and computing as the stages tell, the factor between the modes
-and the one that the limits predict; and how near a byte of ar comes to reading all weights once at
-the memory's measured rate. With --run, a trained model of at least four blocks: CE with weights in
-8 bits, 32 requests at once, and how often modes that are to say what ar says do not.
+With --run, a trained model of at least four blocks: CE with weights in 8 bits, 32 requests at once,
+and how often modes that should equal `ar` differ from it.
 
-Everything is warm before it is timed. What fails is told, and the rest goes on; what would begin
-after --seconds is left out. Tables come last; DIR/serving-gpu.json has all numbers.
+Everything is warmed up before it is timed. A part that fails is reported, and the rest goes on; no
+part begins after --seconds. Prints tables and writes DIR/serving-gpu.json with all numbers.
 """
 
 import argparse

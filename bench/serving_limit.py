@@ -1,8 +1,10 @@
-"""An answer beside what it could have taken at least, and how a ring of three stages is asked.
+"""The shortest time that an answer could take, and how the benches send requests to a ring.
 
-The limit is that of the written design, for all traversals of an answer together:
+Not run by itself. The limit, for all traversals of an answer together, is
 
-    traversals x R + sum over stages of what they computed + bytes sent / W
+    traversals x R + sum over stages of their compute time + bytes sent / W
+
+with R the time of one round through the ring without any work, and W the bandwidth.
 """
 
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""A ring of processes on this machine: many requests at once, and a stage killed mid-stream."""
+"""Measures many requests at once, and a stage killed mid-stream, in a ring on this machine.
+
+Not run by itself: it is the parts `concurrency` and `failover` of bench/serving.py.
+"""
 
 import json
 import subprocess

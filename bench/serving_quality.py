@@ -1,8 +1,9 @@
-"""What the decoding modes say, and what the wire does to a model: no network, one process.
+"""Measures what the decoding modes write and what the wire format does to a model, in one process.
 
-Prompts are the first bytes of equal stretches of a text, the same for every model and mode. The
-judge is another run, trained end to end: the mean CE, per byte, of what a mode wrote, every byte
-read with at least half the judge's window before it. Needs torch, numpy, safetensors only.
+Not run by itself: it is the parts `quality`, `wire` and `weights` of bench/serving.py. Prompts are
+the first bytes of equal stretches of a text, the same for every model and mode. The judge is
+another run, trained end to end. Its score is the mean CE per byte of what a mode wrote, and it
+reads every byte with at least half its window before it. Needs torch, numpy, safetensors only.
 """
 
 import time

@@ -1,7 +1,7 @@
-"""A router and three stages as processes on one device, with TLS between them, and what they take.
+"""A router and three stages as processes on one device, with TLS, and the memory they use.
 
-The processes share the device: their contexts take turns, and what one computes the others wait
-for. Memory is read from outside: the host's from /proc, the device's from nvidia-smi.
+Not run by itself. The processes share the device: they take turns on it, so each waits for the
+others. Memory is read from outside: the host's from /proc, the device's from nvidia-smi.
 """
 
 import json

@@ -1,14 +1,12 @@
-"""A model of a given shape whose weights come from a seed, made where they are to stay.
+"""Serves a model of a given shape whose weights come from a seed; for shapes without a checkpoint.
 
-Nothing passes through disk or the host's memory, so that a shape can be served that has no
-checkpoint. Held as `full` (the compute type), `int8` (the layers' matrices in 8 bits) or `logical`:
-in the compute type, one layer's matrices standing for those of all layers of a block. A logical
-model computes and reads as much as a real one, and holds less: it says nothing about memory.
+    python bench/serving_seeded.py stage RUN --block K ...     like `blocktrain stage`
+    python bench/serving_seeded.py serve RUN --stages A,B ...  like `blocktrain serve`
 
-    python bench/serving_seeded.py stage RUN --block K ...     as `blocktrain stage`
-    python bench/serving_seeded.py serve RUN --stages A,B ...  as `blocktrain serve`
-
-RUN has a config.toml and nothing else.
+RUN has a config.toml and nothing else. The weights are made on the device, without passing through
+disk or the host's memory. They are held as `full` (the compute type), `int8` (the layers' matrices
+in 8 bits) or `logical`: one layer's matrices stand for those of all layers of a block. A logical
+model computes and reads as much as a real one but holds less, so it says nothing about memory.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""A router and three stages on four hosts of an emulated WAN, and how near they come to its limit.
+"""Measures a router and three stages on four hosts of an emulated WAN, beside the design's limit.
 
-Hosts are network namespaces (tests/support/wan.py; Linux and root). The round trip is that between
-any two hosts; a traversal goes router, stage, stage, stage, router: four hops of half a round trip.
-Of the limit (serving_limit.py), R is measured, half the shortest of nine round trips over an open
-connection for each hop; stages tell what they computed; bytes are those of all packets that left a
-host meanwhile.
+Not run by itself: it is the part `wan` of bench/serving.py. Hosts are network namespaces
+(tests/support/wan.py; Linux and root). The round trip is that between any two hosts. A traversal
+goes router, stage, stage, stage, router: four hops of half a round trip each. In the limit
+(serving_limit.py) R is measured: for each hop, half the shortest of nine round trips over an open
+connection. Stages report their compute time. Bytes are those of all packets that left a host.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""The speed of a simulation: 100,000 virtual workers and a million leases.
+"""Measures the speed of the simulation with 100,000 virtual workers and a million leases.
 
     PYTHONPATH=src python bench/simulate.py --out DIR [--workers 100000] [--leases 1000000]
         [--codec none]
 
-One process, one core. Workers differ in speed and network, come and go, and some straggle. Writes
-simulate.json into DIR and prints a table.
+One process, one core. Workers differ in speed and bandwidth, come and go, and some straggle; blocks
+are merged when they are due. Writes simulate.json into DIR and prints a table.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Training speed of a block beside end-to-end, and of both beside a plain loop.
+"""Measures the training speed of a block, of end-to-end training and of a plain PyTorch loop.
 
     PYTHONPATH=src python bench/speed.py --config configs/wikitext2-38m.toml --out DIR
 
-Times the contenders of bench/contenders.py: rounds of steps in rotation in one process, median
-over the rounds; then ratios of time per step, and the share of the device's peak FLOP/s reached.
-On CUDA a first process per contender, all side by side, fills the compiler's cache. Writes
-speed.json into DIR, prints the tables last. Needs torch, numpy, safetensors and filelock only.
+Times the contenders of bench/contenders.py in one process: they take turns in every round, and the
+median over the rounds counts. Prints ratios of time per step and the share of the device's peak
+FLOP/s. On CUDA, each contender first runs in a process of its own, all at once, to fill the
+compiler's cache. Writes speed.json into DIR. Needs torch, numpy, safetensors and filelock only.
 """
 
 import argparse

@@ -1,20 +1,25 @@
-"""Three hosts and a coordinator across an emulated WAN, beside one worker at home.
+"""Measures a run of three hosts across an emulated WAN, beside the same run on one machine.
 
     PYTHONPATH=src:. python bench/three_hosts.py --out DIR --config configs/demo.toml \
         [--data 'text:wikitext-2/*.txt'] [--round-trips 20 50 100] [--codecs none sparse] [--links]
 
-Needs Linux and root: every host is a network namespace (tests/support/wan.py). With --links it
-needs neither: every worker reaches the coordinator through a proxy with the same delay and rate
-(tests/support/tcp_link.py), without loss, and bytes are those inside of TCP. For every codec and
-round trip a real coordinator and three real workers train the run over HTTPS; one host is killed
-at a third of it and comes back at half. Every host has only what came over its line, the text
-too. Bytes are those of all packets on the workers' lines, both directions, headers and repetitions
-and all. Waiting is the share of a worker's time, from joining to its last word, in which it took
-no step. CE is on test, of the model fetched at the end. The run at home is `blocktrain train`:
-every block trained alone on the same bytes. Writes three-hosts.json, the models and the workers'
-logs into DIR after every run, prints a table last; called again with the same settings, it adds to
-it and does not train at home again. `--round-trips` without any trains at home alone; `--home` is
-its score where it was trained before, with the same settings on the same windows.
+For every codec and round trip a real coordinator and three real workers train the run over HTTPS.
+One host is killed after a third of the run and comes back after half of it. Every host has only
+what arrived over its link, the text included. The run at home is `blocktrain train`: every block
+alone, on the same bytes.
+
+- Hosts are network namespaces (tests/support/wan.py; Linux and root). With --links neither is
+  needed: workers reach the coordinator through a proxy with the same delay and rate
+  (tests/support/tcp_link.py), without packet loss.
+- Bytes are those of all packets on the workers' links in both directions, headers and
+  retransmissions included; with --links, those inside of TCP.
+- Waiting is the share of a worker's time, from joining to its final update, without a step.
+- CE is on test, of the model fetched at the end.
+
+Writes three-hosts.json, the models and the workers' logs into DIR after every run, and prints a
+table. Called again with the same settings it adds to DIR, and does not train at home again.
+`--round-trips` without a number trains at home only. --home: the score at home, if it was measured
+elsewhere with the same settings and windows.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""How fast blocks move: download and upload through the protocol beside a bare streaming endpoint.
+"""Measures download and upload of blocks through the protocol, beside bare streams.
 
     PYTHONPATH=src python bench/transfer.py --out DIR [--megabytes 1000] [--workers 8]
 
-A worker's own client fetches a block and sends an update of it, to the receipt; beside it one
-stream of as many bytes goes to and from the same server process, to and from files. Then several
-workers do both at once, and the coordinator's memory at its peak is read. Writes transfer.json
-into DIR, prints a table last.
+A worker's own client fetches a block and sends an update of it, until it has the receipt. The
+baseline is one stream of as many bytes from and to files of the same server process. Then several
+workers do both at once, and the coordinator's peak memory is read. Writes transfer.json into DIR
+and prints a table.
 """
 
 import argparse

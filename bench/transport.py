@@ -1,10 +1,10 @@
-"""What a serving connection carries on one machine: round trips and bytes, with TLS and without.
+"""Measures round trips and throughput of a serving connection on one machine, with and without TLS.
 
     PYTHONPATH=src python bench/transport.py --out DIR [--seconds 2]
 
-A process of its own answers. A round trip is a message there and back, one at a time; the
-throughput is of messages pushed one way, as fast as credit allows, ended by one answer. Writes
-transport.json into DIR, prints a table last.
+Another process answers. A round trip is one message there and back, one at a time. Throughput is of
+messages pushed one way, as fast as credit allows, ended by one answer. Writes transport.json into
+DIR and prints a table.
 """
 
 import argparse

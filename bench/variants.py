@@ -1,14 +1,14 @@
-"""What bench/quality.py compares: kinds of models, how each is trained, and where it ends up.
+"""The kinds of models that bench/quality.py compares, and how each is trained.
+
+Not run by itself.
 
     end-to-end  the reference: all layers by one optimizer
     shallow     end-to-end with the layers of one denoising block
     denoise     denoising blocks, one after another
-    workers     the same blocks by so many workers of a real run on this machine, over HTTPS
+    workers     the same blocks by --workers workers of a real run on this machine, over HTTPS
     cascade     a cascade in lockstep: every block sees the others `stale` steps old
-    fitting     end-to-end with the layers one cascade worker trains: what fits its memory
+    fitting     end-to-end with the layers that one cascade worker trains: what fits its memory
     swarm       the product of as many fitting models as there are blocks, each from its own seed
-
-Not run by itself.
 """
 
 import shutil

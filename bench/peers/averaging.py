@@ -1,18 +1,17 @@
-"""One averaging round of a block between two workers: ours beside hivemind and Flower.
+"""Measures one averaging round of a block between two workers: blocktrain, hivemind and Flower.
 
     PYTHONPATH=src:bench python bench/peers/averaging.py --out DIR [--numbers 12500000] [--rounds 5]
         [--only "blocktrain, none" "hivemind 1.1.12"]
 
-Every system runs on this machine, in a virtual environment of its own that is made under --venvs
-once; one that cannot be installed or does not start is left out, and said so. All are started first
-and keep their connections as they do; then they make rounds in turn, each time in another order, so
-that what else the machine does, and what each leaves of its memory to the next, hits all of them
-alike. A round is from two blocks in the memory of two workers to their mean in the memory of both
-(Flower: on the server, which had sent both the last one). Bytes are those on the loopback device,
-of a network namespace of the system's own where that can be made. A system whose round fails is
-started anew, and its failures are counted. Writes averaging.json into DIR, also where it is
-stopped, and prints tables last: of every system, and of the first against each other one, round by
-round.
+A round starts with a block in the memory of each of two workers and ends with their mean in the
+memory of both. (With Flower it starts and ends on the server.) Every system runs on this machine,
+in a virtual environment that is made once under --venvs. A system that cannot be installed or
+started is left out and named. All systems are started first and keep their connections as they
+usually do. Then they take turns, in another order in every round, so that disturbances hit all of
+them alike. Bytes are those on the loopback device, in a network namespace of the system's own if
+one can be made. A system whose round fails is restarted, and its failures are counted. Writes
+averaging.json into DIR, also if it is stopped. Prints tables: every system, and the first against
+each other one, round by round.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""What both workers of a round have learned: noise, another for every worker and round.
+"""What both workers of a round have learned: noise that differs for every worker and round.
 
-Numbers that repeat would flatter whoever sends equal pieces once, or compresses. numpy only: it is
-imported in every system's own virtual environment.
+Repeated numbers would favour a system that sends equal pieces once, or compresses. Needs numpy
+only, since it is imported in every system's own virtual environment.
 """
 
 from collections.abc import Sequence

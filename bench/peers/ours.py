@@ -1,10 +1,10 @@
-"""Our own side: two workers send their updates over HTTPS, the coordinator checks and merges them,
-and both have the new version in memory.
+"""blocktrain's side: two workers send updates over HTTPS, the coordinator checks and merges them.
 
     PYTHONPATH=src:bench python bench/peers/ours.py NUMBERS CODEC
 
-The coordinator is `blocktrain coordinator`. A worker is the real one without training: noise is
-added to its block. It asks for its next lease as often as the coordinator tells it to.
+A round ends when both workers have the new version in memory. The coordinator is `blocktrain
+coordinator`. A worker is the real one without training: noise is added to its block. It requests
+its next lease as often as the coordinator says.
 """
 
 import json

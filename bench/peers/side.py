@@ -1,9 +1,9 @@
-"""One system in a comparison: a process that makes a round whenever it is told to.
+"""One system in a comparison: a process that makes a round for every line it reads.
 
-Standard library only: it is imported in every system's own virtual environment. A side starts its
-peers, each a process that speaks lines over its pipes, and answers every line it reads with the
-time the round took and the bytes that went over loopback meanwhile; in a network namespace of its
-own these are the system's own bytes.
+Standard library only, since it is imported in every system's own virtual environment. A side starts
+its peers, each a process that exchanges lines over its pipes. It answers every line with the time
+of the round and the bytes that passed over loopback meanwhile. In a network namespace of its own
+these are the system's own bytes.
 """
 
 import json

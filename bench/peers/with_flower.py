@@ -1,8 +1,8 @@
-"""Flower's side: a SuperLink and two SuperNodes as its documentation has them, without TLS.
+"""Flower's side: a SuperLink and two SuperNodes as in its documentation, without TLS.
 
-A round is what its strategy makes of one: the block goes to both nodes, both answer with their
-own, and the server averages them. A node is a new process for every message, so what it has learned
-waits for it in a file, which is made before the round.
+A round is one round of its strategy: the block goes to both nodes, both answer with their own, and
+the server averages them. A node is a new process for every message, so what it has learned waits
+for it in a file, which is written before the round.
 """
 
 import os
