@@ -114,7 +114,7 @@ def test_train_then_everything_else(home: Path, trained: Path):
 
     twice = run(home, "export", "trained", "--out", "out")
     assert twice.returncode == 4
-    assert "exists already" in twice.stderr
+    assert "is there already" in twice.stderr
 
     made = run(home, "generate", "out", "--prompt", "def ", "--bytes", 40, "--seed", 3)
     assert made.stdout.startswith("def ")
