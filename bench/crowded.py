@@ -32,6 +32,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
     "spin 1000": {"GOMP_SPINCOUNT": "1000"},
     "spin 3000": {"GOMP_SPINCOUNT": "3000"},
+    "spin 5000": {"GOMP_SPINCOUNT": "5000"},
+    "spin 8000": {"GOMP_SPINCOUNT": "8000"},
     "spin 10000": {"GOMP_SPINCOUNT": "10000"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }

@@ -52,7 +52,7 @@ THREADS = Variable(
 SPIN_COUNT = Variable(
     "GOMP_SPINCOUNT",
     "how often a waiting thread of GNU's OpenMP checks for work before it sleeps; blocktrain sets"
-    " 3000 unless this variable or OMP_WAIT_POLICY is set",
+    " 8000 unless this variable or OMP_WAIT_POLICY is set",
 )
 WAIT_POLICY = Variable(
     "OMP_WAIT_POLICY", "ACTIVE or PASSIVE; if it is set, blocktrain leaves GOMP_SPINCOUNT alone"

@@ -11,8 +11,8 @@ from blocktrain.environment import SPIN_COUNT, THREADS, WAIT_POLICY
 
 # How often a waiting thread checks for work before it sleeps. With OpenMP's own default, waiting
 # threads occupy cores that other programs need, and all slow down; with 0 (OMP_WAIT_POLICY=PASSIVE)
-# every barrier costs a system call. See docs/RESULTS.md.
-SPINS = "3000"
+# every barrier costs a system call. See docs/results/memory-and-speed.md.
+SPINS = "8000"
 
 
 def sleep_at_barriers() -> None:

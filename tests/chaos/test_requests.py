@@ -329,7 +329,8 @@ def test_an_update_for_an_old_version_is_refused_and_its_text_leased_again(serve
         server.processes.wait_for("a merge", lambda v=version: len(server.merged()) == v, SECONDS)
     receipt = slow.send(made)
     assert (receipt.state, receipt.weight) == ("refused", 0.0)
-    assert receipt.reason == f"it is {most_stale + 1} versions behind, more than {most_stale}; request a new lease"
+    behind = f"it is {most_stale + 1} versions behind, more than {most_stale}"
+    assert receipt.reason == f"{behind}; request a new lease"
     assert {worker for worker, _, _ in server.merged()} == {quick.signer.worker}
     assert quick.lease().first_batch == lease.first_batch
 
