@@ -107,7 +107,7 @@ class LocalChunks:
     def __init__(self, folder: Path, sync: bool = True) -> None:
         self.folder, self._sync = folder, sync
         self._partial = folder / "partial"
-        with self._errors():
+        with self.os_errors():
             self._partial.mkdir(parents=True, exist_ok=True)
 
     def __str__(self) -> str:
@@ -116,12 +116,12 @@ class LocalChunks:
     def put(self, data: Buffer, name: str | None = None) -> str:
         check_size(len(data))
         name = name or name_of(data)
-        with self._errors():
-            scratch = self._scratch()
+        with self.os_errors():
+            scratch = self.new_scratch()
             try:
                 with scratch.open("xb", buffering=0) as file:
                     _write_all(file, data)
-                    self._keep(file, scratch, name)
+                    self.keep_file(file, scratch, name)
             finally:
                 scratch.unlink(missing_ok=True)
         return name
@@ -131,11 +131,11 @@ class LocalChunks:
 
     def get(self, name: str) -> bytes:
         file, _ = self.open(name)
-        with file, self._errors():
+        with file, self.os_errors():
             return verified(file.read(), name, self)
 
     def open(self, name: str) -> tuple[IO[bytes], int]:
-        with self._errors(name):
+        with self.os_errors(name):
             file = self._path(name).open("rb", buffering=0)
             return file, os.fstat(file.fileno()).st_size
 
@@ -143,11 +143,11 @@ class LocalChunks:
         return {name for name in names if self._path(name).is_file()}
 
     def delete(self, name: str) -> None:
-        with self._errors():
+        with self.os_errors():
             self._path(name).unlink(missing_ok=True)
 
     def stored(self) -> Iterator[tuple[str, float]]:
-        with self._errors():
+        with self.os_errors():
             for folder in self.folder.glob("[0-9a-f][0-9a-f]/"):
                 for entry, changed in _files(folder):
                     if NAME.fullmatch(folder.name + entry.name):
@@ -166,15 +166,15 @@ class LocalChunks:
         return None
 
     def clear_leftovers(self, before: float) -> None:
-        with self._errors():
+        with self.os_errors():
             for entry, changed in _files(self._partial):
                 if changed < before:
                     entry.unlink(missing_ok=True)
 
-    def _scratch(self) -> Path:
+    def new_scratch(self) -> Path:
         return self._partial / secrets.token_hex(16)
 
-    def _keep(self, file: IO[bytes], scratch: Path, name: str) -> None:
+    def keep_file(self, file: IO[bytes], scratch: Path, name: str) -> None:
         """Give a complete file its name, and close it."""
         path = self._path(name)
         if self._sync:
@@ -194,7 +194,7 @@ class LocalChunks:
         return self.folder / place_of(name)
 
     @contextmanager
-    def _errors(self, name: str | None = None) -> Iterator[None]:
+    def os_errors(self, name: str | None = None) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -209,8 +209,8 @@ class _IncomingFile:
     def __init__(self, store: LocalChunks) -> None:
         self.size = 0
         self._store, self._hash = store, blake3()
-        self._scratch = store._scratch()
-        with store._errors():
+        self._scratch = store.new_scratch()
+        with store.os_errors():
             self._file = self._scratch.open("xb", buffering=0)
 
     def __enter__(self) -> Self:
@@ -224,13 +224,13 @@ class _IncomingFile:
         check_size(self.size + len(part))
         self.size += len(part)
         self._hash.update(part)
-        with self._store._errors():
+        with self._store.os_errors():
             _write_all(self._file, part)
 
     def keep(self, name: str | None = None) -> str:
         name = checked_name(self._hash.hexdigest(), name)
-        with self._store._errors():
-            self._store._keep(self._file, self._scratch, name)
+        with self._store.os_errors():
+            self._store.keep_file(self._file, self._scratch, name)
         return name
 
 
