@@ -34,7 +34,7 @@ def to_bf16(numbers: Floats) -> Bits16:
 
 
 def to_bf16_upwards(numbers: Floats) -> Bits16:
-    """The least bfloat16 that is not below the number, of numbers that are not negative."""
+    """Rounds numbers >= 0 up to the next bfloat16."""
     bits = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
     return ((bits + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
 

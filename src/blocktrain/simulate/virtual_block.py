@@ -173,8 +173,8 @@ class VirtualBlock:
         self._count_fresh(lease)
 
     def publish(self, pending: list[VirtualLease], delta_share: float) -> None:
-        """The next version exists, and these updates wait for the one after it. `delta_share`:
-        the size of its delta, as a share of the block's size."""
+        """Make the next version current. `pending`: the updates left for the version after it.
+        `delta_share`: the size of the version's delta as a share of the block's size."""
         self.version += 1
         self._delta_sums.append(self._delta_sums[-1] + delta_share)
         self.pending, self.fresh_since, self._fresh_workers = pending, [], set()

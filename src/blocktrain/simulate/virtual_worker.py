@@ -78,7 +78,7 @@ class VirtualWorker:
 
     @property
     def request(self) -> WorkRequest:
-        """What it says when it asks for a lease."""
+        """The request for a lease that this worker sends."""
         return WorkRequest(
             self.name,
             self.loaded_block,

@@ -31,7 +31,7 @@ class BlobCache(Blobs):
         return self.chunks.has(needed) == needed
 
     def keep_only(self, blobs: Iterable[Blob]) -> None:
-        """Delete every other blob."""
+        """Delete all blobs from the cache except these."""
         needed: set[str] = set()
         for blob in blobs:
             if self.has(blob):

@@ -85,7 +85,7 @@ class StopCondition:
 
 
 class LeaseTimer:
-    """How fast a lease is trained. Downloads before its first step do not count."""
+    """Measures the training speed of a lease, from its first step: downloads are not counted."""
 
     def __init__(self, steps: int, clock: Clock) -> None:
         self.steps, self.steps_done = steps, 0
