@@ -11,12 +11,20 @@ ANY := $(firstword $(wildcard $(VENV)/installed-*-$(TORCH)) $(VENV)/installed-no
 export BLOCKTRAIN_CACHE ?= $(CURDIR)/.cache
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test browser fuzz check format reference clean bench-quality bench-speed bench-memory
+.PHONY: install demo demo-long docs test browser llama-cpp lm-eval fuzz check format reference clean bench-quality bench-speed bench-memory
 
 install: $(VENV)/installed-$(EXTRAS)-$(TORCH)
 
 demo: $(ANY)
 	$(BIN)/blocktrain demo --out runs/demo
+
+# About half an hour on two cores. Stop it at any time; the same command continues.
+demo-long: $(ANY)
+	$(BIN)/blocktrain demo --config demo-long --blocks-only --out runs/demo-long
+
+# The site of the documentation in build/site. Links that lead nowhere are errors.
+docs: $(DEV)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test: check browser
 	$(BIN)/pytest -n 2 --dist worksteal
@@ -28,6 +36,16 @@ browser:
 		{ test "$$CI" = true && test "$$(id -u)" = 0 && \
 			apt-get update -qq && apt-get install -qq -y chromium; } || \
 		echo "no browser, so the chat page is not tested: install chromium (Debian: apt-get install chromium)"
+
+# llama.cpp reads exported models. Building it takes about five minutes and needs cmake and a C++ compiler.
+llama-cpp: $(DEV)
+	$(BIN)/pip install llama-cpp-python
+	$(BIN)/pytest -m llama_cpp tests/unit/interop
+
+# lm-evaluation-harness asks a server. It brings about 35 packages.
+lm-eval: $(DEV)
+	$(BIN)/pip install --constraint $(VENV)/constraints.txt 'lm-eval[api]'
+	$(BIN)/pytest tests/integration/test_serve_tokens.py
 
 # Thousands of generated requests, most of them malformed, instead of the few hundred of `test`.
 fuzz: $(DEV)

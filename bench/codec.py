@@ -19,12 +19,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from blocktrain.codec import Codec
 from blocktrain.codec.dense import Bf16, Int8
 from blocktrain.codec.frames import FRAME_NUMBERS, UpdateDecoder, encode
-from blocktrain.codec.registry import Codec
 from blocktrain.codec.sparse import Sparse
 from blocktrain.errors import RunError
-from blocktrain.numerics.quantization import Floats
+from blocktrain.numerics import Floats
 from blocktrain.storage.run_dir import RunDir, SavedVersion, load_tensors
 
 T = TypeVar("T")

@@ -26,11 +26,10 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from blocktrain.config import Config
+from blocktrain.config import BYTE_VOCABULARY, Config
 from blocktrain.data.corpus import Corpus
-from blocktrain.train.device import Compute
-from blocktrain.train.trainer import BlockTrainer
-from blocktrain.vocabulary import BYTE_VOCABULARY
+from blocktrain.training.device import Compute
+from blocktrain.training.trainer import BlockTrainer
 from lockstep import Board
 from plain import PlainLoop
 
@@ -89,9 +88,7 @@ def _of_depth(whole: Config, layers: int) -> Config:
 
 
 def random_corpus(seed: int) -> Corpus:
-    data = np.random.default_rng(seed).integers(
-        0, BYTE_VOCABULARY.size, CORPUS_BYTES, BYTE_VOCABULARY.dtype
-    )
+    data = np.random.default_rng(seed).integers(0, BYTE_VOCABULARY.size, CORPUS_BYTES, np.uint8)
     return Corpus("random bytes", {"train": data, "valid": data, "test": data}, {})
 
 

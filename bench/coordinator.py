@@ -28,9 +28,8 @@ import numpy as np
 from sqlalchemy import Connection, Engine, Table, insert, text
 
 from blocktrain.ledger.ledger import Ledger
-from blocktrain.ledger.rows import WorkerRow
-from blocktrain.ledger.schema import events, leases, updates
-from blocktrain.protocol.identity import WorkerKey
+from blocktrain.ledger.schema import WorkerRow, events, leases, updates
+from blocktrain.protocol.identity import WorkerKey, join_text, update_text
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
     PROTOCOL,
@@ -62,7 +61,7 @@ class Worker:
         self.key = WorkerKey.create()
         join = Join(
             invite=invite, public_key=self.key.public, name="bench", device="none",
-            protocols=(PROTOCOL,), signature=self.key.sign_join(run, invite),
+            protocols=(PROTOCOL,), signature=self.key.sign(join_text(run, invite)),
         )  # fmt: skip
         self.headers: dict[str, str] = {}
         self.joined = Joined.model_validate_json(self._post("/v1/join", join.model_dump_json()))
@@ -84,7 +83,7 @@ class Worker:
             codec="none",
             recipe=recipe,
         )
-        offer = UpdateOffer(claim=claim, signature=self.key.sign_update(claim))
+        offer = UpdateOffer(claim=claim, signature=self.key.sign(update_text(claim)))
         if self.whole:
             self._ask(
                 "POST", "/v1/updates/whole", whole_update_head(offer) + b"".join(chunks.values())

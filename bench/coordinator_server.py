@@ -17,19 +17,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import uvicorn
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from blocktrain.config import from_dict
+from blocktrain.coordinator import limits
 from blocktrain.coordinator.run import create_run, open_run
-from blocktrain.coordinator.server import create_app, server_config
+from blocktrain.coordinator.server import CoordinatorServer
 from blocktrain.coordinator.service import Service
 from blocktrain.data.corpus import Corpus
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.protocol.addresses import bound_socket
+from blocktrain.protocol.limited_server import ConnectionLimits
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.tensor_file import encode
 
@@ -97,17 +98,19 @@ def most_memory(process: int) -> int:
 def _serve(folder: Path, db: str) -> None:
     chunks = LocalChunks(folder / "chunks")
     run = open_run(Ledger(db), chunks, time.time)
+    limits.JOINS_PER_ADDRESS = limits.JOINS_PER_INVITE = (1e6, 1e6)  # one machine acts as many
     service = Service(run)
     listener = bound_socket("127.0.0.1", 0)
     secret = service.operator.invite("train", 1_000_000, 1e6)
-    app = create_app(service)
-    app.router.routes.append(Route("/bare", _bare_get(folder / "bare"), methods=["GET"]))
-    app.router.routes.append(Route("/bare", _bare_put(folder / "taken"), methods=["PUT"]))
+    server = CoordinatorServer(service, ConnectionLimits(8192, 8192))
+    routes = server.app.router.routes
+    routes.append(Route("/bare", _bare_get(folder / "bare"), methods=["GET"]))
+    routes.append(Route("/bare", _bare_put(folder / "taken"), methods=["PUT"]))
     told = {"port": listener.getsockname()[1], "run": run.id, "invite": secret}
     print(json.dumps(told), flush=True)
     service.start()
     try:
-        uvicorn.Server(server_config(app)).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         service.stop()
 

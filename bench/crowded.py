@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.config import load_config
-from blocktrain.train.device import resolve
-from blocktrain.train.trainer import BlockTrainer
+from blocktrain.training.device import resolve
+from blocktrain.training.trainer import BlockTrainer
 from contenders import argument_parser, markdown, random_corpus
 from quality import provenance
 

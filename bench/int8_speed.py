@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blocktrain.model.int8 import fused_linear
-from blocktrain.train.device import resolve
+from blocktrain.model.linear import fused_linear
+from blocktrain.training.device import resolve
 
 ROWS = (1, 8, 32, 64, 128, 256)
 TIMES = 20

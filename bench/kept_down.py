@@ -19,24 +19,23 @@ from typing import Any
 
 import numpy as np
 
-from blocktrain.codec.frames import encode_with_residual
+from blocktrain.codec.frames import encode
 from blocktrain.codec.sparse import Sparse
 from blocktrain.config import Config, load_config
-from blocktrain.data.corpus import Corpus, load_corpus
-from blocktrain.data.windows import evaluation_windows
+from blocktrain.data.corpus import Corpus, evaluation_windows, load_corpus
 from blocktrain.model.stack import assemble, initial_block, new_block
+from blocktrain.numerics import Floats
 from blocktrain.numerics.merge import MergeRule
-from blocktrain.numerics.quantization import Floats
 from blocktrain.protocol.messages import Blob, Lease
 from blocktrain.storage import tensor_file
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
 from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_blobs
 from blocktrain.storage.tensor_file import Tensors
-from blocktrain.train.device import resolve
-from blocktrain.train.evaluate import evaluate
-from blocktrain.train.stored_models import load_block
-from blocktrain.worker.local_block import LeaseTrainer
+from blocktrain.training.device import resolve
+from blocktrain.training.evaluate import evaluate
+from blocktrain.training.stored_models import load_block
+from blocktrain.worker.lease_trainer import LeaseTrainer
 from quality import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +64,7 @@ class Worker:
         learned = [np.subtract(trained.weights[name], base[name]).ravel() for name in sorted(base)]
         left_out: list[Floats] = []
         news = np.concatenate(learned) + self.owed
-        blob = blobs.write(encode_with_residual(self.codec, news, left_out.append))
+        blob = blobs.write(encode(news, self.codec, left_out.append))
         self.owed = np.concatenate(left_out)
         return MergeInput(lease.lease, blob, 1.0, encoded=True)
 
@@ -119,7 +118,7 @@ def _lease(number: int, place: int, workers: int, steps: int, base: Blob) -> Lea
 
 
 def _read(blobs: Blobs, blob: Blob) -> Tensors:
-    return tensor_file.decode(bytearray(b"".join(blobs.reader(blob).stream())))
+    return tensor_file.decode(bytearray(blobs.reader(blob).read(0, blob.size)))
 
 
 def _norm(weights: Tensors) -> float:

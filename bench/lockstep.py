@@ -17,9 +17,9 @@ from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import ConfigError
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.checkpoints import Progress
-from blocktrain.train.device import Compute
-from blocktrain.train.trainer import BlockTrainer
+from blocktrain.training.checkpoints import Progress
+from blocktrain.training.device import Compute
+from blocktrain.training.trainer import BlockTrainer
 
 
 class Board:
@@ -76,14 +76,16 @@ def train_in_lockstep(
         for block, share in enumerate(shares)
     ]
     for trainer in trainers:
-        trainer.restore()
+        if not config.inherits:  # otherwise it inherits when it begins
+            trainer.restore()
         board.publish(trainer)
+    last_step = config.first_step(config.block_count - 1) + config.train.steps
     try:
-        for passed in range(stale, config.last_step + stale, stale):
+        for passed in range(stale, last_step + stale, stale):
             begun = [trainer for trainer in trainers if passed > config.first_step(trainer.block)]
             for trainer in begun:
                 if trainer.predecessors:
-                    trainer.predecessors.look_now()
+                    trainer.predecessors.close()
                 own = (passed - config.first_step(trainer.block)) * shares[trainer.block]
                 trainer.train(on_progress, until=max(1, round(own)))
             for trainer in begun:

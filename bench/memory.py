@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from blocktrain.config import load_config
-from blocktrain.train.device import Compute, resolve
+from blocktrain.training.device import Compute, resolve
 from contenders import (
     Contender,
     argument_parser,

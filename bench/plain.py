@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad, rms_norm, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from blocktrain.config import Config, ModelConfig
-from blocktrain.data.corpus import Corpus
-from blocktrain.data.windows import TrainingWindows
+from blocktrain.config import BYTE_VOCABULARY, Config, ModelConfig
+from blocktrain.data.corpus import Corpus, TrainingWindows
 from blocktrain.numerics.sampling import mixed_seed
-from blocktrain.train.device import Compute
-from blocktrain.train.optimizer import learning_rate
-from blocktrain.train.trainer import DATA_STREAM
-from blocktrain.vocabulary import BYTE_VOCABULARY
+from blocktrain.training.device import Compute
+from blocktrain.training.trainer import DATA_STREAM
 
 
 def check_like(config: Config) -> None:
@@ -146,7 +143,7 @@ class PlainLoop:
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.steps_done, self.settings)
+            group["lr"] = self.settings.learning_rate(self.steps_done)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss = loss.detach()

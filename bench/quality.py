@@ -28,12 +28,11 @@ from typing import Any
 import torch
 
 from blocktrain.config import load_config
-from blocktrain.data.corpus import load_corpus
-from blocktrain.data.windows import evaluation_windows
+from blocktrain.data.corpus import evaluation_windows, load_corpus
 from blocktrain.model.stack import Stack
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.device import resolve
-from blocktrain.train.evaluate import evaluate, fit_product_weights
+from blocktrain.training.device import resolve
+from blocktrain.training.evaluate import evaluate, fit_product_weights
 from variants import DEFAULT_KINDS, KINDS, Variant, new_variant, train
 
 ROOT = Path(__file__).resolve().parent.parent

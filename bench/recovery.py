@@ -37,7 +37,8 @@ class Coordinator:
 
     def __init__(self, folder: Path, db: str | None) -> None:
         self.command = [
-            *COMMAND, "coordinator", "--json", "--listen", f"127.0.0.1:{free_port()}",
+            *COMMAND, "coordinator", "--json", "--no-validate",
+            "--listen", f"127.0.0.1:{free_port()}",
             "--config", str(ROOT / "configs/tiny.toml"), "--set", ENDLESS,
             "--data-dir", str(folder / "coordinator"),
         ]  # fmt: skip

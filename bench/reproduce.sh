@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
-#   bench/reproduce.sh DATA OUT small 38m wikipedia speed crowded memory leak counts adaptive \
+#   bench/reproduce.sh DATA OUT small 38m wikipedia speed crowded oversized memory leak counts adaptive \
 #     optimizers cascade stale uneven lead best \
-#     workers codecs three-hosts pairs transfer recovery averaging simulate participation \
+#     workers codecs three-hosts pairs transfer recovery averaging simulate participation run-page hostile-clients \
 #     serving serving-gpu
 #
 # SEEDS, CODECS and WORKERS choose among the runs of workers and codecs.
@@ -71,6 +71,8 @@ for part in "$@"; do
         quality lead wikipedia-38m 'wikipedia/*' model.width=256 model.heads=4 model.window=256 \
           train.batch=16 train.steps=1200 --splits valid --kinds $kind
       done ;;
+    oversized) PYTHONPATH=src python3 bench/oversized.py --out "$out" | tee "$out/$part.log" ;;
+    run-page) PYTHONPATH=src:. python3 bench/run_page.py --out "$out" | tee "$out/$part.log" ;;
     crowded) python3 bench/crowded.py --config configs/demo.toml --out "$out" | tee "$out/$part.log" ;;
     speed | memory) python3 "bench/$part.py" --config configs/wikitext2-38m.toml --out "$out" |
       tee "$out/$part.log" ;;
@@ -94,6 +96,8 @@ for part in "$@"; do
       tee "$out/pairs.log" ;;
     transfer | simulate) python3 "bench/$part.py" --out "$out/$part" | tee "$out/$part.log" ;;
     recovery) python3 bench/recovery.py --out "$out/recovery" --kills 5 | tee "$out/recovery.log" ;;
+    hostile-clients) PYTHONPATH=$PYTHONPATH:.:bench python3 bench/hostile_clients.py --rounds 3 \
+      --out "$out/hostile-clients" | tee "$out/hostile-clients.log" ;;
     participation) python3 bench/participation.py --out "$out/participation" --seeds ${SEEDS:-0 1} |
       tee "$out/participation.log" ;;
     averaging) PYTHONPATH=$PYTHONPATH:bench python3 bench/peers/averaging.py --rounds 15 \

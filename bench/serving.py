@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from blocktrain.data.windows import evaluation_windows
+from blocktrain.data.corpus import evaluation_windows
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.device import Compute, resolve
+from blocktrain.training.device import Compute, resolve
 from quality import provenance
 from serving_quality import (
     INDEPENDENT,

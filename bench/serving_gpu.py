@@ -31,10 +31,10 @@ import httpx
 import numpy as np
 import torch
 
-from blocktrain.data.windows import evaluation_windows
-from blocktrain.serve.stage.compute import RunBlockSource
+from blocktrain.data.corpus import evaluation_windows
+from blocktrain.serve.ring.compute import BlockSource
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.device import resolve
+from blocktrain.training.device import resolve
 from int8_speed import compared, memory_rate
 from quality import provenance
 from serving import HELD, TOGETHER, Row, table
@@ -174,7 +174,7 @@ class Bench:
         run = RunDir.open(self.args.run)
         for precision, held, temperatures in DIVERGING:
             compute = resolve(self.args.device, precision)
-            model = Model.of(RunBlockSource(run, held), compute, "product")
+            model = Model.of(BlockSource(run, held), compute, "product")
             self._diverges(model, run.path.name, precision, held, temperatures)
 
     def shape_divergence(self, shape: str) -> None:
@@ -186,7 +186,7 @@ class Bench:
     def _diverges(
         self, model: Model, name: str, precision: str, held: str, temperatures: Sequence[float]
     ) -> None:
-        most = min(DIVERGING_BYTES, model.window - PROMPT_BYTES)
+        most = min(DIVERGING_BYTES, model.config.model.window - PROMPT_BYTES)
         for temperature in temperatures:
             found = divergence(model, self.args.prompts, temperature, most)
             about = {"model": name, "precision": precision, "held": held}

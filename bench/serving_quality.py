@@ -14,19 +14,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.support.serving import run_locally, spell_byte, taken, text_of
 
+from blocktrain.config import Config
 from blocktrain.model.stack import Stack
 from blocktrain.numerics.sampling import Sampling
-from blocktrain.serve.ring import wire
-from blocktrain.serve.router.decode import AnswerCost, Decoding, GenerationRequest, Proposal
+from blocktrain.serve.ring.activations import WIRE_TYPES, Activations, Row, pack, unpack
+from blocktrain.serve.ring.batch import SlotLimits
+from blocktrain.serve.ring.compute import BlockSource, StageCompute
+from blocktrain.serve.router.decode import (
+    AnswerCost,
+    Decoding,
+    GenerationRequest,
+    Proposal,
+    TraversalCost,
+)
 from blocktrain.serve.router.first_block import FirstBlock
-from blocktrain.serve.router.local import run_locally
-from blocktrain.serve.stage.batch import Activations, Row, SlotLimits, initial
-from blocktrain.serve.stage.compute import BlockSource, RunBlockSource, StageCompute
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.device import Compute
-from blocktrain.train.stored_models import load_stack
-from blocktrain.vocabulary import BOS, MASK
+from blocktrain.training.device import Compute
+from blocktrain.training.stored_models import load_stack
 
 GRAM = 4
 AT_ONCE = 64  # requests in a batch
@@ -53,27 +59,27 @@ class Model:
 
     @classmethod
     def load(cls, folder: Path, compute: Compute, readout: str, held: str = "full") -> "Model":
-        return cls.of(RunBlockSource(RunDir.open(folder), held), compute, readout)
+        return cls.of(BlockSource(RunDir.open(folder), held), compute, readout)
 
     @classmethod
     def of(cls, source: BlockSource, compute: Compute, readout: str) -> "Model":
         limits = SlotLimits(AT_ONCE)
-        stages = [
+        first, *stages = (
             StageCompute.load(source, range(block, block + 1), compute, readout, limits)
-            for block in range(1, source.config.block_count)
-        ]
-        return cls(FirstBlock.load(source, compute, readout, limits), stages)
+            for block in range(source.config.block_count)
+        )
+        return cls(FirstBlock(first), stages)
 
     @property
-    def window(self) -> int:
-        return self.front.first.config.model.window
+    def config(self) -> Config:
+        return self.front.first.config
 
 
 class Independent(Decoding):
     """Every byte guessed from the known text alone: all others are MASK, in every block."""
 
     def _plan(self, most: int) -> tuple[list[int], int, bool]:
-        return [MASK] * most, 0, False
+        return [self.vocabulary.mask] * most, 0, False
 
     def _settle(self, found: np.ndarray, right: int) -> int:
         return len(found)
@@ -100,15 +106,17 @@ def guessed_independently(
     model: Model, asked: Sequence[GenerationRequest]
 ) -> list[tuple[bytes, AnswerCost]]:
     """The same blocks once around, no one's guess read by anyone."""
-    decodings = [Independent(each, model.window, AnswerCost()) for each in asked]
+    decodings = [
+        Independent(each, model.config, AnswerCost(), TraversalCost(), spell_byte) for each in asked
+    ]
     texts = [bytearray() for _ in asked]
     while steps := {n: step for n, each in enumerate(decodings) if (step := each.propose())}:
         rows = [Row(n, step.start, step.ids, step.read) for n, step in steps.items()]
-        work = model.front.first.step(initial(rows), heads=True)
+        work = model.front.first.step(Activations(rows), heads=True)
         for stage in model.stages:
             work = stage.step(work)
         for row, log_probs_RV in model.front.answers(work):
-            texts[row.request] += decodings[row.request].take(row, log_probs_RV).data
+            texts[row.request] += text_of(taken(decodings[row.request], row, log_probs_RV))
     for compute in (model.front.first, *model.stages):
         for request in compute.requests:
             compute.release(request)
@@ -163,7 +171,7 @@ def judged(judge: Stack, prompts: Sequence[bytes], texts: Sequence[bytes]) -> fl
     for first in range(start, end, window // 2):
         last = min(first + window // 2, end)
         begin = max(0, last - window)
-        ids_BT = np.full((len(prompts), last - begin), BOS, np.int64)
+        ids_BT = np.full((len(prompts), last - begin), judge.config.vocabulary.bos, np.int64)
         ids_BT[:, 1:] = whole_BT[:, begin : last - 1]
         log_probs = judge.log_probs(torch.from_numpy(ids_BT).to(judge.device))[-1]
         targets = torch.from_numpy(whole_BT[:, first:last].astype(np.int64)).to(judge.device)
@@ -180,16 +188,15 @@ def distinct_share(texts: Sequence[bytes]) -> float:
 
 def on_the_wire(work: Activations, kind: str) -> Activations:
     """Work as the next stage gets it."""
-    return replace(
-        work,
-        state=wire.unpack(wire.pack(work.state, kind), kind),
-        readout_RV=wire.unpack(wire.pack(work.readout_RV, kind), kind),
-    )
+    readout_RV = work.readout_RV
+    if readout_RV.size:
+        readout_RV = unpack(pack(readout_RV, kind), kind)
+    return replace(work, state=unpack(pack(work.state, kind), kind), readout_RV=readout_RV)
 
 
 def wire_bytes(work: Activations, kind: str) -> int:
-    packed = (*wire.pack(work.state, kind), *wire.pack(work.readout_RV, kind))
-    return sum(array.nbytes for array in packed)
+    sent = [each for each in (work.state, work.readout_RV) if each.size]
+    return sum(array.nbytes for each in sent for array in pack(each, kind))
 
 
 def teacher_forced(model: Model, windows_BT: np.ndarray, kind: str) -> tuple[float, float]:
@@ -197,13 +204,15 @@ def teacher_forced(model: Model, windows_BT: np.ndarray, kind: str) -> tuple[flo
     to the next."""
     total, sent = 0.0, 0.0
     for text_T in windows_BT:
-        ids = np.array([BOS, *text_T[:-1]], np.uint16)
-        work = model.front.step({0: Proposal(0, ids, len(ids), 0, Sampling())})
+        ids, tokens = np.array([model.config.vocabulary.bos, *text_T[:-1]]), 256
+        (work,) = model.front.step({0: Proposal(0, ids, len(ids), 0, Sampling(), top=tokens)})
         sent = wire_bytes(work, kind) / len(ids)
         for stage in model.stages:
             work = stage.step(on_the_wire(work, kind))
-        ((_, log_probs_TV),) = model.front.answers(on_the_wire(work, kind))
-        total -= float(log_probs_TV[np.arange(len(text_T)), text_T].astype(np.float64).sum())
+        told = work.predictions
+        assert told is not None
+        right_TV = told.top_tokens_RK == text_T[:, None]
+        total -= float(told.top_log_probs_RK[right_TV].astype(np.float64).sum())
     return total / windows_BT.size, sent
 
 
@@ -211,7 +220,7 @@ def wire_differences(
     folder: Path, compute: Compute, readout: str, windows_BT: np.ndarray
 ) -> list[dict[str, Any]]:
     model = Model.load(folder, compute, readout)
-    found = {kind: teacher_forced(model, windows_BT, kind) for kind in wire.KINDS}
+    found = {kind: teacher_forced(model, windows_BT, kind) for kind in WIRE_TYPES}
     exact = found["fp32"][0]
     return [
         {"wire": kind, "ce": ce, "difference": ce - exact, "bytes_per_position": sent}

@@ -21,8 +21,8 @@ from blocktrain.config import Config
 from blocktrain.model.block import Block
 from blocktrain.numerics.sampling import mixed_seed
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.device import Compute
-from blocktrain.train.stored_models import (
+from blocktrain.training.device import Compute
+from blocktrain.training.stored_models import (
     finish_loading,
     meta_init_block,
     put_weight,
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def hold(args: argparse.Namespace, source: SeededBlocks) -> None:
-    from blocktrain.serve.stage.stage_server import StageSettings, serve_stage
+    from blocktrain.serve.ring.stage import StageSettings, serve_stage
 
     first, _, last = args.block.partition("-")
     blocks = range(int(first), int(last or first) + 1)
@@ -147,7 +147,7 @@ def route(args: argparse.Namespace, source: SeededBlocks) -> None:
     settings = RouterSettings(
         run=args.run, listen=args.listen, api_keys=(), stages=tuple(args.stages.split(",")),
         keys=args.keys, plain_tcp=False, wire="fp32", readout="product", device=args.device,
-        precision=args.precision, weights=args.weights, max_requests=32, max_bytes=4096,
+        precision=args.precision, weights=args.weights, max_requests=32, max_tokens=4096,
         patience_seconds=10.0,
     )  # fmt: skip
     serve_router(settings, print, source)

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from blocktrain.codec.registry import CODECS
+from blocktrain.codec import CODECS
 from blocktrain.config import build
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import simulate
@@ -41,6 +41,7 @@ def make_scenario(workers: int, leases: int, codec: str) -> Scenario:
             "simulate": {
                 "workers": workers,
                 "block_megabytes": 5.0,
+                "steps_per_second": 1.0,
                 "coordinators": BLOCKS,
                 "merge_megabytes": 5000.0,
                 "availability": 0.9,

@@ -19,8 +19,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from blocktrain.config import Config, load_config
-from blocktrain.train.device import Compute, resolve
-from blocktrain.train.estimation import estimate
+from blocktrain.training.device import Compute, resolve
+from blocktrain.training.estimation import estimate
 from contenders import (
     Contender,
     Runner,

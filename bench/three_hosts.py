@@ -94,8 +94,8 @@ class Swarm:
 
     def start_coordinator(self) -> None:
         address = self._wan.address(COORDINATOR)
-        command = ["coordinator", "--json", "--config", self._config, "--data-dir"]
-        command += [self._folder / "coordinator", "--listen", f"{address}:{PORT}"]
+        command = ["coordinator", "--json", "--no-validate", "--config", self._config]
+        command += ["--data-dir", self._folder / "coordinator", "--listen", f"{address}:{PORT}"]
         process = self._start(COORDINATOR, [*command, "--advertise", address])
         self.invite = json.loads(self._first_line(process))["invite"]
 

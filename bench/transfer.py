@@ -23,13 +23,12 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from blocktrain.protocol.identity import WorkerKey
+from blocktrain.protocol.identity import WorkerKey, update_text
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import Lease, LeaseRequest, UpdateClaim, UpdateOffer
 from blocktrain.storage.tensor_file import header_bytes
-from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
-from blocktrain.worker.transfer import Transfer
+from blocktrain.worker.transfer import BlobCache, Transfer
 from coordinator_server import Running, found, most_memory, server
 from quality import provenance
 
@@ -69,7 +68,7 @@ class Worker:
             codec="none",
             recipe=self.cache.recipe(blob.name),
         )
-        return UpdateOffer(claim=claim, signature=self.key.sign_update(claim))
+        return UpdateOffer(claim=claim, signature=self.key.sign(update_text(claim)))
 
     def upload(self, offer: UpdateOffer) -> None:
         receipt = self.transfer.send(offer, self.client.deadline(PATIENCE))

@@ -46,9 +46,14 @@ def serve(keys: Path, tls: bool, port: Pipe) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         context = server_context(keys, STAGE_NAME) if tls else None
         hello = {"role": STAGE, "name": STAGE_NAME}
-        server = RingListener(listener, context, lambda: hello, answer, roles=[ROUTER])
-        port.send(server.port)
-        await asyncio.Event().wait()
+        server = RingListener(
+            listener, context, lambda: hello, answer, roles=[ROUTER], check=lambda hello: None
+        )
+        port.send(listener.getsockname()[1])
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await server.close()
 
     asyncio.run(live())
 
@@ -80,7 +85,9 @@ async def measured(
     port: int, context: ssl.SSLContext | None, seconds: float
 ) -> list[dict[str, Any]]:
     hello = {"role": ROUTER, "name": "router"}
-    connection = await dial(f"127.0.0.1:{port}", context, hello, roles=[STAGE])
+    connection = await dial(
+        f"127.0.0.1:{port}", context, hello, roles=[STAGE], check=lambda hello: None
+    )
     rows = []
     for label, size in SIZES.items():
         trips = await round_trips(connection, size, seconds)

@@ -20,21 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from blocktrain.config import Config, load_config
 from blocktrain.data.corpus import load_corpus
+from blocktrain.model.block import LogitsAt
 from blocktrain.model.stack import CausalStack, Stack
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.device import resolve
-from blocktrain.train.run_session import open_session
-from blocktrain.train.stored_models import load_stack
+from blocktrain.training.device import resolve
+from blocktrain.training.run_session import open_session
+from blocktrain.training.stored_models import load_stack
 from contenders import refuse_eager_fallback
 from lockstep import train_in_lockstep
 
 if TYPE_CHECKING:
-    from blocktrain.protocol.messages import Status
+    from blocktrain.protocol.status_messages import Status
 
 KINDS = ("end-to-end", "shallow", "denoise", "workers", "cascade", "fitting", "swarm")
 DEFAULT_KINDS = KINDS[:3]
@@ -190,16 +190,16 @@ def _train_in_lockstep(
 
 
 def _train_by_workers(config: Config, folder: Path, workers: int, facts: dict[str, Any]) -> RunDir:
-    from blocktrain.cli.demo_command import LocalSwarm
-    from blocktrain.worker.versions import fetch_model
+    from blocktrain.api.swarm import Swarm
 
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "model", ignore_errors=True)  # of an earlier run of this bench
     with (
         tempfile.TemporaryDirectory(dir=folder) as scratch,  # gigabytes that nobody reads again
-        LocalSwarm(config, Path(scratch), workers) as swarm,
+        Swarm.start(config, scratch) as swarm,
     ):
-        while (status := swarm.status()).state != "finished":
+        swarm.join(workers, device=config.train.device, data=config.data.source)
+        while (status := swarm.read_status()).state != "finished":
             time.sleep(POLL_SECONDS)
         facts |= {
             "versions": [block.version for block in status.blocks],
@@ -209,7 +209,7 @@ def _train_by_workers(config: Config, folder: Path, workers: int, facts: dict[st
             **_bytes_moved(status),
         }
         print(facts, flush=True)
-        return fetch_model(swarm.client, folder / "model").run
+        return RunDir.open(swarm.fetch(folder / "model"))
 
 
 def _bytes_moved(status: "Status") -> dict[str, int | float]:
@@ -239,6 +239,5 @@ class Swarm(CausalStack):
         super().__init__(members[0].config, blocks)
         self.members = members
 
-    @torch.no_grad()
-    def log_probs(self, ids_BT: Tensor, start: str = "mean", seed: int = 0) -> list[Tensor]:
-        return [log_probs for member in self.members for log_probs in member.log_probs(ids_BT)]
+    def predictions(self, ids_BT: Tensor, start: str = "mean", seed: int = 0) -> list[LogitsAt]:
+        return [logits for member in self.members for logits in member.predictions(ids_BT)]

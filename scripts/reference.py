@@ -1,4 +1,4 @@
-"""Write docs/REFERENCE.md: every command, environment variable and setting, read from the code."""
+"""Write docs/REFERENCE.md: commands, Python, environment variables and settings, from the code."""
 
 import dataclasses
 import inspect
@@ -6,21 +6,25 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import click
 
-from blocktrain import environment
+import blocktrain
+from blocktrain import environment, errors
 from blocktrain.cli.main import VERBS, cli
+from blocktrain.config.sections import allowed_values
 from blocktrain.simulate.scenario import Scenario
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "REFERENCE.md"
 HEAD = """\
 # Reference
 
-All commands, environment variables and settings. `make reference` writes this page from the code.
+All commands, functions, environment variables and settings. `make reference` writes this page from
+the code.
 
 - [Commands](#commands)
+- [Python](#python)
 - [Environment variables](#environment-variables)
 - [Settings](#settings)
 """
@@ -33,7 +37,7 @@ standard error and has the exit code of its kind:
 
 
 def page() -> str:
-    return "\n".join([HEAD, *_commands(), *_variables(), *_settings()])
+    return "\n".join([HEAD, *_commands(), *_python(), *_variables(), *_settings()])
 
 
 def _commands() -> Iterator[str]:
@@ -46,10 +50,10 @@ def _commands() -> Iterator[str]:
         assert command
         yield from _command(command, click.Context(command, context, name))
     yield EXIT_CODES
-    from blocktrain import errors
-
-    tree = inspect.cleandoc(errors.__doc__ or "").split("\n\n")[1]
-    yield f"```text\n{inspect.cleandoc(tree)}\n```\n"
+    yield "| code | error | |\n|---|---|---|"
+    kinds = [kind for name, kind in vars(errors).items() if name.endswith("Error")]
+    yield from (_row(str(kind.exit_code), kind.__name__, inspect.getdoc(kind)) for kind in kinds)
+    yield ""
 
 
 def _command(command: click.Command, context: click.Context) -> Iterator[str]:
@@ -97,6 +101,30 @@ def _default(option: click.Option, context: click.Context) -> str:
     return f"`{value}`" if is_simple else ""
 
 
+def _python() -> Iterator[str]:
+    yield "## Python\n"
+    yield "`import blocktrain as bt`. A name is imported when it is first used.\n"
+    for name in ("train", "load", "import_hf", "export_hf"):
+        yield from _documented(f"bt.{name}", getattr(blocktrain, name))
+    for name in ("Model", "Swarm"):
+        kind = getattr(blocktrain, name)
+        text, _, _ = (inspect.getdoc(kind) or "").partition(">>>")
+        yield f"### bt.{name}\n\n{text.strip()}\n"
+        for member in vars(kind):
+            if not member.startswith("_") and callable(getattr(kind, member)):
+                yield from _documented(f"{name}.{member}", getattr(kind, member))
+
+
+def _documented(name: str, function: Any) -> Iterator[str]:
+    """A function's call and its sentences, without the example."""
+    signature = inspect.signature(function)
+    shown = [value for key, value in signature.parameters.items() if key != "self"]
+    shown = [each.replace(annotation=inspect.Parameter.empty) for each in shown]
+    text, _, _ = (inspect.getdoc(function) or "").partition(">>>")
+    if text:
+        yield f"`{name}{inspect.Signature(shown)}`\n\n{text.strip()}\n"
+
+
 def _variables() -> Iterator[str]:
     yield "## Environment variables\n"
     yield "Each option of `blocktrain serve` can also be set as BLOCKTRAIN_SERVE_NAME, such"
@@ -120,19 +148,8 @@ def _settings() -> Iterator[str]:
             doc, default = str(item.metadata["doc"]), json.dumps(item.default)
             formerly = item.metadata["formerly"]
             doc += f" (formerly `{formerly}`)" if formerly else ""
-            yield _row(f"`{item.name}`", f"`{default}`", _allowed(item), doc)
+            yield _row(f"`{item.name}`", f"`{default}`", allowed_values(item), doc)
         yield ""
-
-
-def _allowed(item: "dataclasses.Field[object]") -> str:
-    rules = item.metadata
-    if rules["choices"]:
-        return ", ".join(f"`{choice}`" for choice in rules["choices"])
-    if isinstance(item.default, bool):
-        return "`true`, `false`"
-    kind = "list of numbers" if isinstance(item.default, tuple) else type(item.default).__name__
-    kind = {"int": "integer", "float": "number", "str": "text"}.get(kind, kind)
-    return f"{kind} {_limits(rules['low'], rules['high'])}".strip()
 
 
 def _limits(low: float | None, high: float | None) -> str:

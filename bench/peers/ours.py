@@ -20,10 +20,11 @@ from learned import LOOKED_AT, WORKERS, check, learned, mean_of
 from side import Peer, all_peers, answer_rounds, follow, say
 
 from blocktrain.config import from_toml
-from blocktrain.protocol.identity import WorkerKey
+from blocktrain.protocol.identity import WorkerKey, update_text
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import (
     Lease,
+    LeaseProgress,
     LeaseRequest,
     Predecessor,
     UpdateClaim,
@@ -31,15 +32,22 @@ from blocktrain.protocol.messages import (
     Wait,
 )
 from blocktrain.storage.tensor_file import Tensors
-from blocktrain.train.device import resolve
-from blocktrain.worker.blob_cache import BlobCache
+from blocktrain.training.device import resolve
 from blocktrain.worker.client import Client
-from blocktrain.worker.local_block import LeaseReport, LeaseTrainer, LocalBlock, Trained
-from blocktrain.worker.transfer import Transfer
+from blocktrain.worker.lease_trainer import LeaseTrainer, Recorder, Trained
+from blocktrain.worker.local_block import LocalBlock
+from blocktrain.worker.transfer import BlobCache, Transfer
 from coordinator_server import found
 
 HOUR = 3600.0
-COORDINATOR = [sys.executable, "-m", "blocktrain.cli.main", "coordinator", "--json"]
+COORDINATOR = [
+    sys.executable,
+    "-m",
+    "blocktrain.cli.main",
+    "coordinator",
+    "--json",
+    "--no-validate",
+]
 
 
 class Untrained(LeaseTrainer):
@@ -54,13 +62,15 @@ class Untrained(LeaseTrainer):
         lease: Lease,
         base: Tensors | None,
         predecessors: Callable[[Predecessor], Tensors],
-        on_report: Callable[[LeaseReport], None],
+        on_report: Callable[[LeaseProgress], None],
         should_stop: Callable[[], bool],
+        ends_early: Callable[[], bool] = lambda: False,
+        recorder: Recorder | None = None,
     ) -> Trained:
         assert base is not None, "the other's update is in the new version too"
         for name, array in base.items():
             np.copyto(self._weights.setdefault(name, np.empty_like(array)), array)
-        return Trained(self._weights, 1.0)
+        return Trained(self._weights, 1.0, lease.steps)
 
 
 class Holder(LocalBlock):
@@ -92,9 +102,9 @@ class Worker:
         """Send what was trained, and have what both made of it."""
         lease, deadline = self.lease, self.client.deadline(HOUR)
         if self.held.encodes:
-            update = self.held.encode(self.held.learned(self.trained), final=False)
+            recipe = self.held.encode(self.held.learned(self.trained), final=False)
         else:
-            update = self.held.write(self.trained)
+            recipe = self.held.write(self.trained)
         claim = UpdateClaim(
             run=self.joined.description.run,
             worker=self.joined.worker,
@@ -103,10 +113,10 @@ class Worker:
             block=lease.block,
             base_version=lease.base_version,
             codec=self.codec,
-            recipe=update.recipe,
-            loss=update.loss,
+            recipe=recipe,
+            loss=self.trained.loss,
         )
-        offer = UpdateOffer(claim=claim, signature=self.key.sign_update(claim))
+        offer = UpdateOffer(claim=claim, signature=self.key.sign(update_text(claim)))
         receipt = self.transfer.send(offer, deadline)
         self.held.settle(lease, accepted=receipt.state != "refused")
         self._next_version()

@@ -1,117 +1,135 @@
-"""Every exception of the project, each with the exit code of the command line.
+"""All exceptions of the project, each with the exit code of the command line.
 
-    BlocktrainError            1
-    ├── ConfigError            2   a setting is unknown, malformed or contradicts another
-    │   ├── InviteError        2   an invite is mistyped, truncated or of a newer version
-    │   └── RequestError       2   a field of a request is wrong or not supported
-    ├── DataError              3   a corpus is missing, too short or unreadable
-    ├── RunError               4   a run folder is missing, incomplete or of another format
-    │   └── CorruptFileError   4   a stored file is truncated or altered; the message names it
-    ├── DivergedError          5   training kept producing non-finite losses or gradients
-    ├── DeviceError            6   the requested device or precision is not available here
-    ├── UnreachableError       7   no connection to another machine; the message names its address
-    │   └── StalledError       7   the other machine is connected but does not read
-    ├── RefusedError           8   the other machine refused a request; `code` is for programs
-    ├── ProtocolError          9   the other machine sent something that violates the protocol
-    │   ├── UntrustedError     9   the other machine has the wrong key or the wrong role
-    │   └── FrameError         9   bytes that are not a frame, or a frame that is too large
-    ├── NotFoundError         10   the store has no such blob or chunk
-    ├── OverloadedError       11   too many requests at once; try again
-    ├── UnavailableError      12   no stage is left that computes a part of the model
-    └── CacheError            13   a stage cannot continue some requests; `requests` names them
-        ├── CacheFullError    13   its cache has no room for them now
-        └── MissingPrefixError 13  its cache lacks their beginning: send them from position 0
-
-A message is one line. It says what is wrong and, if possible, what to do next.
+docs/REFERENCE.md lists them with their docstrings. A message is one line. It says what is wrong
+and, if possible, what to do next.
 """
+
+import difflib
+from collections.abc import Iterable
+
+
+def closest_match(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that a mistyped word resembles most; None if none is close."""
+    nearest = difflib.get_close_matches(word, list(candidates), n=1)
+    return nearest[0] if nearest else None
 
 
 class BlocktrainError(Exception):
+    """The base of all errors below. Raised as such for an error that none of them covers."""
+
     exit_code = 1
 
     @classmethod
     def of_exit_code(cls, code: int) -> type["BlocktrainError"]:
-        """The class with this exit code, to raise the error of a child process in this one."""
+        """The class with this exit code, to raise a child process's error in its parent."""
         return next((kind for kind in cls.__subclasses__() if kind.exit_code == code), cls)
 
 
 class ConfigError(BlocktrainError):
+    """A setting is unknown, malformed or contradicts another."""
+
     exit_code = 2
 
 
 class InviteError(ConfigError):
-    pass
+    """An invite is mistyped, truncated or from a newer release."""
 
 
 class RequestError(ConfigError):
-    """`field` is the request's field that is wrong, `code` the reason for programs."""
+    """A field of a request is wrong or not supported."""
 
     def __init__(self, reason: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(reason)
-        self.field = field
-        self.code = code
+        self.field, self.code = field, code  # the code is machine-readable
 
 
 class DataError(BlocktrainError):
+    """A corpus is missing, too short or unreadable."""
+
     exit_code = 3
 
 
+class DownloadError(DataError):
+    """A download from a hub failed; the same command continues it."""
+
+
 class RunError(BlocktrainError):
+    """A run folder is missing, incomplete or in another format."""
+
     exit_code = 4
 
 
 class CorruptFileError(RunError):
-    pass
+    """A stored file is truncated or altered; the message names it."""
 
 
 class DivergedError(BlocktrainError):
+    """Training kept producing non-finite losses or gradients, or a merge produced non-finite
+    weights."""
+
     exit_code = 5
 
 
 class DeviceError(BlocktrainError):
+    """The requested device or precision is not available on this machine."""
+
     exit_code = 6
 
 
 class UnreachableError(BlocktrainError):
+    """Another machine cannot be reached; the message names its address."""
+
     exit_code = 7
 
 
 class StalledError(UnreachableError):
-    pass
+    """The other machine is connected but does not read what it is sent."""
 
 
 class RefusedError(BlocktrainError):
-    """`code` is one of the errors of `messages.Refusal`, `reason` a sentence about it."""
+    """The other machine refused a request; `code`, one of `messages.Refusal`, says why."""
 
     exit_code = 8
 
     def __init__(self, code: str, reason: str = "") -> None:
         super().__init__(code, reason)
-        self.code = code
-        self.reason = reason
+        self.code, self.reason = code, reason
 
     def __str__(self) -> str:
         return self.reason or self.code
 
 
 class ProtocolError(BlocktrainError):
+    """The other machine sent something that violates the protocol."""
+
     exit_code = 9
 
 
 class UntrustedError(ProtocolError):
-    pass
+    """The other machine has the wrong key or the wrong role."""
 
 
 class FrameError(ProtocolError):
-    pass
+    """The other machine sent bytes that are not a frame, or a frame that is too large."""
 
 
 class NotFoundError(BlocktrainError):
+    """The store has no such blob or chunk, or the ledger no such run, block or version."""
+
     exit_code = 10
 
 
+class MissingChunkError(NotFoundError):
+    """The store has no such chunk. The message names the store, which other machines need not
+    know."""
+
+    def __init__(self, chunk: str, reason: str) -> None:
+        super().__init__(reason)
+        self.chunk = chunk
+
+
 class OverloadedError(BlocktrainError):
-    """`seconds` is the time to wait before the next attempt."""
+    """Too many requests at once; try again after `seconds`."""
 
     exit_code = 11
 
@@ -121,10 +139,14 @@ class OverloadedError(BlocktrainError):
 
 
 class UnavailableError(BlocktrainError):
+    """No working stage is left for a part of the model."""
+
     exit_code = 12
 
 
 class CacheError(BlocktrainError):
+    """A stage cannot continue the generation requests in `requests`."""
+
     exit_code = 13
 
     def __init__(self, message: str, requests: tuple[int, ...] = ()) -> None:
@@ -133,8 +155,8 @@ class CacheError(BlocktrainError):
 
 
 class CacheFullError(CacheError):
-    pass
+    """The stage's cache has no room for the requests now."""
 
 
 class MissingPrefixError(CacheError):
-    pass
+    """The stage's cache lacks the requests' beginning; send them again from position 0."""

@@ -1,16 +1,15 @@
-"""Faults on purpose: die at a chosen point, so that tests can break a process where it hurts most.
+"""Fault injection for tests: a process kills itself at a chosen point.
 
-The environment variable BLOCKTRAIN_FAULTS holds the plan, as in "claimed@2=kill,published@1=kill":
-the second time this process reaches the point `claimed` it dies as by kill -9. Without a plan a
-point costs nothing. Knows only the names of the points, not what happens there.
+The environment variable BLOCKTRAIN_FAULTS holds the plan. With "claimed@2=kill,published@1=kill"
+this process dies, as by kill -9, the second time it reaches the point `claimed` or the first time
+it reaches `published`. Without a plan a point costs nothing.
 """
 
 import os
+import re
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from blocktrain.environment import FAULTS
 from blocktrain.errors import ConfigError
@@ -18,68 +17,61 @@ from blocktrain.errors import ConfigError
 VARIABLE = FAULTS.name
 POINTS = (
     # of a coordinator
-    "claimed",  # a request for work is decided and on disk, the answer not sent
+    "claimed",  # a lease is on disk; the worker has no answer yet
     "chunk-stored",
-    "settled",  # an update is counted or refused, the answer not sent
-    "merge-written",  # the next version's files are written, the version is not published
+    "settled",  # an update is accepted or refused; the worker has no answer yet
+    "merge-written",  # the next version's files are written; the version is not published
     "published",
+    "check-assigned",  # the validator has no answer yet
+    "check-reported",  # the update is decided or needs another check; the validator has no answer
     # of a worker
-    "downloaded",  # the base is here
+    "downloaded",  # the base version is complete
     "step",  # one training step is done
     "chunk-sent",
-    "sent",  # an update is committed, the worker has not acted on the receipt
+    "sent",  # an update is committed; the worker has not processed the receipt
 )
 
 
-def _die() -> None:
-    """At once: nothing is flushed, closed or given back."""
+def die() -> None:
+    """Exit at once, without flushing or closing anything."""
     if hasattr(signal, "SIGKILL"):
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(137)
 
 
-ACTIONS: dict[str, Callable[[], None]] = {"kill": _die}
+def parse(plan: str) -> set[tuple[str, int]]:
+    """A plan as pairs: a point, and at which visit to it the process dies (the first is 1)."""
+    return {_parse_one(part.strip()) for part in plan.split(",") if part.strip()}
 
 
-@dataclass(frozen=True)
-class Fault:
-    point: str
-    time: int  # the first is 1
-    action: str
-
-
-def parse(plan: str) -> tuple[Fault, ...]:
-    return tuple(_parse_one(part.strip()) for part in plan.split(",") if part.strip())
-
-
-def _parse_one(text: str) -> Fault:
-    place, equals, action = text.partition("=")
-    point, at, time = place.partition("@")
-    if not (equals and at and time.isascii() and time.isdigit() and int(time) > 0):
-        raise ConfigError(f"{VARIABLE}: {text!r} is not POINT@NUMBER=ACTION")
-    for kind, word, known in (("point", point, POINTS), ("action", action, tuple(ACTIONS))):
-        if word not in known:
-            raise ConfigError(f"{VARIABLE}: no {kind} {word!r}; there are {', '.join(known)}")
-    return Fault(point, int(time), action)
+def _parse_one(text: str) -> tuple[str, int]:
+    match = re.fullmatch(r"(.*)@([1-9][0-9]*)=(.*)", text)
+    if not match:
+        raise ConfigError(f"{VARIABLE}: {text!r} is malformed; write POINT@NUMBER=kill")
+    point, time, action = match.groups()
+    if point not in POINTS:
+        raise ConfigError(f"{VARIABLE}: unknown point {point!r}; use one of {', '.join(POINTS)}")
+    if action != "kill":
+        raise ConfigError(f"{VARIABLE}: unknown action {action!r}; the only one is kill")
+    return point, int(time)
 
 
 class Faults:
-    """A plan, and how often each of its points was reached."""
+    """A plan, and how often this process has reached each point."""
 
-    def __init__(self, plan: tuple[Fault, ...]) -> None:
-        self._plan = plan
+    def __init__(self, plan: str) -> None:
+        self._plan = parse(plan)
         self._reached: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def reached(self, point: str) -> None:
+        """Count a visit to this point, and end the process if the plan says so."""
         if not self._plan:
             return
         with self._lock:
             self._reached[point] += 1
-            time = self._reached[point]
-        for fault in self._plan:
-            if (fault.point, fault.time) == (point, time):
-                ACTIONS[fault.action]()
+            if (point, self._reached[point]) in self._plan:
+                die()
 
 
-reached = Faults(parse(FAULTS.get())).reached
+reached = Faults(FAULTS.get()).reached

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import ROOT
+from tests.support.blobs import whole
 from tests.support.postgres import private_server
 from tests.support.processes import Processes, Running, free_port, full_disk
 
@@ -23,24 +24,24 @@ from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.coordinator.members import Operator
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import signed_claim
-from blocktrain.data.corpus import load_corpus
-from blocktrain.data.windows import evaluation_windows
+from blocktrain.data.corpus import evaluation_windows, load_corpus
 from blocktrain.ledger.schema import leases, updates
 from blocktrain.numerics.merge import MergeRule
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.invite import Invite
-from blocktrain.protocol.messages import Blob, Status
+from blocktrain.protocol.messages import Blob
+from blocktrain.protocol.status_messages import Status
 from blocktrain.storage.blobs import Blobs
-from blocktrain.storage.deltas import follow_blobs
 from blocktrain.storage.merging import Compression, MergeInput, merge_blobs
 from blocktrain.storage.run_dir import RunDir
+from blocktrain.storage.weights_file import follow_blobs
 from blocktrain.swarm import merging_rules
 from blocktrain.swarm.state import PendingUpdate
-from blocktrain.train.device import resolve
-from blocktrain.train.evaluate import evaluate
-from blocktrain.train.stored_models import load_stack
+from blocktrain.training.device import resolve
+from blocktrain.training.evaluate import evaluate
+from blocktrain.training.stored_models import load_stack
 from blocktrain.worker.client import Client
-from blocktrain.worker.versions import fetch_model
+from blocktrain.worker.downloads import fetch_model
 
 STEPS = 30
 LEARNED = 4.0  # nats per byte; knowing nothing is ln 256 = 5.5
@@ -101,7 +102,7 @@ class Swarm:
     def leases(self) -> Sequence[Any]:
         """What somebody works on now."""
         with self.run.ledger.read() as tx:
-            return tx.leases.held()
+            return tx.leases.active()
 
     def _merges(self) -> int:
         with self.run.ledger.read() as tx:
@@ -150,7 +151,7 @@ class Swarm:
 
 
 def _read_whole(blobs: Blobs, blob: Blob) -> None:
-    assert sum(len(piece) for piece in blobs.reader(blob).stream()) == blob.size
+    assert len(whole(blobs, blob)) == blob.size
 
 
 def _ce(run: RunDir) -> float:
@@ -251,7 +252,7 @@ def _check_versions_follow(run: Run) -> None:
             MergeInput(
                 row.lease,
                 signed_claim(row).recipe,
-                row.steps * run.batch_bytes,
+                row.steps * run.config.bytes_per_step,
                 share=factors[row.lease]
                 * merging_rules.update_weight(run.config.swarm, number - 1, row.base_version),
                 encoded=True,

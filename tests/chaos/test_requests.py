@@ -47,14 +47,13 @@ from blocktrain.protocol.messages import (
     LeaseRequest,
     Message,
     Receipt,
-    Status,
     UploadState,
 )
+from blocktrain.protocol.status_messages import Status
 from blocktrain.protocol.tls import pinned_context
 from blocktrain.storage.tensor_file import decode
-from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
-from blocktrain.worker.transfer import Transfer
+from blocktrain.worker.transfer import BlobCache, Transfer
 
 M = TypeVar("M", bound=Message)
 
@@ -254,14 +253,16 @@ def test_a_coordinator_dies_after_every_request(server: Server):
 
 def test_bad_updates_leave_no_trace_in_the_model(server: Server):
     server.start()
-    bad, good = server.join(), server.join()
+    good = server.join()
     for spoilt in (
         {**first_weights(0), "scale": np.asarray(np.nan, np.float32)},
         {**first_weights(0), "body.weight": np.zeros((5, 4), np.float32)},
     ):
+        bad = server.join()  # the coordinator pauses a worker whose update it has refused
         receipt = bad.send(bad.signer.update(bad.lease(), spoilt))
         assert (receipt.state, receipt.weight) == ("refused", 0.0)
 
+    bad = server.join()
     lease = bad.lease()
     made = bad.make(lease, by=100.0)
     forged = made.offer.model_copy(update={"signature": good.make(lease).offer.signature})
@@ -329,7 +330,7 @@ def test_an_update_for_an_old_version_is_refused_and_its_text_leased_again(serve
         server.processes.wait_for("a merge", lambda v=version: len(server.merged()) == v, SECONDS)
     receipt = slow.send(made)
     assert (receipt.state, receipt.weight) == ("refused", 0.0)
-    behind = f"it is {most_stale + 1} versions behind, more than {most_stale}"
+    behind = f"the update is {most_stale + 1} versions behind, more than {most_stale}"
     assert receipt.reason == f"{behind}; request a new lease"
     assert {worker for worker, _, _ in server.merged()} == {quick.signer.worker}
     assert quick.lease().first_batch == lease.first_batch

@@ -27,19 +27,17 @@ import torch
 from tests.support.coordinator import SetClock, join, running, tensors_of
 from tests.support.published import Shelf
 
+from blocktrain.codec import update_codec
 from blocktrain.codec.frames import encode
-from blocktrain.codec.registry import update_codec
 from blocktrain.config import Config, SwarmConfig
-from blocktrain.data.corpus import Corpus
-from blocktrain.data.windows import TrainingWindows, evaluation_windows, shifted
-from blocktrain.model import readout
+from blocktrain.data.corpus import Corpus, TrainingWindows, evaluation_windows, shifted
 from blocktrain.model.block import target_table
-from blocktrain.model.stack import Stack, assemble
+from blocktrain.model.stack import READOUTS, Stack, assemble, read_out
 from blocktrain.numerics.merge import Contribution, MergeRule, finite_floats
 from blocktrain.numerics.sampling import Sampling, mixed_seed
-from blocktrain.serve.router.local import generate
-from blocktrain.train.device import resolve
-from blocktrain.train.trainer import BlockTrainer
+from blocktrain.serve.router.first_block import generate
+from blocktrain.training.device import resolve
+from blocktrain.training.trainer import BlockTrainer
 
 PINNED = Path(__file__).with_name("golden.json")
 EXACT = "BLOCKTRAIN_GOLDEN_EXACT"
@@ -158,8 +156,8 @@ def scores(stack: Stack, corpus: Corpus, starts: tuple[str, ...]) -> Numbers:
     for start in starts:
         blocks = stack.log_probs(ids, start, seed=5)
         named = {f"block {index}": log_probs for index, log_probs in enumerate(blocks)}
-        named |= {name: readout.read(name, blocks) for name in readout.READOUTS}
-        named["product weighted"] = readout.read("product", blocks, [0.3, 0.6, 0.2][: len(blocks)])
+        named |= {name: read_out(name, blocks) for name in READOUTS}
+        named["product weighted"] = read_out("product", blocks, [0.3, 0.6, 0.2][: len(blocks)])
         result[start] = {
             name: float(-log_probs.gather(-1, targets[..., None]).mean())
             for name, log_probs in named.items()
@@ -172,7 +170,7 @@ def texts(stack: Stack) -> dict[str, str]:
     """A few bytes; with a long prompt, on past the end of the window."""
     window = stack.config.model.window
     result = {}
-    for name in readout.READOUTS:
+    for name in READOUTS:
         for start in ("mean", "noise"):
             sampling = Sampling(temperature=0.8, seed=3)
             prompt = PROMPT * (window // len(PROMPT) - 1)
@@ -220,7 +218,7 @@ def merged_versions(folder: Path) -> dict[str, str]:
     """The same through a coordinator: two workers' updates of a block, and the version's files."""
     settings = {
         "swarm__quorum": 2, "swarm__outer_rate": 0.7, "swarm__outer_momentum": 0.9,
-        "train__lr": 1.0,
+        "train__lr": 100.0,
     }  # fmt: skip
     result = {}
     with running(folder, SetClock(), **settings) as service:

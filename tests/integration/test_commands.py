@@ -5,6 +5,7 @@ Real processes where signals, a terminal or the start matter; the others run her
 import json
 import os
 import re
+import resource
 import signal
 import statistics
 import subprocess
@@ -82,17 +83,30 @@ def weights(run_dir: Path, block: int) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in load_file(newest).items()}
 
 
-def test_help_answers_in_under_half_a_second(home: Path):
+def test_help_answers_in_a_fifth_of_a_second(home: Path):
+    """Of processor time, because the machine may be busy."""
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = run_process(home, "--help")
-        seconds.append(time.perf_counter() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0
-    assert statistics.median(seconds) < 0.5
+    assert statistics.median(seconds) < 0.2
     for verb in ("train", "eval", "generate", "export", "info", "estimate", "simulate", "demo"):
         assert f"  {verb} " in done.stdout
     assert __version__ in run(home, "--version").stdout
+
+
+def test_an_interrupt_during_the_first_import_prints_no_traceback(tmp_path: Path):
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run(
+        [sys.executable, "-c", "from blocktrain.cli import run; run()"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, b"")
 
 
 def test_train_then_everything_else(home: Path, trained: Path):
@@ -114,7 +128,7 @@ def test_train_then_everything_else(home: Path, trained: Path):
 
     twice = run(home, "export", "trained", "--out", "out")
     assert twice.returncode == 4
-    assert "is there already" in twice.stderr
+    assert "contains a model already" in twice.stderr
 
     made = run(home, "generate", "out", "--prompt", "def ", "--bytes", 40, "--seed", 3)
     assert made.stdout.startswith("def ")
@@ -198,7 +212,10 @@ def test_a_cascade_is_trained_in_turn_then_everything_else(home: Path, cascade: 
 def test_more_blocks_than_there_are_cannot_be_used(home: Path, cascade: Path, verb: str):
     done = run(home, verb, "cascade", "--blocks", 9)
     assert done.returncode == 2
-    assert done.stderr == "error: the model has 2 blocks; it cannot exit after 9\n"
+    assert (
+        done.stderr
+        == "error: cannot exit after 9 blocks: the model has only 2; use --blocks 2 or less\n"
+    )
 
 
 @pytest.mark.parametrize("readout", ["final", "product"])
@@ -295,11 +312,16 @@ def wait_for(
         (["generate", "nowhere", "--temperature", "nan"], 2, "--temperature"),
         (["fly"], 2, "fly"),
         (["evl"], 2, "Did you mean 'eval'?"),
-        (["train", "--config", "tny", "--out", "x"], 2, "did you mean tiny? The presets are demo"),
+        (["train", "--config", "tny", "--out", "x"], 2, "did you mean tiny? The presets are "),
         (["train", "--config", "tiny", "--out", "x", "--set", "train.stps=3"], 2, "mean steps?"),
         (["serve", "nowhere", "--listen", "foo"], 2, "--listen"),
         (["stage", "nowhere", "--block", "1", "--listen", "foo"], 2, "--listen"),
         (["serve", "nowhere", "--stages", "host:7101, foo"], 2, "--stages"),
+        (
+            ["restore", "corpus.txt", "--data-dir", "new"],
+            4,
+            "give a file made by `blocktrain backup`",
+        ),
         (["worker", "bt1_x", "--evaluate", "--idle-only"], 2, "do not apply to --evaluate"),
     ],
 )
@@ -308,6 +330,13 @@ def test_a_mistake_is_one_clear_line(home: Path, arguments: list[str], code: int
     assert done.returncode == code, done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_stage_without_a_key_says_how_to_make_one_or_do_without(home: Path, trained: Path):
+    done = run(home, "stage", "trained", "--block", 1)
+    assert done.returncode == 2
+    assert "blocktrain keys FOLDER --name NAME" in done.stderr
+    assert "--plain-tcp" in done.stderr
 
 
 def test_a_run_that_failed_before_its_first_version_can_be_corrected(home: Path, trained: Path):
@@ -397,13 +426,6 @@ def test_a_leaking_sigma_warns(home: Path):
     done = run(home, *training(home, "leaky", *leaky), "--block", "0")
     assert done.returncode == 0
     assert "objective.sigma_min = 0.5 is below 1" in done.stderr
-
-
-def test_tensorboard_events_are_written(home: Path):
-    events = ["train.tensorboard=true", "train.steps=10"]
-    done = run_process(home, *training(home, "board", *events), "--block", "0")
-    assert done.returncode == 0, done.stderr
-    assert list((home / "board/tensorboard/block-0").glob("events.*"))
 
 
 def test_the_demo_shows_blocks_beside_their_twins(home: Path):

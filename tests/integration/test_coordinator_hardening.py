@@ -40,10 +40,12 @@ from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.coordinator.merger import CLAIM_SECONDS
 from blocktrain.coordinator.run import create_run, open_run
 from blocktrain.coordinator.service import Service
-from blocktrain.coordinator.verification import UpdateVerifier
+from blocktrain.coordinator.verification import Finding, UpdateVerifier
 from blocktrain.errors import BlocktrainError, ConfigError, NotFoundError, RefusedError
 from blocktrain.ledger.ledger import Ledger
-from blocktrain.protocol.messages import Event, Lease, LeaseReturn, Refusal, Score, TokenRequest
+from blocktrain.protocol.identity import token_request_text
+from blocktrain.protocol.messages import Lease, LeaseReturn, Refusal, TokenRequest
+from blocktrain.protocol.status_messages import Event, Score
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -155,7 +157,7 @@ def test_the_rounds_go_on_after_an_unforeseen_error(tmp_path, clock):
 @pytest.fixture
 def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates are let in unseen, as by a coordinator whose checks know less than the merge."""
-    monkeypatch.setattr(UpdateVerifier, "find_fault", lambda *args: "")
+    monkeypatch.setattr(UpdateVerifier, "examine", lambda *args: Finding(""))
 
 
 def test_updates_that_cannot_be_merged_do_not_block_their_block_for_ever(tmp_path, clock, lenient):
@@ -545,7 +547,9 @@ def test_a_token_request_of_an_impossible_time(tmp_path, clock):
             request = TokenRequest(
                 worker=member.id,
                 time=time,
-                signature=member.signer.key.sign_token_request(service.run.id, member.id, time),
+                signature=member.signer.key.sign(
+                    token_request_text(service.run.id, member.id, time)
+                ),
             )
         except ValueError:
             return
@@ -639,7 +643,7 @@ def test_the_reason_of_a_refusal_is_true(tmp_path, clock):
         quick.work(blocks=(0,))
         service.merger.merge_due()
         receipt = late.send(late.make(lease))
-        assert receipt.reason != "it is 1 versions behind, more than 4"
+        assert receipt.reason != "the update is 1 versions behind, more than 4"
 
 
 # a store that fails for a moment

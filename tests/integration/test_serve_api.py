@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,13 +25,17 @@ from tests.support.serving import reference_text
 from tests.support.web import listening
 
 from blocktrain.config import Config
+from blocktrain.data.chat_template import ChatTemplate
 from blocktrain.errors import ConfigError, OverloadedError, UnavailableError
 from blocktrain.model.stack import Stack
 from blocktrain.numerics.sampling import Sampling
 from blocktrain.protocol.addresses import bound_socket
-from blocktrain.serve.http.app import ApiSettings, create_app
-from blocktrain.serve.http.http_server import web_server
+from blocktrain.serve.http.answer import AdmissionQueue
+from blocktrain.serve.http.http_server import ApiSettings, create_app, web_server
 from blocktrain.serve.http.openai import RequestLimits
+from blocktrain.serve.http.reports import ServerReports
+from blocktrain.serve.http.served_model import ServedModel
+from blocktrain.serve.router.decode import AnswerCost
 
 KEY = "a key for tests"
 SETTINGS = ApiSettings(keys=("another", KEY))
@@ -49,10 +54,17 @@ def engine(stack: Stack) -> SmallEngine:
     return SmallEngine(stack)
 
 
+def model_of(engine: SmallEngine, template: ChatTemplate | None = None) -> ServedModel:
+    return ServedModel("small", engine.stack.config, template=template)
+
+
 @contextmanager
-def served(engine: SmallEngine, settings: ApiSettings = SETTINGS) -> Iterator[str]:
+def served(
+    engine: SmallEngine, settings: ApiSettings = SETTINGS, template: ChatTemplate | None = None
+) -> Iterator[str]:
     listener = bound_socket("127.0.0.1", 0)
-    with listening(web_server(engine, settings, listener), listener) as place:
+    server = web_server(engine, model_of(engine, template), settings, listener)
+    with listening(server, listener) as place:
         yield f"http://{place}"
 
 
@@ -102,8 +114,8 @@ def test_a_completion_is_the_models_own_bytes(client: OpenAI, stack: Stack):
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 20)
     assert (answer.id[:5], answer.object, answer.model) == ("cmpl-", "text_completion", "small")
     assert answer.blocktrain == {  # type: ignore[attr-defined]
-        "traversals": 20, "bytes_per_traversal": 1.0, "drafted": 0, "accepted": 0, "replays": 0,
-        "stage_seconds": {"here": 0.5},
+        "traversals": 20, "tokens_per_traversal": 1.0, "drafted": 0, "accepted": 0, "replays": 0,
+        "network_seconds": 0.0, "stage_seconds": {"here": 0.5},
     }  # fmt: skip
 
 
@@ -128,7 +140,7 @@ def test_a_chat(client: OpenAI, engine: SmallEngine, stack: Stack):
         **GREEDY, messages=messages, max_completion_tokens=8, extra_body={"mode": "sweep"}
     )
     prompt = b"System: S\nUser: Hello\nAssistant: "
-    assert (engine.asked[0].prompt, engine.asked[0].mode) == (prompt, "sweep")
+    assert (bytes(engine.asked[0].prompt), engine.asked[0].mode) == (prompt, "sweep")
     text = stream = ""
     for chunk in client.chat.completions.create(
         **GREEDY, messages=messages, max_tokens=8, stream=True
@@ -215,13 +227,15 @@ def test_without_keys_anyone_may_ask(engine: SmallEngine):
 
 def test_an_empty_key_is_no_key(engine: SmallEngine):
     with pytest.raises(ConfigError, match="empty"):
-        create_app(engine, ApiSettings(keys=("",)))
+        create_app(engine, model_of(engine), ApiSettings(keys=("",)))
 
 
 def test_unsupported_parameters_are_refused_by_name(client: OpenAI):
-    with pytest.raises(openai.BadRequestError, match="logit_bias is not supported") as refused:
-        client.completions.create(model="small", prompt="", logit_bias={"50": 1})
-    assert (refused.value.param, refused.value.code) == ("logit_bias", "unsupported_parameter")
+    with pytest.raises(openai.BadRequestError, match="cannot fill gaps") as refused:
+        client.completions.create(model="small", prompt="", suffix="end")
+    assert (refused.value.param, refused.value.code) == ("suffix", "unsupported_parameter")
+    with pytest.raises(openai.BadRequestError, match="999 is not a token of small; its tokens are"):
+        client.completions.create(model="small", prompt="", logit_bias={"999": 1})
     with pytest.raises(openai.BadRequestError, match="limit is 8192") as refused:
         client.chat.completions.create(model="small", messages=HELLO, max_tokens=10**6)
     assert (refused.value.param, refused.value.type) == ("max_tokens", "invalid_request_error")
@@ -289,7 +303,11 @@ def test_a_bug_is_an_error_in_the_same_format(engine: SmallEngine):
 def test_a_server_announces_itself_once_it_accepts_requests(engine: SmallEngine):
     listener, answered = bound_socket("127.0.0.1", 0), []
     server = web_server(
-        engine, SETTINGS, listener, on_start=lambda: answered.append(server.started)
+        engine,
+        model_of(engine),
+        SETTINGS,
+        listener,
+        on_start=lambda: answered.append(server.started),
     )
     assert answered == []
     with listening(server, listener):
@@ -299,7 +317,7 @@ def test_a_server_announces_itself_once_it_accepts_requests(engine: SmallEngine)
 def test_a_server_that_stops_ends_answers_in_progress_with_an_error(engine: SmallEngine):
     engine.seconds_per_byte = 0.01
     listener = bound_socket("127.0.0.1", 0)
-    server = web_server(engine, replace(SETTINGS, at_once=1), listener)
+    server = web_server(engine, model_of(engine), replace(SETTINGS, at_once=1), listener)
     with (
         listening(server, listener) as place,
         OpenAI(base_url=f"http://{place}/v1", api_key=KEY, max_retries=0) as client,
@@ -314,6 +332,17 @@ def test_a_server_that_stops_ends_answers_in_progress_with_an_error(engine: Smal
                 list(stream)
             assert waiting.recv(1000).startswith(b"HTTP/1.1 503")
         assert engine.under_way == 0
+
+
+def test_a_broken_chat_template_is_an_error_that_says_what_to_do(engine: SmallEngine):
+    template = ChatTemplate("{% for")
+    body = {"messages": HELLO, "max_tokens": 1}
+    with served(engine, template=template) as address:
+        answer = httpx.post(f"{address}/v1/chat/completions", json=body, headers=BEARER)
+    template.close()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "broken_model")
+    assert "chat template is broken: TemplateSyntaxError" in answer.json()["error"]["message"]
+    assert engine.asked == []
 
 
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -388,7 +417,7 @@ def test_a_client_that_reads_nothing_is_disconnected(engine: SmallEngine):
         with raw_request(address, asked) as connection:
             wait_for(lambda: engine.under_way == 1)
             wait_for(lambda: engine.under_way == 0)
-            written = engine_bytes(address)
+            written = engine_tokens(address)
             assert 0 < written < 4000  # not all of it was kept for a client that never reads
             wait_for(lambda: cut_off(connection), seconds=5)
         assert engine.finished == 0
@@ -418,8 +447,8 @@ def gauge(address: str, name: str) -> float:
     return samples(address)[f"{name}[]"]
 
 
-def engine_bytes(address: str) -> float:
-    return gauge(address, "blocktrain_serve_output_bytes_total")
+def engine_tokens(address: str) -> float:
+    return gauge(address, "blocktrain_serve_output_tokens_total")
 
 
 def test_metrics_count_requests_bytes_and_seconds(engine: SmallEngine):
@@ -431,8 +460,8 @@ def test_metrics_count_requests_bytes_and_seconds(engine: SmallEngine):
     path = ("path", "/v1/completions")
     assert told[f"blocktrain_serve_requests_total{[path, ('status', '200')]}"] == 1
     assert told["blocktrain_serve_requests_total[('path', 'other'), ('status', '404')]"] == 1
-    assert told["blocktrain_serve_prompt_bytes_total[]"] == 3
-    assert told["blocktrain_serve_output_bytes_total[]"] == 5
+    assert told["blocktrain_serve_prompt_tokens_total[]"] == 3
+    assert told["blocktrain_serve_output_tokens_total[]"] == 5
     assert told["blocktrain_serve_traversals_total[]"] == 5
     assert told["blocktrain_serve_stage_seconds_total[('stage', 'here')]"] == 0.5
     assert told["blocktrain_serve_answering[]"] == 0
@@ -459,7 +488,7 @@ def test_the_access_log_has_a_line_for_every_request(
     engine: SmallEngine, caplog: pytest.LogCaptureFixture
 ):
     with (
-        caplog.at_level(logging.INFO, "blocktrain.serve.http.app"),
+        caplog.at_level(logging.INFO, "blocktrain.serve.http.http_server"),
         served(engine) as address,
         httpx.Client(base_url=address, headers=BEARER) as http,
     ):
@@ -476,6 +505,55 @@ def test_the_access_log_has_a_line_for_every_request(
     assert len(lines) == len(expected)
     for pattern in expected:
         assert any(re.fullmatch(pattern, line) for line in lines), lines
+
+
+def test_a_prompt_that_is_cut_is_reported(engine: SmallEngine):
+    window = engine.stack.config.model.window
+    body = {"prompt": "a" * (window + 4), "max_tokens": 1}
+    with served(engine) as address, httpx.Client(base_url=address, headers=BEARER) as http:
+        whole = http.post("/v1/completions", json=body)
+        usage = whole.json()["usage"]
+        assert (usage["prompt_tokens"], usage["truncated_prompt_tokens"]) == (window + 4, 5)
+        streamed = http.post("/v1/completions", json={**body, "stream": True})
+        headers = [answer.headers["x-truncated-prompt-tokens"] for answer in (whole, streamed)]
+        assert headers == ["5", "5"]
+        short = http.post("/v1/completions", json={**body, "prompt": "a"})
+        assert "x-truncated-prompt-tokens" not in short.headers
+        assert "truncated_prompt_tokens" not in short.json()["usage"]
+
+
+def test_the_request_log_tells_times_and_tokens_but_no_texts(engine: SmallEngine, tmp_path: Path):
+    settings = replace(SETTINGS, request_log=tmp_path / "requests.jsonl")
+    with served(engine, settings) as address:
+        with httpx.Client(base_url=address, headers=BEARER) as http:
+            body = {"prompt": "a secret", "max_tokens": 5, "n": 2, "mode": "ar", "temperature": 0}
+            http.post("/v1/completions", json=body, headers={"x-request-id": "one"})
+        httpx.post(f"{address}/v1/completions", json=body)  # without a key
+    text = (tmp_path / "requests.jsonl").read_text()
+    first, second = map(json.loads, text.splitlines())
+    assert (first["id"], first["path"], first["status"]) == ("one", "/v1/completions", 200)
+    assert (first["mode"], first["answers"], first["finish_reasons"]) == ("ar", 2, ["length"] * 2)
+    assert (first["prompt_tokens"], first["completion_tokens"], first["traversals"]) == (8, 10, 10)
+    assert 0 < first["first_token_seconds"] <= first["seconds"]
+    assert (second["status"], "mode" in second) == (401, False)
+    assert "secret" not in text and KEY not in text
+    with pytest.raises(ConfigError, match="use another file"):
+        create_app(engine, model_of(engine), replace(SETTINGS, request_log=tmp_path))
+
+
+def test_throughput_is_told_while_there_is_work():
+    """Nothing is told while nothing happens."""
+    now = 100.0
+    reports = ServerReports(AdmissionQueue(2, 2, 1.0), clock=lambda: now)
+    assert reports.throughput() == ""
+    reports.wrote(30)
+    reports.answered([AnswerCost(prompt_tokens=50, traversals=9, drafted=20, accepted=15)])
+    now = 110.0
+    assert reports.throughput() == (
+        "3.0 tokens/s written, 5.0 tokens/s of prompts read, 1 answers ended in 10 s,"
+        " 75% of drafts accepted; 0 in progress, 0 waiting"
+    )
+    assert reports.throughput() == ""
 
 
 def test_pages_of_other_sites_need_a_named_origin(engine: SmallEngine):
@@ -565,7 +643,7 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 def test_no_body_breaks_the_server(engine: SmallEngine):
-    few = replace(SETTINGS, limits=RequestLimits(prompt_bytes=64, output_bytes=4))
+    few = replace(SETTINGS, limits=RequestLimits(prompt_tokens=64, output_tokens=4))
     seen = set()
 
     with served(engine, few) as address, httpx.Client(base_url=address, headers=BEARER) as http:

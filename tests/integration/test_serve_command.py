@@ -18,11 +18,11 @@ from blocktrain.cli.main import cli
 from blocktrain.config import load_config
 from blocktrain.errors import ConfigError
 from blocktrain.numerics.sampling import Sampling
-from blocktrain.serve.router.local import generate
+from blocktrain.serve.router.first_block import generate
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.device import resolve
-from blocktrain.train.run_session import open_session
-from blocktrain.train.stored_models import load_stack
+from blocktrain.training.device import resolve
+from blocktrain.training.run_session import open_session
+from blocktrain.training.stored_models import load_stack
 
 SECONDS = 60.0  # processes that load torch on a busy machine take their time
 KEY = "a key for tests"
@@ -112,7 +112,15 @@ def test_the_page_streams_an_answer_and_shows_its_cost(address: str) -> None:
         page.on("console", lambda said: complaints.append(said.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(f"https://{address}/")
-        page.fill("#key", KEY)
+        assert page.is_visible("#hint")
+        page.fill("#prompt", "The ")
+        page.press("#prompt", "Enter")
+        page.fill(".unlock input", KEY)  # it sends the prompt again
+        page.press(".unlock input", "Enter")
+        page.wait_for_selector(".cost")
+        assert page.locator(".said").count() == 1 and page.input_value("#key") == KEY
+        page.click("#clear")
+        assert page.is_visible("#hint") and not page.locator(".said").count()
         page.fill("#most", str(LONG))
         page.fill("#seed", "5")
         page.select_option("#mode", "ar")
@@ -131,7 +139,63 @@ def test_the_page_streams_an_answer_and_shows_its_cost(address: str) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") == 360  # a phone's whole width
         given, needed = page.evaluate(WIDTHS)
         assert given >= needed
+    assert [said for said in complaints if "401" not in said] == []
+
+
+def test_the_page_shows_traversals_probabilities_and_sweeps_and_survives_a_reload(
+    run: Path, address: str
+) -> None:
+    complaints: list[str] = []
+    with chromium() as browser:
+        page = browser.new_page(ignore_https_errors=True, viewport={"width": 900, "height": 480})
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(f"https://{address}/")
+        page.fill("#key", KEY)
+        page.press("#key", "Enter")
+        page.fill("#seed", "1234567890")
+        clipped = page.evaluate(CLIPPED)
+        assert clipped == []
+        page.fill("#most", str(LONG))
+        page.fill("#prompt", "The ")
+        page.press("#prompt", "Enter")
+        page.wait_for_selector(".cost")
+        groups = page.locator(".traversal")
+        stack = load_stack(RunDir.open(run), resolve("cpu", "fp32"))
+        text = bytes(generate(stack, b"The ", LONG, Sampling(0.7, seed=1234567890))).decode()
+        assert "".join(groups.all_text_contents()) == text
+        cost = page.inner_text(".cost")
+        assert f"{groups.count()}\ntraversals" in cost or f"{groups.count()} traversals" in cost
+        assert "bytes/s if only the network took time" in cost
+        groups.nth(1).locator("span").first.hover()
+        first_line, *others = page.inner_text("#tip").splitlines()
+        assert "log-probability -" in first_line and len(others) >= 4
+        assert page.is_hidden("#note")
+        page.select_option("#mode", "sweep")
+        assert page.is_visible("#note")  # on what a sweep from nothing yields
+        page.select_option("#drafts", "head")
+        assert page.is_hidden("#note")
+        assert page.locator("#drafts option").all_inner_texts() == ["nothing", "head"]
+        page.fill("#most", "900")
+        page.press("#most", "Enter")
+        page.fill("#prompt", "And ")
+        page.press("#prompt", "Enter")
+        page.locator(".said").nth(1).locator(".bar").wait_for()
+        assert page.evaluate(
+            "document.querySelectorAll('.bar')[1].getBoundingClientRect().bottom"
+            " <= document.getElementById('scroll').getBoundingClientRect().bottom"
+        )
+        before = page.inner_text("#talk")
+        page.reload()
+        page.wait_for_selector(".said")
+        assert page.inner_text("#talk") == before and page.input_value("#key") == KEY
+        page.click("#clear")
+        page.reload()
+        assert page.is_visible("#hint") and not page.locator(".said").count()
     assert complaints == []
+
+
+CLIPPED = """() => [...document.querySelectorAll("#settings input[type=number]")]
+  .filter((field) => field.scrollWidth > field.clientWidth).map((field) => field.id)"""
 
 
 WIDTHS = """() => {
@@ -157,8 +221,9 @@ def test_a_server_reports_loading_each_request_and_stopping(run: Path, tmp_path:
         processes.wait_for("it serves", lambda: "serving small" in said(), SECONDS)
         models = said().split("serving small at ")[1].split(",")[0] + "/models"
         assert httpx.get(models, headers={"x-request-id": "mine-1"}).status_code == 401
+        processes.wait_for("it is logged", lambda: "mine-1" in said(), SECONDS)
         (line,) = [line for line in said().splitlines() if "mine-1" in line]
-        assert line.split()[1:3] == ["INFO", "blocktrain.serve.http.app:"]
+        assert line.split()[1:3] == ["INFO", "blocktrain.serve.http.http_server:"]
         assert "GET /v1/models: 401 in " in line
         server.process.send_signal(signal.SIGINT)
         processes.wait_for("it ends", lambda: server.code is not None, SECONDS)
@@ -170,4 +235,4 @@ def test_a_certificate_alone_is_refused_before_anything_is_loaded(run: Path, pai
     alone = {"BLOCKTRAIN_SERVE_TLS_CERT": str(pair.certificate)}
     result = CliRunner().invoke(cli, ["serve", str(run)], env=alone)
     assert isinstance(result.exception, ConfigError)
-    assert "--tls-cert and --tls-key go together" in str(result.exception)
+    assert "--tls-cert and --tls-key belong together" in str(result.exception)

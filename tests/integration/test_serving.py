@@ -15,11 +15,11 @@ from tests.support.training import stop_after
 
 from blocktrain.config import load_config
 from blocktrain.numerics.sampling import Sampling
-from blocktrain.serve.router.local import generate
+from blocktrain.serve.router.first_block import generate
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.device import resolve
-from blocktrain.train.run_session import open_session
-from blocktrain.train.stored_models import load_stack
+from blocktrain.training.device import resolve
+from blocktrain.training.run_session import open_session
+from blocktrain.training.stored_models import load_stack
 
 PROMPT = "The module"
 LONG = 150  # bytes: more than two windows

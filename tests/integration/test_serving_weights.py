@@ -6,13 +6,13 @@ import httpx
 from tests.support.models import awake_stack
 from tests.support.processes import Processes, free_port
 from tests.support.ring import SECONDS
-from tests.support.serving import CPU
+from tests.support.serving import CPU, run_locally
 
 from blocktrain.config import Config
-from blocktrain.serve.router.decode import GenerationRequest, Sampling
+from blocktrain.numerics.sampling import Sampling
+from blocktrain.serve.ring.compute import BlockSource, StageCompute
+from blocktrain.serve.router.decode import GenerationRequest
 from blocktrain.serve.router.first_block import FirstBlock
-from blocktrain.serve.router.local import run_locally
-from blocktrain.serve.stage.compute import RunBlockSource, StageCompute
 from blocktrain.storage.run_dir import RunDir
 
 PROMPT, WRITTEN, SEED = "The module", 200, 7
@@ -31,10 +31,12 @@ def exported(folder: Path, config: Config) -> RunDir:
 
 def said_here(run: RunDir, held: str) -> str:
     """By the same blocks in one process."""
-    source = RunBlockSource(run, held)
+    source = BlockSource(run, held)
     stages = [StageCompute.load(source, range(1, run.config.block_count), CPU)]
     request = GenerationRequest(PROMPT.encode(), WRITTEN, "ar", sampling=Sampling(1.0, seed=SEED))
-    ((text, _),) = run_locally(FirstBlock.load(source, CPU), stages, [request])
+    ((text, _),) = run_locally(
+        FirstBlock(StageCompute.load(source, range(1), CPU)), stages, [request]
+    )
     return text.decode(errors="replace")
 
 

@@ -173,8 +173,9 @@ def test_a_coordinator_and_its_worker_go_on_and_end_their_run(
     (home / name / "worker").rename(tmp_path / "old")  # where `Processes` looks for it
     with Processes(tmp_path) as processes:
         coordinator = processes.coordinator(folder, free_port())
-        processes.wait_for("the invite", lambda: b"\n" in coordinator.log.read_bytes(), SECONDS)
-        invite = json.loads(coordinator.log.read_text().splitlines()[0])["invite"]
+        processes.wait_for("the invite", lambda: b"}\n" in coordinator.log.read_bytes(), SECONDS)
+        lines = coordinator.log.read_text().splitlines()  # the log is in the same file
+        invite = json.loads(next(line for line in lines if line.startswith("{")))["invite"]
         before, now = Invite.decode(expected(home)["invites"][name]), Invite.decode(invite)
         assert (now.run, now.fingerprint) == (before.run, before.fingerprint)
         old = processes.worker(invite, "old")

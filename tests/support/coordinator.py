@@ -4,6 +4,7 @@ Nothing is trained: a "trained" block is its base plus a number, so that what a 
 known beforehand.
 """
 
+import hashlib
 import ssl
 import time
 from collections.abc import Iterator, Sequence
@@ -14,24 +15,35 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import uvicorn
+from tests.support.blobs import whole
 from tests.support.web import listening
 
 from blocktrain.config import Config, from_dict
 from blocktrain.coordinator.members import Caller
 from blocktrain.coordinator.run import Run, create_run, open_run
-from blocktrain.coordinator.server import create_app, server_config
+from blocktrain.coordinator.server import CoordinatorServer
 from blocktrain.coordinator.service import Service
-from blocktrain.coordinator.updates import check_expected
+from blocktrain.coordinator.updates import expected_size, upload_state
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import ProtocolError, RefusedError
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.protocol.addresses import bound_socket
-from blocktrain.protocol.identity import WorkerKey
+from blocktrain.protocol.check_messages import (
+    Check,
+    CheckRequest,
+    CheckResult,
+    Losses,
+    ReplayResult,
+    ScoreResult,
+    Unable,
+)
+from blocktrain.protocol.identity import WorkerKey, join_text, update_text
+from blocktrain.protocol.limited_server import ConnectionLimits
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
     PROTOCOL,
     Blob,
+    Finished,
     Join,
     Joined,
     Lease,
@@ -42,6 +54,7 @@ from blocktrain.protocol.messages import (
     Role,
     UpdateClaim,
     UpdateOffer,
+    Wait,
 )
 from blocktrain.storage.chunks import ChunkStore, LocalChunks, name_of
 from blocktrain.storage.tensor_file import decode, encode
@@ -49,6 +62,7 @@ from blocktrain.storage.tensor_file import decode, encode
 Weights = dict[str, npt.NDArray[np.float32]]
 
 INVITE_SECONDS = 1e6
+FEW_CONNECTIONS = ConnectionLimits(512, 256)
 
 
 @dataclass
@@ -72,7 +86,7 @@ def swarm_config(**settings: Any) -> Config:
         {
             "model": {"layers": 2, "blocks": 2, "width": 8, "heads": 2, "window": 8},
             "train": {"steps": 40, "batch": 2, "lr": 100.0},
-            "swarm": {"quorum": 1, "grace_seconds": 0.0},
+            "swarm": {"quorum": 1, "grace_seconds": 0.0, "keep_updates": 0},
         }
     )
     return base.with_settings(**settings)
@@ -87,7 +101,8 @@ def first_weights(block: int) -> Weights:
 def make_corpus() -> Corpus:
     data = np.arange(4000, dtype=np.uint16).astype(np.uint8)
     splits = {"train": data[:3000], "valid": data[3000:3600], "test": data[3600:]}
-    return Corpus("made", splits, {split: f"digest of {split}" for split in splits})
+    digests = {split: hashlib.sha256(text).hexdigest() for split, text in splits.items()}
+    return Corpus("made", splits, digests)
 
 
 def make_run(
@@ -118,12 +133,13 @@ def running(
     *,
     url: str | None = None,
     weights: Sequence[Weights] | None = None,
+    requires_checks: bool = False,
     **settings: Any,
 ) -> Iterator[Service]:
     """A coordinator of a new run; its rounds are made by hand. Settings as section__key."""
     run = make_run(folder, swarm_config(**settings), url=url, clock=clock, weights=weights)
     try:
-        yield Service(run)
+        yield Service(run, requires_checks=requires_checks)
     finally:
         run.ledger.close()
 
@@ -134,7 +150,7 @@ def open_stores(folder: Path, url: str | None = None) -> tuple[Ledger, ChunkStor
 
 
 def tensors_of(run: Run, blob: Blob) -> Weights:
-    return decode(b"".join(run.blobs.reader(blob).stream()))
+    return decode(whole(run.blobs, blob))
 
 
 def weights_now(run: Run, block: int) -> Weights:
@@ -183,7 +199,7 @@ class Signer:
             "loss": 1.5,
         }
         signed = UpdateClaim(**{**claim, **changes})
-        offer = UpdateOffer(claim=signed, signature=self.key.sign_update(signed))
+        offer = UpdateOffer(claim=signed, signature=self.key.sign(update_text(signed)))
         return Made(offer, dict(zip(names, parts, strict=True)))
 
 
@@ -191,7 +207,7 @@ def missing_chunks(service: Service, caller: Caller, offer: UpdateOffer) -> tupl
     """The chunks that are still to be sent after an offer."""
     if not service.updates.record_offer(caller, offer):
         return ()
-    return service.updates.upload_state(offer.claim).missing
+    return upload_state(service.run, offer.claim.lease, [offer.claim.recipe]).missing
 
 
 def put_chunk(service: Service, caller: Caller, lease: str, name: str, data: bytes) -> None:
@@ -199,7 +215,7 @@ def put_chunk(service: Service, caller: Caller, lease: str, name: str, data: byt
     upload = service.updates.find_upload(caller, lease)
     if isinstance(upload, Receipt):
         raise RefusedError("conflict", f"this update is {upload.state} already")
-    check_expected(upload, name)
+    expected_size(upload, name)  # refuses another chunk
     with service.run.chunks.incoming() as chunk:
         chunk.write(data)
         try:
@@ -215,9 +231,13 @@ def commit(service: Service, caller: Caller, lease: str) -> Receipt:
     return service.updates.settle(caller, upload, service.updates.verify(upload))
 
 
+def losses(gain: float, before: float = 2.0, error: float = 0.001) -> Losses:
+    return Losses(before=before, after=before - gain, error=error)
+
+
 @dataclass(frozen=True)
 class Member:
-    """A worker that calls the coordinator's parts directly."""
+    """A worker or validator that calls the coordinator's parts directly."""
 
     service: Service
     signer: Signer
@@ -238,6 +258,26 @@ class Member:
         answer = self.ask(**request).answer
         assert isinstance(answer, Lease), answer
         return answer
+
+    def request_check(self, **request: Any) -> Check | Wait | Finished:
+        answer, _ = self.service.checks.claim(self.caller, CheckRequest(**request))
+        return answer.answer
+
+    def check(self, **request: Any) -> Check:
+        check = self.request_check(**request)
+        assert isinstance(check, Check), check
+        return check
+
+    def report(self, check: Check, result: ScoreResult | ReplayResult | Unable) -> None:
+        message = CheckResult(result=result, seconds=2.0, device="cpu")
+        self.service.checks.report(self.caller, check.check, message)
+
+    def score(self, gain: float = 0.02, own_gain: float = 0.1, **losses_: Any) -> Check:
+        """Take a check and report a score."""
+        check = self.check()
+        hidden, own = losses(gain, **losses_), losses(own_gain, **losses_)
+        self.report(check, ScoreResult(hidden=hidden, own=own))
+        return check
 
     def trained(self, lease: Lease, by: float = 1.0) -> Weights:
         return moved(tensors_of(self.service.run, lease.base), by)
@@ -267,7 +307,7 @@ def join_message(run: str, secret: str, key: WorkerKey, name: str = "tester") ->
         name=name,
         device="cpu",
         protocols=(PROTOCOL,),
-        signature=key.sign_join(run, secret),
+        signature=key.sign(join_text(run, secret)),
     )
 
 
@@ -288,11 +328,15 @@ def join_proven(service: Service) -> Member:
 
 
 @contextmanager
-def served(service: Service, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+def served(
+    service: Service,
+    tls: ssl.SSLContext | None = None,
+    limits: ConnectionLimits = FEW_CONNECTIONS,
+) -> Iterator[str]:
     """The routes behind a real port of this machine; the address. The rounds are not started:
     a test makes them when it wants one."""
     listener = bound_socket("127.0.0.1", 0)
-    config = server_config(create_app(service), tls)
-    config.timeout_graceful_shutdown = 1
-    with listening(uvicorn.Server(config), listener) as place:
+    server = CoordinatorServer(service, limits, tls)
+    server.config.timeout_graceful_shutdown = 1
+    with listening(server, listener) as place:
         yield f"{'https' if tls else 'http'}://{place}"

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tests.support.serving import pick, text_of
 from torch import Tensor
 
 from blocktrain.errors import BlocktrainError
-from blocktrain.model import readout
-from blocktrain.model.stack import Stack
-from blocktrain.numerics.sampling import pick
-from blocktrain.serve.router.decode import AnswerCost, GenerationRequest, Piece
-from blocktrain.vocabulary import BOS
+from blocktrain.model.stack import Stack, read_out
+from blocktrain.serve.router.decode import AnswerCost, GenerationRequest
+from blocktrain.serve.router.output import OutputToken
 
 
 @dataclass
@@ -22,7 +21,6 @@ class SmallEngine:
     """`fails_at` makes `failure` happen after so many bytes."""
 
     stack: Stack
-    model: str = "small"
     seconds_per_byte: float = 0.0
     failure: BlocktrainError | None = None
     fails_at: int = 0
@@ -35,25 +33,25 @@ class SmallEngine:
 
     async def generate(
         self, request: GenerationRequest, account: AnswerCost
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[list[OutputToken], None]:
         self.asked.append(request)
         with self._counted():
-            account.prompt_bytes = len(request.prompt)
+            account.prompt_tokens = len(request.prompt)
             output, told = b"", 0
             held_back = max(map(len, request.stop), default=1) - 1
-            pieces: list[Piece] = []
+            pieces: list[list[OutputToken]] = []
             while not account.reason:
                 if self.failure and len(output) == self.fails_at:
                     raise self.failure
                 await asyncio.sleep(self.seconds_per_byte)
                 pieces.append(await asyncio.to_thread(self._next, request, output))
-                output += pieces[-1].data
+                output += text_of(pieces[-1])
                 account.traversals += 1
                 ends = [at for at in map(output.find, request.stop) if at >= 0]
-                if ends or len(output) == request.max_bytes:
+                if ends or len(output) == request.max_tokens:
                     account.reason = "stop" if ends else "length"
                     output, held_back = output[: min(ends, default=len(output))], 0
-                account.output_bytes = len(output)
+                account.output_tokens = len(output)
                 while told < len(output) - held_back:
                     yield pieces[told]
                     told += 1
@@ -68,16 +66,17 @@ class SmallEngine:
         finally:
             self.under_way -= 1
 
-    def _next(self, request: GenerationRequest, output: bytes) -> Piece:
-        text, sampling = request.prompt + output, request.sampling
+    def _next(self, request: GenerationRequest, output: bytes) -> list[OutputToken]:
+        text, sampling = bytes(request.prompt) + output, request.sampling
         log_probs = next_log_probs(self.stack, text)
         byte = pick(log_probs.numpy(), sampling, len(text))
         top = log_probs.topk(request.top_log_probs) if request.top_log_probs else None
         likeliest = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else {}
-        return Piece(bytes([byte]), (float(log_probs[byte]),), (likeliest,))
+        return [OutputToken(byte, bytes([byte]), float(log_probs[byte]), likeliest)]
 
 
 def next_log_probs(stack: Stack, text: bytes) -> Tensor:
     """Of the byte after a text of which the newest window is read."""
-    ids = torch.tensor([[BOS, *text[-(stack.config.model.window - 1) :]]])
-    return readout.read("product", [block[0, -1] for block in stack.log_probs(ids)])
+    config = stack.config
+    ids = torch.tensor([[config.vocabulary.bos, *text[-(config.model.window - 1) :]]])
+    return read_out("product", [block[0, -1] for block in stack.log_probs(ids)])

@@ -12,15 +12,19 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from blocktrain.errors import RefusedError
-from blocktrain.protocol.messages import CHUNK_BYTES, Blob, BlobAnswer, Message, Recipe, Refusal
+from blocktrain.protocol.messages import (
+    CHUNK_BYTES,
+    STATUS_OF,
+    Blob,
+    BlobAnswer,
+    Message,
+    Recipe,
+    Refusal,
+)
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import name_of
 
 PIECE = 64 * 1024
-STATUS_OF = {
-    "malformed": 422, "unauthorized": 401, "forbidden": 403, "not_found": 404, "conflict": 409,
-    "gone": 410, "too_large": 413, "slow_down": 429, "unavailable": 503, "internal": 500,
-}  # fmt: skip
 
 Answer = Callable[[bytes], Message | None]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from tests.support.coordinator import Member, SetClock, Weights, running
 
+from blocktrain.codec import update_codec
 from blocktrain.codec.frames import encode
-from blocktrain.codec.registry import update_codec
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import Downloaded, Lease
 

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from blocktrain.config import Config
-from blocktrain.model.layer import Context
+from blocktrain.model.layer import Context, Layer
 from blocktrain.model.stack import Stack, assemble, new_block
-from blocktrain.model.two_stream import TwoStreamLayer
 
 
 def awake_block(config: Config, index: int = 0) -> nn.Module:
@@ -38,6 +37,6 @@ def leak(stack: Stack) -> Stack:
     return stack
 
 
-def _open_context(layer: TwoStreamLayer, *arguments: object) -> Context:
-    context = TwoStreamLayer.context(layer, *arguments)  # type: ignore[arg-type]
+def _open_context(layer: Layer, *arguments: object) -> Context:
+    context = Layer.context(layer, *arguments)  # type: ignore[arg-type]
     return context._replace(cached=context.cached._replace(causal=False))

@@ -66,20 +66,27 @@ class Processes:
                 running.kill()
         assert error or not unharmed, f"these faults never struck: {unharmed}"
 
-    def coordinator(self, data_dir: Path, port: int, faults: str = "", *more: str) -> Running:
+    def coordinator(
+        self,
+        data_dir: Path,
+        port: int,
+        faults: str = "",
+        *more: str,
+        checks: tuple[str, ...] = ("--no-validate",),
+    ) -> Running:
         """The run of a folder, at this port; whoever needs it waits by asking it."""
         return self._start(
             f"coordinator-{port}", faults,
             "coordinator", "--json", "--data-dir", data_dir, "--listen", f"127.0.0.1:{port}",
-            *more,
+            *checks, *more,
         )  # fmt: skip
 
-    def worker(self, invite: str, name: str, faults: str = "") -> Running:
+    def worker(self, invite: str, name: str, faults: str = "", *more: str) -> Running:
         """Started again under its name, it is the same worker."""
         return self._start(
             name, faults,
-            "worker", invite, "--json", "--name", name, "--device", "cpu",
-            "--folder", self.folder / name,
+            "worker", invite, "--json", "--nice", "0", "--name", name, "--device", "cpu",
+            "--folder", self.folder / name, *more,
         )  # fmt: skip
 
     def stage(self, run: Path, name: str, blocks: str, listen: str, keys: Path) -> Running:

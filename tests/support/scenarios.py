@@ -14,6 +14,7 @@ PLAIN = {
     "simulate__network_spread": 0.0,
     "simulate__latency_seconds": 0.0,
     "simulate__block_megabytes": 0.0,
+    "simulate__steps_per_second": 1.0,
     "simulate__workers": 1,
 }
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from blocktrain.train.checkpoints import Progress
-from blocktrain.train.device import resolve
-from blocktrain.train.trainer import BlockTrainer
+from blocktrain.training.checkpoints import Progress
+from blocktrain.training.device import resolve
+from blocktrain.training.trainer import BlockTrainer
 
 CPU = resolve("cpu", "fp32")
 

@@ -2,12 +2,14 @@
 
 import logging
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from tests.support.coordinator import SetClock, join, running
 
-from blocktrain.cli.coordinator_command import EventLog
+from blocktrain.cli.coordinator_commands import EventLog
 from blocktrain.protocol.messages import LeaseReturn
+from blocktrain.protocol.status_messages import Event
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,7 @@ def test_joins_versions_returns_and_bans_are_logged(
     joined, merged, returned, banned = caplog.messages
     assert joined == "worker ann joined"
     assert merged.startswith("block 0: version 1: ")
-    assert returned == "worker ann returned a lease of block 0: tired"
+    assert returned == f"worker ann returned a lease of block 0: tired (lease {lease.lease})"
     assert banned == "banned worker ann"
     fields = [(vars(record)["event"], vars(record).get("block")) for record in caplog.records]
     assert fields == [("joined", None), ("merged", 0), ("returned", 0), ("banned", None)]
@@ -40,12 +42,13 @@ def test_joins_versions_returns_and_bans_are_logged(
 def test_a_lost_lease_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     clock = SetClock()
     with running(tmp_path, clock) as service, EventLog(service) as events:
-        join(service, name="ann").lease(blocks=(0,))
+        lease = join(service, name="ann").lease(blocks=(0,))
         clock.forward(1000)
         service.round()
         events.log_new()
     assert caplog.messages[1] == (
-        "lost a lease of block 0: no heartbeat from worker ann; its 10 steps will be leased again"
+        "lost a lease of block 0 by worker ann: 10 steps; it missed its deadline"
+        f" (lease {lease.lease}); these batches are leased again"
     )
 
 
@@ -58,3 +61,34 @@ def test_every_lease_and_upload_is_logged_at_debug_alone(
         events.log_new()
     levels = [(record.levelname, record.message.split()[0]) for record in caplog.records]
     assert levels == [("INFO", "worker"), ("DEBUG", "leased"), ("DEBUG", "received")]
+
+
+def test_each_event_is_logged_once_and_the_last_ones_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, "blocktrain")
+    with running(tmp_path, SetClock()) as service, EventLog(service):
+        ann = join(service, name="ann")
+        for block in (0, 1):
+            for _ in range(4):
+                ann.work(blocks=(block,))
+                service.round()
+        service.round()
+        service.operator.ban("ann")
+    messages = [message.split("`")[0] for message in caplog.messages]
+    assert sum("finished" in message for message in messages) == 1
+    assert sum("version" in message for message in messages) == 8
+    assert sum("banned" in message for message in messages) == 1
+    assert messages[0] == "worker ann joined"
+
+
+def test_every_kind_of_event_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.DEBUG, "blocktrain.cli")
+    kinds = get_args(Event.model_fields["kind"].annotation)
+    with running(tmp_path, SetClock()) as service, EventLog(service) as events:
+        with service.run.ledger.write() as tx:
+            for kind in kinds:
+                tx.events.add(0.0, kind, block=1, detail=f"why {kind}")
+        events.log_new()
+    assert [vars(record)["event"] for record in caplog.records] == list(kinds)
+    assert "excluded worker why excluded" in caplog.messages

@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from blocktrain.cli import logs
+from blocktrain.cli.terminal import LOG_LEVELS, configure_logging
 
 log = logging.getLogger("blocktrain.test")
 
@@ -18,7 +18,7 @@ def lines(captured: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_a_line_has_time_level_logger_message_and_fields(capsys: pytest.CaptureFixture[str]):
-    logs.configure("info", "text")
+    configure_logging("info", "text")
     log.info("merged block %d", 3, extra={"lease": "l-1", "block": 3})
     (line,) = lines(capsys)
     time, rest = line.split(" ", 1)
@@ -27,7 +27,7 @@ def test_a_line_has_time_level_logger_message_and_fields(capsys: pytest.CaptureF
 
 
 def test_json_lines_have_the_same_and_tracebacks(capsys: pytest.CaptureFixture[str]):
-    logs.configure("info", "json")
+    configure_logging("info", "json")
     log.info("merged block %d", 3, extra={"lease": "l-1"})
     try:
         raise ValueError("odd\nvalue")
@@ -43,7 +43,7 @@ def test_json_lines_have_the_same_and_tracebacks(capsys: pytest.CaptureFixture[s
 
 
 def test_text_from_other_machines_controls_no_terminal(capsys: pytest.CaptureFixture[str]):
-    logs.configure("info", "text")
+    configure_logging("info", "text")
     log.warning("refused: %s", "\x1b[2J\x9b31m\r\nINFO a line of its own", extra={"name_": "\x07"})
     (line,) = lines(capsys)
     assert line.isprintable()
@@ -54,11 +54,11 @@ def test_text_from_other_machines_controls_no_terminal(capsys: pytest.CaptureFix
     [("debug", "debug", "info"), ("info", "info", "warning"), ("error", "error", "warning")],
 )
 def test_libraries_log_their_routine_at_debug_alone(level: str, ours: str, theirs: str):
-    logs.configure(level, "text")
+    configure_logging(level, "text")
     for name, lowest in (("blocktrain.test", ours), ("uvicorn.access", theirs)):
         logger = logging.getLogger(name)
         enabled = [
-            each for each in logs.LEVELS if logger.isEnabledFor(getattr(logging, each.upper()))
+            each for each in LOG_LEVELS if logger.isEnabledFor(getattr(logging, each.upper()))
         ]
         assert enabled[0] == lowest
 
@@ -66,7 +66,7 @@ def test_libraries_log_their_routine_at_debug_alone(level: str, ours: str, their
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_bar_on_the_terminal_is_not_garbled(monkeypatch: pytest.MonkeyPatch, is_terminal: bool):
     """Standard error on the same terminal: above the bar; into a file: not to the terminal."""
-    logs.configure("warning", "text")
+    configure_logging("warning", "text")
     terminal, file = io.StringIO(), io.StringIO()
     monkeypatch.setattr(file, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", file)

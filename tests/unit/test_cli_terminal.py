@@ -7,10 +7,11 @@ import time
 import pytest
 
 from blocktrain.cli import main
-from blocktrain.cli.terminal import duration, plain, show_retry, size
-from blocktrain.cli.worker_command import _shown
+from blocktrain.cli.terminal import duration, plain, score, show_retry, size, training_progress
+from blocktrain.cli.worker_command import _event_display
 from blocktrain.errors import RefusedError
-from blocktrain.worker.worker_events import WorkerEvent
+from blocktrain.training.checkpoints import Progress
+from blocktrain.worker.machine import WorkerEvent
 
 SAID = "no\x1b]0;mine\x07 \x9b2J\r\n[/b] :bomb: \u202ereason"
 SHOWN = "no ]0;mine   2J  [/b] :bomb:  reason"
@@ -22,13 +23,13 @@ def test_plain_replaces_control_characters_alone():
 
 
 def test_lines_of_a_worker(capsys: pytest.CaptureFixture[str]):
-    with _shown(as_json=False) as show:
+    with _event_display(as_json=False) as show:
         show(WorkerEvent("waiting", SAID))
         show(WorkerEvent("refused", SAID))
         show(WorkerEvent("finished", SAID, contribution=1))
     lines = capsys.readouterr().out.split("\n")
     assert lines[:2] == [SHOWN, SHOWN]
-    assert lines[2].startswith(f"{SHOWN}; 1 ")
+    assert lines[2].startswith(f"{SHOWN}; accepted from this worker: updates for 1 ")
     assert all(line.isprintable() for line in lines)
 
 
@@ -38,7 +39,7 @@ def test_the_living_line_of_a_worker(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    with _shown(as_json=False) as show:
+    with _event_display(as_json=False) as show:
         show(WorkerEvent("refused", SAID))
         show(WorkerEvent("waiting", SAID))
         time.sleep(0.2)  # until it is drawn
@@ -61,7 +62,7 @@ def test_the_error_that_ends_a_command(
 
 def test_a_retry_says_why_and_for_how_long(capsys: pytest.CaptureFixture[str]):
     show_retry(SAID, 60.0)
-    assert capsys.readouterr().err == f"{SHOWN}; trying again for 60 s\n"
+    assert capsys.readouterr().err == f"{SHOWN}; retrying for 60 s\n"
 
 
 @pytest.mark.parametrize(
@@ -89,3 +90,13 @@ def test_sizes_have_a_unit(count: float, text: str):
 )  # fmt: skip
 def test_durations_have_a_unit_that_fits(seconds: float, text: str):
     assert duration(seconds) == text
+
+
+def test_a_score_is_shown_in_every_unit(capsys: pytest.CaptureFixture[str]):
+    assert score(math.log(2), 1.0) == "0.6931 nats/byte (1.0000 bits/byte)"
+    assert score(1.0, 3.5) == "1.0000 nats/byte (1.4427 bits/byte, about 3.500 nats/token)"
+    done = Progress(0, 9, 9, 3.5, 1.0, 0.1, 2e3, 0.0, 0, valid_ce=2.0, bytes_per_token=3.5)
+    with training_progress("block") as show:
+        show(done)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"ce {score(1.0, 3.5)}  2 kB/s  done  valid {score(2.0, 3.5)}" in line

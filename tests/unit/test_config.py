@@ -7,12 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.config import (
-    CONFIG_VERSION,
-    KINDS,
     Config,
     ModelConfig,
-    balanced_depths,
-    closest_match,
     describe,
     from_dict,
     from_toml,
@@ -20,7 +16,10 @@ from blocktrain.config import (
     load_stored_config,
     stored_values,
 )
-from blocktrain.errors import ConfigError
+from blocktrain.config.run_config import balanced_depths
+from blocktrain.config.sections import CONFIG_VERSION
+from blocktrain.config.settings import KINDS
+from blocktrain.errors import ConfigError, closest_match
 from blocktrain.simulate.scenario import Scenario, load_scenario
 
 # Layers, blocks and tail of a cascade that can be cut.
@@ -49,7 +48,10 @@ def test_the_preset_of_a_simulation_is_no_runs(path: Path):
 
 def test_every_preset_is_there_both_ways():
     names = {"tiny", "demo", "wikitext2-small", "wikitext2-38m", "wikipedia-38m"}
-    assert {p.stem for p in PRESETS} == names | {f"{name}-cascade" for name in names}
+    tokens = {"tiny-tokens", "code-124m", "code-124m-cascade"}
+    cascades = {f"{name}-cascade" for name in names}
+    alone = {"demo-long", "wikipedia-38m-relay"}
+    assert {p.stem for p in PRESETS} == tokens | names | cascades | alone
 
 
 @pytest.mark.parametrize(
@@ -133,8 +135,17 @@ def test_any_text_survives_the_round_trip(tmp_path: Path):
 
 
 def test_every_setting_is_documented():
-    for name, _, doc in describe(Scenario):
+    for name, _, allowed, doc in describe(Scenario):
         assert len(doc) > 8, name
+        assert allowed, name
+
+
+def test_a_setting_says_what_it_can_be_set_to():
+    allowed = {setting.name: setting.allowed for setting in describe(Config)}
+    assert allowed["model.activation"] == "gelu, relu2, swiglu"
+    assert allowed["model.taps"] == "integer from 0 to 16"
+    assert allowed["train.compile"] == "true, false"
+    assert allowed["objective.bounds"] == "list of numbers"
 
 
 @given(cascade=CASCADES)
@@ -237,13 +248,12 @@ def test_the_blocks_of_a_cascade_begin_one_after_another():
     settings["train"] = {"steps": 100}
     cascade = from_dict({**settings, "objective": {"lead": 0.5, "kind": "cascade"}})
     assert [cascade.first_step(block) for block in range(4)] == [0, 50, 100, 150]
-    assert cascade.last_step == 250
-    assert from_dict(settings).last_step == 100
+    assert from_dict(settings).first_step(3) == 0
 
 
 def test_the_kinds_differ_in_flags_that_every_package_can_ask_for():
     assert {name for name, kind in KINDS.items() if kind.denoises} == {"denoise"}
-    assert {name for name, kind in KINDS.items() if kind.reads_predecessors} == {"cascade"}
+    assert {name for name, kind in KINDS.items() if kind.reads_predecessors} == {"cascade", "turns"}
     assert Config().end_to_end().block_count == 1
     assert Config().end_to_end().kind is KINDS["end_to_end"]
 
@@ -269,7 +279,7 @@ def test_what_is_stored_names_its_version_once_it_uses_a_newer_setting(
     monkeypatch: pytest.MonkeyPatch,
 ):
     layer = next(item for item in dataclasses.fields(ModelConfig) if item.name == "layer")
-    monkeypatch.setattr(layer, "metadata", {**layer.metadata, "choices": ("two_stream", "llama")})
+    monkeypatch.setattr(layer, "metadata", {**layer.metadata, "choices": ("local", "llama")})
     config = Config().with_settings(model__layer="llama")
     written = stored_values(config)
     assert written["config_version"] == CONFIG_VERSION
@@ -306,7 +316,7 @@ def test_an_unknown_setting_of_a_newer_release_says_so(values: dict[str, dict[st
     named = "model.experts" if "model" in values else "tokenizer"
     with pytest.raises(ConfigError, match=rf"{named}.*written by a newer blocktrain"):
         from_dict({"config_version": CONFIG_VERSION + 1, **values})
-    with pytest.raises(ConfigError, match=rf"{named}.*(there are|did you mean)"):
+    with pytest.raises(ConfigError, match=rf"{named}.*(use one of|did you mean)"):
         from_dict({"config_version": CONFIG_VERSION, **values})
 
 

@@ -1,6 +1,7 @@
 import hashlib
 import os
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,3 +77,19 @@ def test_only_what_is_synced_waits_for_the_disk(
 def test_the_hash_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"data")
     assert file_sha256(tmp_path / "file") == hashlib.sha256(b"data").hexdigest()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit of a file's size")
+def test_an_error_while_writing_names_the_file(tmp_path: Path):
+    """The limit of a file's size stands for a full disk: neither error has a path of its own."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="large") as caught:
+            write_bytes(tmp_path / "model", bytes(200))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.filename == str(tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []

@@ -7,13 +7,13 @@ import pytest
 from tests.support.published import Shelf
 from tests.support.training import CPU, quiet
 
-from blocktrain.config import KINDS, Config, Kind, ObjectiveConfig
-from blocktrain.data.corpus import Corpus
-from blocktrain.data.windows import evaluation_windows
+from blocktrain.config import Config, ObjectiveConfig
+from blocktrain.config.settings import KINDS, Kind
+from blocktrain.data.corpus import Corpus, evaluation_windows
 from blocktrain.model.stack import assemble
-from blocktrain.train.estimation import estimate
-from blocktrain.train.evaluate import evaluate
-from blocktrain.train.trainer import BlockTrainer
+from blocktrain.training.estimation import estimate
+from blocktrain.training.evaluate import evaluate
+from blocktrain.training.trainer import BlockTrainer
 
 
 def test_a_cascade_without_tails_is_one_more_row(

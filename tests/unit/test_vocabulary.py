@@ -7,26 +7,22 @@ import pytest
 from tests.support.published import Shelf
 from tests.support.training import CPU, quiet
 
-from blocktrain.config import Config
-from blocktrain.data.corpus import Corpus
-from blocktrain.data.windows import evaluation_windows, shifted
+from blocktrain.config import BYTE_VOCABULARY, Config
+from blocktrain.data.corpus import Corpus, evaluation_windows, shifted
 from blocktrain.model.stack import assemble
-from blocktrain.train.evaluate import evaluate
-from blocktrain.train.trainer import BlockTrainer
-from blocktrain.vocabulary import BYTE_VOCABULARY, Vocabulary
+from blocktrain.training.evaluate import evaluate
+from blocktrain.training.trainer import BlockTrainer
 
-TOKENS = Vocabulary(
-    size=700, dtype=np.uint16, bos=700, mask=701, digest="seven hundred", bytes_per_token=2.5
-)
+TOKENS = replace(BYTE_VOCABULARY, size=700, bos=700, mask=701, sha256="700", bytes_per_token=2.5)
 
 
-def test_bytes_are_stored_in_one_byte_and_read_with_two_marks():
+def test_bytes_are_read_with_two_special_ids():
     assert (BYTE_VOCABULARY.size, BYTE_VOCABULARY.ids) == (256, 258)
-    assert (BYTE_VOCABULARY.dtype, BYTE_VOCABULARY.id_dtype) == (np.uint8, np.int16)
+    assert shifted(np.array([[255, 0]], np.uint8)).tolist() == [[256, 255]]
 
 
 def test_a_context_of_many_tokens_does_not_overflow():
-    many = replace(BYTE_VOCABULARY, size=151_936, bos=151_936, mask=151_937, dtype=np.uint32)
+    many = replace(BYTE_VOCABULARY, size=151_936, bos=151_936, mask=151_937)
     assert many.ids == 151_938
     context = shifted(np.array([[151_935, 0]], np.uint32), many)
     assert context.tolist() == [[151_936, 151_935]]

@@ -1,149 +1,80 @@
-"""blocktrain demo: a run with local workers beside its end-to-end twin, scored and sampled."""
+"""blocktrain demo: train blocks with local workers, and compare them with end-to-end training."""
 
 import json
-import subprocess
+import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
-from blocktrain import threads
+from blocktrain.api.display import stop_on_signal
 from blocktrain.cli import options
-from blocktrain.cli.options import PROGRAM
-from blocktrain.cli.terminal import stop_on_signal
-from blocktrain.errors import BlocktrainError
+from blocktrain.cli.options import FOLDER
+from blocktrain.cli.terminal import command, training_progress
+from blocktrain.environment import PROGRAM
+from blocktrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from blocktrain.config import Config
-    from blocktrain.protocol.messages import Status
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    ...
     from blocktrain.config import Config
     from blocktrain.storage.run_dir import RunDir
 
-STOP_SECONDS = 30.0
-
-
-class LocalSwarm:
-    def __init__(self, config: "Config", folder: Path, workers: int) -> None:
-        self.config, self.folder, self.count = config, folder, workers
-        self.invite = ""
-        self._processes: list[subprocess.Popen[str]] = []
-
-    def __enter__(self) -> "LocalSwarm":
-        from blocktrain.protocol.identity import WorkerKey
-        from blocktrain.protocol.invite import Invite
-        from blocktrain.worker.client import Client
-
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.invite = self._start_coordinator()
-        share = max(1, threads.machine_threads() // self.count)
-        for number in range(self.count):
-            self._start_worker(number, share)
-        self.client = Client(Invite.decode(self.invite), WorkerKey.create())
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop the workers first, so that they can still return their leases."""
-        for process in reversed(self._processes):
-            process.terminate()
-        for process in reversed(self._processes):
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdout:
-                process.stdout.close()
-        self.client.close()
-
-    def status(self) -> "Status":
-        """The state of the run; an error if every worker has died."""
-        workers = self._processes[1:]
-        failed = [worker for worker in workers if worker.poll() not in (None, 0)]
-        if len(failed) == len(workers):
-            log = self.folder / "worker-0.log"
-            raise BlocktrainError(f"every worker died; {log} ends with: {_last_line(log)}")
-        return self.client.status()
-
-    def _start_coordinator(self) -> str:
-        settings = self.folder / "config.toml"
-        settings.write_text(self.config.to_toml(), encoding="utf-8")
-        command = [*PROGRAM, "coordinator", "--json", "--listen", "127.0.0.1:0"]
-        command += ["--config", str(settings), "--data-dir", str(self.folder / "coordinator")]
-        with (self.folder / "coordinator.log").open("w") as log:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        self._processes.append(process)
-        assert process.stdout
-        line = process.stdout.readline()
-        if not line:
-            process.wait()
-            reason = _last_line(self.folder / "coordinator.log")
-            raise BlocktrainError(f"the coordinator did not start: {reason}")
-        invite: str = json.loads(line)["invite"]
-        return invite
-
-    def _start_worker(self, number: int, share: int) -> None:
-        command = [*PROGRAM, "worker", self.invite, "--name", f"worker {number}"]
-        command += ["--folder", str(self.folder / f"worker-{number}")]
-        command += ["--device", self.config.train.device, "--data", self.config.data.source]
-        command += ["--threads", str(share)]
-        with (self.folder / f"worker-{number}.log").open("w") as log:
-            self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, text=True))
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text().strip().splitlines()
-    return lines[-1].removeprefix("error: ") if lines else "(nothing)"
-
-
 EXPORTED = "model.safetensors"
 SHALLOW = "end-to-end, one worker's layers"
-POLL_SECONDS = 0.5
 SCORED_WINDOWS = 256
 PROMPT = "The function returns "
 SAMPLE_BYTES = 240
 
 
 @click.command("demo")
-@options.config_option(default=Path("demo"), show_default=True)
+@options.config_option(default=Path("demo"))
 @options.overrides
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FOLDER,
     default=Path("runs/demo"),
-    show_default=True,
-    help="Folder for the runs; the same folder resumes them.",
+    help="Folder of the runs. An existing folder is resumed.",
+)
+@click.option(
+    "--blocks-only", is_flag=True, help="Leave out the end-to-end models to compare with."
 )
 @options.thread_count
+@options.force
 @options.log_options("warning")
 @options.as_json
-def demo_command(config_path: Path, overrides: tuple[str, ...], out: Path, as_json: bool) -> None:
-    """Start a coordinator and workers on this machine, train blocks that never exchange a gradient,
-    score the assembled model next to the same model trained end to end, and generate text."""
-    from rich.console import Console
-
+def demo_command(
+    config_path: Path,
+    overrides: tuple[str, ...],
+    out: Path,
+    blocks_only: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Start a coordinator and workers on this machine, train blocks without exchanging gradients
+    between them, score the assembled model beside the same model trained end to end, and generate
+    text."""
     from blocktrain.config import load_config
-    from blocktrain.errors import ConfigError
+    from blocktrain.training.memory_check import check_training
 
     started = time.perf_counter()
     console = Console(stderr=as_json, highlight=False)
     config = load_config(config_path, overrides)
     if config.block_count == 1:
         raise ConfigError(
-            "the demo compares blocks with an end-to-end model: set model.blocks to 2 or more"
+            "the demo compares several blocks with an end-to-end model; set model.blocks to at"
+            " least 2"
         )
-    runs = _train_all(config, out, console)
+    if not force:
+        check_training(config, config.train.device, processes=_worker_count(config))
+        if not blocks_only:
+            check_training(config.end_to_end(), config.train.device)
+    runs = {"blocks": _train_in_swarm(config, out / "blocks", out / "swarm", console)}
+    if not blocks_only:
+        runs |= _train_twins(config, out, console)
     scores = {name: _score(run) for name, run in runs.items()}
     assert len({score["digest"] for score in scores.values()}) == 1  # all on the same windows
     sample = _sample(runs["blocks"])
@@ -154,72 +85,43 @@ def demo_command(config_path: Path, overrides: tuple[str, ...], out: Path, as_js
     _show(console, config, scores, sample, out, seconds)
 
 
-def _train_all(config: "Config", out: Path, console: "Console") -> dict[str, "RunDir"]:
-    """The runs to compare: the blocks, trained by workers of a real run; the whole model, trained
-    end to end; and a model with only the layers that one worker trains, end to end."""
+def _train_twins(config: "Config", out: Path, console: Console) -> dict[str, "RunDir"]:
+    """The runs to compare with: the whole model, and a model with only one worker's layers, both
+    trained end to end."""
     twin = config.end_to_end()
     shallow = twin.with_settings(
         model__layers=config.trained_layers, model__blocks=1, model__depths=()
     )
     return {
-        "blocks": _train_in_swarm(config, out / "blocks", out / "swarm", console),
         "end-to-end": _train_alone("end-to-end", twin, out / "end-to-end", console),
         SHALLOW: _train_alone(SHALLOW, shallow, out / "end-to-end-shallow", console),
     }
 
 
-def _train_in_swarm(config: "Config", out: Path, folder: Path, console: "Console") -> "RunDir":
-    import os
-
+def _train_in_swarm(config: "Config", out: Path, folder: Path, console: Console) -> "RunDir":
+    from blocktrain.api.swarm import Swarm
     from blocktrain.storage.run_dir import RunDir
-    from blocktrain.worker.versions import fetch_model
 
     if (out / EXPORTED).exists():
         return RunDir.open(out)
-    workers = max(2, min(config.block_count, os.cpu_count() or 1))
+    workers = _worker_count(config)
     console.print(f"[bold]blocks[/bold]: one coordinator, {workers} workers, over HTTPS")
-    with stop_on_signal() as stop, LocalSwarm(config, folder, workers) as swarm:
-        if not _wait_until_finished(swarm, console, stop):
+    with stop_on_signal() as stop, Swarm.start(config, folder) as swarm:
+        console.print(f"run page: {swarm.page}", soft_wrap=True)
+        swarm.join(workers, device=config.train.device, data=config.data.source)
+        if not swarm.watch(console=console, should_stop=stop):
             _exit_stopped(console)
-        fetched = fetch_model(swarm.client, out)
-    console.print(
-        f"fetched and assembled: versions {', '.join(map(str, fetched.versions))},"
-        f" {fetched.bytes_moved / 1e6:.1f} MB"
-    )
-    return fetched.run
+        run = RunDir.open(swarm.fetch(out))
+    console.print(f"downloaded and assembled: {out}")
+    return run
 
 
-def _wait_until_finished(swarm: "LocalSwarm", console: "Console", stop: Callable[[], bool]) -> bool:
-    """Show the blocks' progress until the run is finished. False: it was stopped before that."""
-    from rich import progress as bars
-
-    steps = swarm.config.train.steps
-    columns = [
-        bars.TextColumn("  block {task.description}"),
-        bars.BarColumn(bar_width=24),
-        bars.TextColumn("{task.completed:>5.0f}/{task.total:.0f}"),
-        bars.TextColumn("{task.fields[state]}"),
-    ]
-    with bars.Progress(*columns, console=console, disable=not console.is_terminal) as display:
-        tasks = [
-            display.add_task(str(block), total=steps, state="")
-            for block in range(swarm.config.block_count)
-        ]
-        while not stop():
-            status = swarm.status()
-            for task, block in zip(tasks, status.blocks, strict=True):
-                state = f"version {block.version}" + ", training" * bool(block.replicas)
-                display.update(task, completed=block.progress * steps, state=state)
-            if status.state == "finished":
-                return True
-            time.sleep(POLL_SECONDS)
-    return False
+def _worker_count(config: "Config") -> int:
+    return max(2, min(config.block_count, os.cpu_count() or 1))
 
 
-def _train_alone(name: str, config: "Config", folder: Path, console: "Console") -> "RunDir":
-    from blocktrain.cli.options import PROGRAM
-    from blocktrain.cli.terminal import training_progress
-    from blocktrain.train.run_session import open_session
+def _train_alone(name: str, config: "Config", folder: Path, console: Console) -> "RunDir":
+    from blocktrain.training.run_session import open_session
 
     console.print(f"[bold]{name}[/bold]")
     session = open_session(config, folder)
@@ -229,26 +131,22 @@ def _train_alone(name: str, config: "Config", folder: Path, console: "Console") 
     return session.run
 
 
-def _exit_stopped(console: "Console") -> None:
+def _exit_stopped(console: Console) -> None:
     console.print("stopped; the same command resumes")
     raise SystemExit(130)
 
 
 def _score(run: "RunDir") -> dict[str, Any]:
-    from blocktrain.data.corpus import load_corpus
-    from blocktrain.data.windows import evaluation_windows
-    from blocktrain.train.device import resolve
-    from blocktrain.train.evaluate import evaluate
-    from blocktrain.train.stored_models import load_stack
+    from blocktrain.api.models import load
 
-    stack = load_stack(run, resolve(run.config.train.device, run.config.train.precision))
-    window = run.config.model.window
-    test = load_corpus(run.config.data).split("test", window)
-    evaluation = evaluate(stack, evaluation_windows(test, window, SCORED_WINDOWS), draws=1)
+    train = run.config.train
+    model = load(run.path, device=train.device, precision=train.precision)
+    own = run.config.data.source  # of this machine, even if the run was fetched
+    evaluation = model.evaluate(own, split="test", windows=SCORED_WINDOWS, draws=1, progress=False)
     readings = {f"{s.start} start, {s.readout}": s.ce for s in evaluation.scores}
     return {
         "parameters": evaluation.parameters,
-        "ce": evaluation.default.ce,
+        "ce": evaluation.ce,
         "readings": readings,
         "windows": evaluation.windows,
         "digest": evaluation.digest,
@@ -256,44 +154,34 @@ def _score(run: "RunDir") -> dict[str, Any]:
 
 
 def _sample(run: "RunDir") -> str:
-    from blocktrain.numerics.sampling import Sampling
-    from blocktrain.serve.router.local import generate
-    from blocktrain.train.device import resolve
-    from blocktrain.train.stored_models import load_stack
+    from blocktrain.api.models import load
 
-    stack = load_stack(run, resolve(run.config.train.device, "fp32"))
-    text = bytes(generate(stack, PROMPT.encode(), SAMPLE_BYTES, Sampling(temperature=0.6)))
-    return PROMPT + text.decode("utf-8", errors="replace")
+    model = load(run.path, device=run.config.train.device, precision="fp32")
+    return PROMPT + model.generate(PROMPT, SAMPLE_BYTES, temperature=0.6)
 
 
 def _division(config: "Config") -> str:
-    """How the layers are divided: 4 blocks x 2 layers, or blocks of 2+1+1+4 layers."""
+    """The layers by block: 4 blocks x 2 layers, or blocks of 2+1+1+4 layers."""
     if len(set(config.depths)) == 1:
         return f"{config.block_count} blocks x {config.depths[0]} layers"
     return f"blocks of {'+'.join(map(str, config.depths))} layers"
 
 
 def _show(
-    console: "Console",
+    console: Console,
     config: "Config",
     scores: dict[str, dict[str, Any]],
     sample: str,
     out: Path,
     seconds: float,
 ) -> None:
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
-    blocks, twin = scores["blocks"], scores["end-to-end"]
-    shallow = scores[SHALLOW]
+    blocks, twin, layers = scores["blocks"], scores.get("end-to-end"), config.model.layers
+    twins = {
+        "end-to-end": f"end-to-end, {layers} layers",
+        SHALLOW: f"end-to-end, {config.trained_layers} layers (one worker's)",
+    }
     rows = [
-        (f"end-to-end, {config.model.layers} layers", twin["parameters"], twin["ce"]),
-        (
-            f"end-to-end, {config.trained_layers} layers (one worker's)",
-            shallow["parameters"],
-            shallow["ce"],
-        ),
+        *((twins[name], s["parameters"], s["ce"]) for name, s in scores.items() if name in twins),
         *(
             (f"{_division(config)}, {name}", blocks["parameters"], blocks["readings"][reading])
             for name, reading in config.kind.demo_readings.items()
@@ -303,15 +191,21 @@ def _show(
     for column in ("model", "parameters", "CE (nats/byte)", "gap"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, parameters, ce in rows:
-        gap = "" if name == rows[0][0] else f"{ce - twin['ce']:+.3f}"
+        gap = "" if twin is None or name == rows[0][0] else f"{ce - twin['ce']:+.3f}"
         table.add_row(name, f"{parameters / 1e6:.2f}M", f"{ce:.4f}", gap)
+    unit = "bytes" if config.data.tokenizer == "bytes" else "tokens"
     console.print()
     console.print(table)
     console.print(
-        f"{twin['windows']} windows of {config.model.window} bytes, digest {twin['digest']},"
+        f"{blocks['windows']} windows of {config.model.window} {unit}, digest {blocks['digest']},"
         f" the same for every row; {seconds:.0f} s in total"
     )
     console.print(
         Panel(Text(sample), title="generated by the assembled blocks", title_align="left")
     )
-    console.print(f"next: blocktrain generate {out}/blocks --prompt 'Return the '")
+    trained = out / "blocks"
+    console.print(
+        f"next: {command('generate', trained, '--prompt', 'Return the ')}", soft_wrap=True
+    )
+    chat = command("serve", trained)
+    console.print(f"chat: {chat}, then open http://127.0.0.1:8000/", soft_wrap=True)

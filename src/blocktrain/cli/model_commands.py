@@ -1,103 +1,73 @@
-"""blocktrain generate, export, info and fetch: what to do with a trained model."""
+"""blocktrain fetch, generate, import and export: use a trained model."""
 
-import codecs
 import json
 import math
-import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from blocktrain.api.display import progress_bar
 from blocktrain.cli import options
-from blocktrain.cli.options import client_of
-from blocktrain.cli.terminal import plain, size
+from blocktrain.cli.options import AMOUNT, COUNT, FILE_OR_FOLDER, SEED
+from blocktrain.cli.terminal import command, size
 
 if TYPE_CHECKING:
-    from blocktrain.storage.run_dir import BlockDir
-
-
-@click.command("export")
-@options.run
-@click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="New folder."
-)
-@options.as_json
-def export_command(run: Path, out: Path, as_json: bool) -> None:
-    """Write all blocks of RUN into one safetensors file, with its config. eval, generate and serve
-    accept the new folder like a run."""
-    from blocktrain.storage.run_dir import RunDir
-
-    path = RunDir.open(run).export(out)
-    count = path.stat().st_size
-    click.echo(
-        json.dumps({"file": str(path), "bytes": count}) if as_json else f"{path}  {size(count)}"
-    )
+    pass
 
 
 @click.command("fetch")
 @options.invite
-@click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="New run folder."
-)
+@options.out("Run folder: new, or of an earlier download of the same run, which is updated.")
 @options.as_json
 def fetch_command(invite: str, out: Path, as_json: bool) -> None:
-    """Download the current version of every block into a run folder, for eval, generate, export and
-    serve. This works at any time during a run."""
-    from blocktrain.worker.versions import fetch_model
+    """Download the newest version of every block as a run folder, for eval, generate, export and
+    serve, and the text to score it on. This works at any time during a run, and updates an earlier
+    download."""
+    from blocktrain.worker.downloads import fetch_model
 
-    fetched = fetch_model(client_of(invite), out)
+    fetched = fetch_model(options.client_of(invite), out)
     if as_json:
         answer = {"out": str(out), "versions": fetched.versions, "bytes_moved": fetched.bytes_moved}
         click.echo(json.dumps(answer))
         return
     click.echo(
         f"{out}: blocks at versions {', '.join(map(str, fetched.versions))},"
-        f" {size(fetched.bytes_moved)} downloaded   next: blocktrain eval {out}"
+        f" {size(fetched.bytes_moved)} downloaded   next: {command('eval', out)}"
     )
 
 
 @click.command("generate")
 @options.run
-@click.option("--prompt", default="", help="Text to continue.")
+@click.option("--prompt", default="", show_default=False, help="Text to continue.")
 @click.option(
+    "--tokens",
     "--bytes",
     "count",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=256,
-    show_default=True,
-    help="Length of the continuation.",
+    help="Most tokens to generate; without a tokenizer, a token is a byte.",
 )
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0.0),
     default=0.8,
-    show_default=True,
-    help="0 always takes the most likely byte.",
+    help="Sampling temperature; 0 always takes the most likely token.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**63 - 1),
-    default=0,
-    show_default=True,
-    help="Seed of the sampling.",
-)
-@click.option(
+@click.option("--seed", type=SEED, default=0, help="Seed of the sampling.")
+@options.choice(
     "--start",
-    type=click.Choice(["mean", "noise"]),
-    default="mean",
-    show_default=True,
+    "mean",
+    "noise",
     help="First guess that the blocks refine: the mean of all targets, or random noise.",
 )
-@click.option(
+@options.choice(
     "--readout",
-    type=click.Choice(["product", "final"]),
-    default="product",
-    show_default=True,
-    help="product: of all blocks' predictions; final: the last block's alone.",
+    "product",
+    "final",
+    help="Prediction to use. product: all blocks' multiplied; final: the last block's.",
 )
 @options.first_blocks
 @options.device
@@ -120,81 +90,131 @@ def generate_command(
     """Continue a prompt with the model of RUN."""
     if not math.isfinite(temperature):
         raise click.BadParameter("must be a finite number", param_hint="--temperature")
-    from blocktrain.numerics.sampling import Sampling
-    from blocktrain.serve.router.local import generate
-    from blocktrain.storage.run_dir import RunDir
-    from blocktrain.train.device import resolve
-    from blocktrain.train.stored_models import load_stack
+    from blocktrain.api.models import load
 
-    stack = load_stack(RunDir.open(run), resolve(device, precision)).first(first_blocks)
-    sampling = Sampling(temperature, seed=seed)
+    model = load(run, device=device, precision=precision, blocks=first_blocks)
+    options: dict[str, Any] = {
+        "temperature": temperature,
+        "seed": seed,
+        "readout": readout,
+        "start": start,
+    }
     started = time.perf_counter()
-    stream = generate(stack, os.fsencode(prompt), count, sampling, readout=readout, start=start)
     if as_json:
-        text = bytes(stream)
+        ids = list(model.stream_ids(prompt, count, **options))
         seconds = time.perf_counter() - started
-        decoded = text.decode("utf-8", errors="replace")
-        click.echo(
-            json.dumps({"prompt": prompt, "text": decoded, "bytes": len(text), "seconds": seconds})
-        )
+        data = model.tokenizer.decode(ids)
+        answer = {
+            "prompt": prompt,
+            "text": data.decode("utf-8", errors="replace"),
+            "tokens": len(ids),
+            "bytes": len(data),
+            "seconds": seconds,
+        }
+        click.echo(json.dumps(answer))
         return
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     click.echo(prompt, nl=False)
-    for byte in stream:
-        click.echo(decoder.decode(bytes([byte])), nl=False)
+    for piece in model.stream(prompt, count, **options):
+        click.echo(piece, nl=False)
         sys.stdout.flush()
-    click.echo(decoder.decode(b"", final=True))
+    click.echo()
 
 
-@click.command("info")
-@options.run
+@click.command("import")
+@click.argument("source")
+@click.option("--blocks", type=COUNT, required=True, help="Number of blocks to cut the model into.")
+@options.out("New run folder. The same command resumes an interrupted import.")
+@click.option(
+    "--window",
+    type=click.IntRange(min=8),
+    help="Context length in tokens; a longer one takes more memory. Default: the model's own, but"
+    " at most 4096.",
+)
 @options.as_json
-def info_command(run: Path, as_json: bool) -> None:
-    """Show the settings of RUN and the progress of each block: steps, bytes of text and, with
-    train.eval_every, its score on valid."""
-    from blocktrain.storage.run_dir import EXPORTED, RunDir
+def import_command(source: str, blocks: int, out: Path, window: int | None, as_json: bool) -> None:
+    """Import a model in Hugging Face's format as a run. SOURCE is a folder, or the name of a
+    repository on the hub (OWNER/NAME).
+
+    Supported architectures are Llama, Mistral, Qwen2 and Qwen3. Weights keep their values and
+    types.
+    """
+    from blocktrain.interop.checkpoint import open_checkpoint
+    from blocktrain.interop.importing import Import
+    from blocktrain.training.memory_check import serving_problem
+
+    planned = Import(open_checkpoint(source), blocks, window)
+    # The import itself copies in pieces, and so needs little memory.
+    if problem := serving_problem(planned.config, "auto", "auto", "full", range(blocks), blocks):
+        click.echo(f"note: {problem}", err=True)
+    with progress_bar("copying", planned.size, hidden=as_json, of_bytes=True) as on_copied:
+        planned.write(out, on_copied)
+    model = planned.config.model
+    if as_json:
+        click.echo(json.dumps({"out": str(out), "bytes": planned.size, "blocks": blocks}))
+        return
+    click.echo(
+        f"{out}: {model.layers} layers of width {model.width} in {blocks}"
+        f" block{'s' * (blocks > 1)}, window {model.window}, {size(planned.size)}"
+        f"   next: {command('generate', out, '--prompt', 'Once upon a time')}"
+    )
+
+
+@click.command("export")
+@options.run
+@options.choice(
+    "--to",
+    "run",
+    "hf",
+    "gguf",
+    help="run: one safetensors file that eval, generate and serve accept like a run; hf: a folder"
+    " for transformers, vLLM and others; gguf: a file for llama.cpp and others.",
+)
+@click.option("--out", type=FILE_OR_FOLDER, required=True, help="New folder, or new file for gguf.")
+@options.choice(
+    "--readout",
+    "final",
+    "product",
+    help="Prediction to export. hf and gguf need final, the last block's: other programs cannot"
+    " compute the product.",
+)
+@options.choice(
+    "--dtype",
+    "stored",
+    "f32",
+    "bf16",
+    "f16",
+    help="Number type of the weights for hf and gguf. stored: the same as in RUN.",
+)
+@click.option("--shard-gb", type=AMOUNT, default=5.0, help="Size limit of a weights file for hf.")
+@options.as_json
+def export_command(
+    run: Path, to: str, out: Path, readout: str, dtype: str, shard_gb: float, as_json: bool
+) -> None:
+    """Export the model of RUN for other programs or machines.
+
+    hf and gguf need model.layer = llama and a tokenizer. A cascade is exported with the readout
+    `final`.
+    """
+    from blocktrain.interop.gguf_file import GgufExport
+    from blocktrain.interop.hugging_face import HuggingFaceExport, refuse_unexportable
+    from blocktrain.storage.run_dir import RunDir
+    from blocktrain.training.estimation import training_flops
 
     opened = RunDir.open(run)
-    config = opened.config
-    exported = (run / EXPORTED).exists()
-    blocks = [] if exported else [opened.block(index) for index in range(config.block_count)]
-    if as_json:
-        described = [
-            {
-                "index": block.index,
-                "finished": block.finished(),
-                "versions": [asdict(version) for version in block.versions()],
-            }
-            for block in blocks
-        ]
-        click.echo(
-            json.dumps({"config": config.to_dict(), "exported": exported, "blocks": described})
+    if to == "run":
+        path = opened.export(out)
+    else:
+        refuse_unexportable(opened.config, readout)
+        export = (
+            HuggingFaceExport(opened, int(shard_gb * 1e9), dtype, training_flops(opened))
+            if to == "hf"
+            else GgufExport(opened, dtype)
         )
-        return
-    model = config.model
-    click.echo(
-        f"{run}: {config.objective.kind}, {model.layers} layers of width {model.width}"
-        f" in {config.block_count} block{'s' * (config.block_count > 1)}, window {model.window},"
-        f" data {plain(config.data.source)}, seed {config.train.seed}"
-    )
-    if exported:
-        click.echo(f"exported: {run / EXPORTED}")
-    for block in blocks:
-        click.echo(_line(block, config.train.steps))
-    if len(blocks) > 1:
-        seen = sum(block.current().bytes_seen for block in blocks if block.versions())
-        click.echo(f"all blocks together: {size(seen)} seen")
-
-
-def _line(block: "BlockDir", steps: int) -> str:
-    if not block.versions():
-        return f"block {block.index}: not trained yet"
-    current = block.current()
-    state = "finished" if block.finished() else f"{block.versions()[-1].step} of {steps} steps"
-    score = f", valid CE {current.valid_ce:.4f}" if current.valid_ce is not None else ""
-    predecessors = ", ".join(str(version or 0) for version in block.built_on())
-    score += f", built on the preceding blocks at step {predecessors}" if predecessors else ""
-    return (
-        f"block {block.index}: {state}, at step {current.step}, {size(current.bytes_seen)} seen"
-        f"{score}, {size(current.weights.size)} on disk"
-    )
+        with progress_bar("copying", export.size, hidden=as_json, of_bytes=True) as on_copied:
+            path = export.write(out, on_copied)
+    files = path.iterdir() if path.is_dir() else [path]
+    count = sum(file.stat().st_size for file in files)
+    if as_json:
+        click.echo(json.dumps({"file": str(path), "bytes": count}))
+    else:
+        click.echo(f"{path}  {size(count)}")

@@ -1,12 +1,27 @@
-"""blocktrain serve, stage and keys: an OpenAI-compatible server over the blocks of a run."""
+"""blocktrain serve, stage and keys: an OpenAI-compatible server for the blocks of a run."""
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
 
 from blocktrain.cli import options
+from blocktrain.cli.options import COUNT, FILE_OR_FOLDER, FOLDER
+from blocktrain.environment import PROGRAM
+
+if TYPE_CHECKING:
+    from blocktrain.config import Config
+
+MEBIBYTE = 1 << 20
+# `same_names` below: options with the same names as the fields of RouterSettings or StageSettings.
+
+
+def host_ports(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
+    """Parse HOST:PORT,HOST:PORT,..."""
+    parts = [part.strip() for part in text.split(",")]
+    return tuple(options.host_port(context, option, part) for part in parts if part)
 
 
 def web_origins(
@@ -19,129 +34,8 @@ def web_origins(
     return origins
 
 
-@click.command("serve", context_settings={"auto_envvar_prefix": "BLOCKTRAIN_SERVE"})
-@options.run
-@click.option(
-    "--listen", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT",
-    callback=options.host_port, help="Address for clients; 0.0.0.0:8000 is every interface.",
-)  # fmt: skip
-@click.option(
-    "--api-key",
-    "api_keys",
-    multiple=True,
-    envvar="BLOCKTRAIN_API_KEY",
-    help="A key that clients may use; repeatable. Better in BLOCKTRAIN_API_KEY, which other users"
-    " of this machine cannot see. Without any, everyone who reaches the port may use the model.",
-)
-@click.option(
-    "--tls-cert", type=click.Path(path_type=Path), metavar="FILE",
-    help="Certificate of the HTTP port with its chain (PEM); needs --tls-key. Default: no TLS.",
-)  # fmt: skip
-@click.option(
-    "--tls-key", type=click.Path(path_type=Path), metavar="FILE", help="The certificate's key."
-)
-@click.option(
-    "--origin", "origins", multiple=True, metavar="URL", callback=web_origins,
-    help="A web site whose pages may use this API from a browser (CORS), like https://example.org;"
-    " repeatable; * is every site.",
-)  # fmt: skip
-@click.option(
-    "--stages",
-    default="",
-    metavar="HOST:PORT,...",
-    callback=options.host_ports,
-    help="Addresses of `blocktrain stage` with the blocks after the first; several with the same"
-    " block are replicas. Default: processes on this machine.",
-)
-@options.keys
-@options.plain_tcp
-@options.warm_up
-@click.option(
-    "--wire",
-    type=click.Choice(["fp32", "bf16", "int8"]),
-    default="fp32",
-    show_default=True,
-    help="Number type between stages.",
-)
-@options.served_readout
-@options.device
-@options.thread_count
-@options.log_options("info")
-@options.precision
-@options.weights
-@click.option(
-    "--most-requests", type=click.IntRange(min=1), default=32, show_default=True,
-    help="Answers in progress; as many requests again may wait.",
-)  # fmt: skip
-@click.option(
-    "--most-bytes", type=click.IntRange(min=1), default=4096, show_default=True,
-    help="Bytes of the longest answer.",
-)  # fmt: skip
-@click.option(
-    "--patience", type=click.FloatRange(min=0.0), default=10.0, show_default=True,
-    help="Seconds a request waits for a lost stage to come back.",
-)  # fmt: skip
-def serve_command(
-    run: Path,
-    listen: str,
-    api_keys: tuple[str, ...],
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    origins: tuple[str, ...],
-    stages: tuple[str, ...],
-    keys: Path | None,
-    plain_tcp: bool,
-    warm_up_mb: float,
-    wire: str,
-    readout: str,
-    device: str,
-    precision: str,
-    weights: str,
-    most_requests: int,
-    most_bytes: int,
-    patience: float,
-) -> None:
-    """Serve RUN with an OpenAI-compatible API.
-
-    This process computes block 0; the other blocks are processes on this machine, or stages on
-    other hosts. Every option can also be set in the environment as BLOCKTRAIN_SERVE_OPTION, the API
-    key as BLOCKTRAIN_API_KEY.
-    """
-    from blocktrain.storage.run_dir import RunDir
-
-    units = RunDir.open(run).config.block_count
-    loaded = "block 0" if stages or units == 1 else f"{units} blocks"
-    click.echo(f"loading {loaded} of {run} ...", err=True)  # before torch, which takes seconds
-
-    from blocktrain.serve.ring.connection import Terms
-    from blocktrain.serve.router.router_server import RouterSettings, serve_router
-
-    settings = RouterSettings(
-        run=run,
-        listen=listen,
-        api_keys=tuple(key for key in api_keys if key),
-        stages=stages,
-        keys=keys or run / "keys",
-        plain_tcp=plain_tcp,
-        wire=wire,
-        readout=readout,
-        device=device,
-        precision=precision,
-        weights=weights,
-        max_requests=most_requests,
-        max_bytes=most_bytes,
-        patience_seconds=patience,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        origins=origins,
-        stage_command=(*options.PROGRAM, "stage"),
-        terms=Terms(padding=int(warm_up_mb * (1 << 20))),
-    )
-    serve_router(settings, click.echo)
-
-
 def block_range(context: click.Context, option: click.Parameter, text: str) -> range:
-    """K or FIRST-LAST."""
+    """Parse K or FIRST-LAST."""
     first, dash, last = text.partition("-")
     try:
         blocks = range(int(first), int(last if dash else first) + 1)
@@ -152,97 +46,208 @@ def block_range(context: click.Context, option: click.Parameter, text: str) -> r
     return blocks
 
 
+def shared_options(command: options.Command) -> options.Command:
+    """Options that a router and a stage share."""
+    decorators = (
+        click.option(
+            "--keys", type=FOLDER, help="Folder made by `blocktrain keys`. Default: RUN/keys."
+        ),
+        click.option(
+            "--plain-tcp",
+            is_flag=True,
+            help="Connect stages without TLS; only for a network that you trust.",
+        ),
+        click.option(
+            "--warm-up-mb",
+            type=click.FloatRange(0.0, 32.0),
+            default=4.0,
+            help="Most padding to send over a new connection between hosts, so that TCP slow start"
+            " does not delay the first large messages; 0: none.",
+        ),
+        options.choice(
+            "--readout",
+            "auto",
+            "product",
+            "final",
+            help="Prediction to use. product: all blocks' multiplied; final: the last block's;"
+            " auto: product if tokens are bytes. Must be the same for the router and its stages.",
+        ),
+        options.device,
+        options.thread_count,
+        options.force,
+        options.log_options("info"),
+        options.precision,
+        options.choice(
+            "--weights",
+            "full",
+            "int8",
+            help="How matrices are stored. full: in the compute precision; int8: in 8 bits, to save"
+            " memory.",
+        ),
+    )
+    for decorator in reversed(decorators):
+        command = decorator(command)
+    return command
+
+
+@click.command("serve", context_settings={"auto_envvar_prefix": "BLOCKTRAIN_SERVE"})
+@options.run
+@click.option(
+    "--listen", default="127.0.0.1:8000", metavar="HOST:PORT", callback=options.host_port,
+    help="Address for clients; 0.0.0.0:8000 listens on every interface.",
+)  # fmt: skip
+@click.option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    envvar="BLOCKTRAIN_API_KEY",
+    help="API key that clients must send; repeatable. Prefer BLOCKTRAIN_API_KEY, which other users"
+    " of this machine cannot see. Without a key, anyone who reaches the port may use the model.",
+)
+@click.option(
+    "--tls-cert", type=FILE_OR_FOLDER, metavar="FILE",
+    help="TLS certificate with its chain (PEM); needs --tls-key. Default: no TLS.",
+)  # fmt: skip
+@click.option("--tls-key", type=FILE_OR_FOLDER, metavar="FILE", help="Key of the certificate.")
+@click.option(
+    "--origin", "origins", multiple=True, metavar="URL", callback=web_origins,
+    help="A web site whose pages may use this API from a browser (CORS), like https://example.org;"
+    " repeatable; * is every site.",
+)  # fmt: skip
+@click.option(
+    "--stages", default="", show_default=False, metavar="HOST:PORT,...", callback=host_ports,
+    help="Addresses of stages (`blocktrain stage`) for the blocks after the first; stages with the"
+    " same blocks are replicas. Default: processes on this machine.",
+)  # fmt: skip
+@click.option(
+    "--draft", type=FOLDER, metavar="RUN",
+    help="Smaller model with the same tokenizer, which writes drafts for the speculative mode."
+    " Default: the first block writes them, or they are copied from the text.",
+)  # fmt: skip
+@options.choice("--wire", "fp32", "bf16", "int8", help="Precision of activations between stages.")
+@shared_options
+@click.option(
+    "--most-requests", type=COUNT, default=32,
+    help="Answers generated at the same time; as many more requests may wait.",
+)  # fmt: skip
+@options.connections(2048)
+@click.option("--most-tokens", type=COUNT, default=4096, help="Tokens of the longest answer.")
+@options.choice(
+    "--long-prompts", "truncate", "reject",
+    help="What happens to a prompt that exceeds the model's window. truncate: only its end is read,"
+    " and the answer says how much was left out; reject: it is an error.",
+)  # fmt: skip
+@click.option(
+    "--request-log", type=FILE_OR_FOLDER, metavar="FILE",
+    help="Append a line of JSON for each request: times, tokens and drafts, but no texts.",
+)  # fmt: skip
+@click.option(
+    "--patience", type=click.FloatRange(min=0.0), default=10.0,
+    help="Seconds a request waits for a lost stage to come back.",
+)  # fmt: skip
+def serve_command(
+    run: Path,
+    api_keys: tuple[str, ...],
+    stages: tuple[str, ...],
+    keys: Path | None,
+    warm_up_mb: float,
+    most_requests: int,
+    most_tokens: int,
+    patience: float,
+    force: bool,
+    **same_names: Any,
+) -> None:
+    """Serve RUN with an OpenAI-compatible API.
+
+    This process computes block 0; processes on this machine, or stages on other hosts, compute the
+    other blocks. Every option can also be set as an environment variable BLOCKTRAIN_SERVE_OPTION,
+    the API key as BLOCKTRAIN_API_KEY.
+    """
+    from blocktrain.storage.run_dir import RunDir
+
+    config = RunDir.open(run).config
+    blocks = range(1 if stages else config.block_count)
+    if not force:
+        _check_memory(config, blocks, len(blocks), same_names)
+    loaded = "block 0" if len(blocks) == 1 else f"{len(blocks)} blocks"
+    click.echo(f"loading {loaded} of {run} ...", err=True)  # importing torch takes seconds
+
+    from blocktrain.serve.ring.connection import Terms
+    from blocktrain.serve.router.router_server import RouterSettings, serve_router
+
+    settings = RouterSettings(
+        run=run,
+        api_keys=tuple(key for key in api_keys if key),
+        stages=stages,
+        keys=keys or run / "keys",
+        max_requests=most_requests,
+        max_tokens=most_tokens,
+        patience_seconds=patience,
+        stage_command=(*PROGRAM, "stage"),
+        terms=Terms(padding=int(warm_up_mb * MEBIBYTE)),
+        **same_names,
+    )
+    serve_router(settings, click.echo)
+
+
 @click.command("stage")
 @options.run
 @click.option(
-    "--block",
-    "blocks",
-    required=True,
-    callback=block_range,
-    metavar="K or FIRST-LAST",
-    help="The blocks to compute.",
-)
+    "--block", "blocks", required=True, callback=block_range, metavar="K or FIRST-LAST",
+    help="Blocks to compute.",
+)  # fmt: skip
 @click.option(
-    "--listen",
-    default="0.0.0.0:7101",
-    show_default=True,
-    metavar="HOST:PORT",
-    callback=options.host_port,
+    "--listen", default="0.0.0.0:7101", metavar="HOST:PORT", callback=options.host_port,
     help="Address to listen on.",
-)
+)  # fmt: skip
 @click.option(
-    "--announce",
-    default="",
-    metavar="HOST:PORT",
-    help="Address under which other stages reach this one. Default: the one given to the router.",
-)
-@options.keys
+    "--announce", default="", show_default=False, metavar="HOST:PORT",
+    help="Address at which other stages reach this one. Default: the address given to the router.",
+)  # fmt: skip
 @click.option(
-    "--name",
-    default="",
-    help="Name of this stage's key in the folder. Default: the only one there.",
-)
-@options.plain_tcp
-@options.served_readout
-@options.device
-@options.thread_count
-@options.log_options("info")
-@options.precision
-@options.weights
-@options.warm_up
+    "--name", default="", show_default=False,
+    help="Name of this stage's key in --keys. Default: the only one there.",
+)  # fmt: skip
+@shared_options
 @click.option(
-    "--most-requests",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Requests whose keys and values are cached.",
-)
+    "--most-requests", type=COUNT, default=64,
+    help="Most requests in the key/value cache.",
+)  # fmt: skip
 @click.option(
-    "--cache-gb",
-    type=click.FloatRange(min=0.01),
-    default=4.0,
-    show_default=True,
-    help="Memory for the keys and values of all requests, at most.",
-)
+    "--cache-gb", type=click.FloatRange(min=0.01), default=4.0,
+    help="Most memory for the key/value cache.",
+)  # fmt: skip
 @click.option("--until-stdin-closes", is_flag=True, hidden=True)
 @options.as_json
 def stage_command(
     run: Path,
     blocks: range,
-    listen: str,
-    announce: str,
     keys: Path | None,
-    name: str,
     plain_tcp: bool,
-    readout: str,
-    device: str,
-    precision: str,
-    weights: str,
     warm_up_mb: float,
     most_requests: int,
     cache_gb: float,
-    until_stdin_closes: bool,
+    force: bool,
     as_json: bool,
+    **same_names: Any,
 ) -> None:
     """Compute blocks of RUN for a `blocktrain serve` on this or another host."""
+    if not force:
+        from blocktrain.storage.run_dir import RunDir
+
+        _check_memory(RunDir.open(run).config, blocks, 1, same_names)
+
     from blocktrain.serve.ring.connection import Terms
-    from blocktrain.serve.stage.stage_server import StageSettings, serve_stage
+    from blocktrain.serve.ring.stage import StageSettings, serve_stage
 
     settings = StageSettings(
         run=run,
         blocks=blocks,
-        listen=listen,
-        announce=announce,
         keys=None if plain_tcp else keys or run / "keys",
-        name=name,
-        device=device,
-        precision=precision,
-        weights=weights,
-        readout=readout,
         max_requests=most_requests,
         cache_bytes=int(cache_gb * 1e9),
-        until_stdin_closes=until_stdin_closes,
-        terms=Terms(padding=int(warm_up_mb * (1 << 20))),
+        terms=Terms(padding=int(warm_up_mb * MEBIBYTE)),
+        **same_names,
     )
 
     def tell(address: str) -> None:
@@ -256,8 +261,18 @@ def stage_command(
     serve_stage(settings, tell)
 
 
+def _check_memory(
+    config: "Config", blocks: range, processes: int, settings: dict[str, Any]
+) -> None:
+    from blocktrain.training.memory_check import check_serving
+
+    device, precision, weights = (settings[name] for name in ("device", "precision", "weights"))
+    known = range(blocks.start, min(blocks.stop, config.block_count))
+    check_serving(config, device, precision, weights, known, processes)
+
+
 @click.command("keys")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("folder", type=FOLDER)
 @click.option(
     "--stages", type=click.IntRange(0, 10_000), default=0, help="Make keys for stage-1 to stage-N."
 )
@@ -270,11 +285,11 @@ def stage_command(
 def keys_command(
     folder: Path, stages: int, names: tuple[str, ...], routers: tuple[str, ...]
 ) -> None:
-    """Make the certificates by which a router and its stages identify each other.
+    """Make the certificates with which a router and its stages authenticate each other.
 
     The first call makes a certificate authority and the router's certificate. Every call adds the
-    members it names, and renews those that expire within 30 days. A member's machine needs ca.pem,
-    NAME.pem and NAME.key. Keep ca.key here: its owner can admit anyone.
+    members that it names, and renews certificates that expire within 30 days. A member's machine
+    needs ca.pem, NAME.pem and NAME.key. Keep ca.key here: its owner can admit anyone.
     """
     from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring
 

@@ -1,6 +1,8 @@
 """blocktrain worker: join a run by its invite and train for it."""
 
 import json
+import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -8,42 +10,62 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
+from rich.text import Text  # plain text, not markup
 
+from blocktrain.api.display import stop_on_signal
 from blocktrain.cli import options
-from blocktrain.cli.terminal import plain, size, stop_on_signal
+from blocktrain.cli.options import AMOUNT, FOLDER
+from blocktrain.cli.terminal import SECONDS_BETWEEN_LINES, plain, size
+from blocktrain.environment import THREADS, lower_priority
 
 if TYPE_CHECKING:
-    from blocktrain.worker.worker_events import WorkerEvent
+    from blocktrain.worker.machine import WorkerEvent
 
 MOST_WORKERS_HERE = 256
-SECONDS_BETWEEN_LINES = 10.0
-PASSING = ("training", "scoring", "waiting")  # shown until the next event
-ROUTINE = ("leased", "trained", "accepted")  # not shown: the passing ones imply them
+PASSING = ("training", "scoring", "checking", "waiting")  # shown until the next event
+ROUTINE = ("leased", "trained", "accepted")  # not shown, because passing events imply them
 
 
 @click.command("worker")
 @options.invite
-@options.device
-@options.thread_count
-@options.log_options("warning")
-@click.option("--blocks", type=int, multiple=True, help="Train only this block; may be repeated.")
 @click.option(
-    "--memory", type=click.FloatRange(min=0.001), metavar="GB", help="Use at most this much."
+    "--device",
+    default="auto",
+    help="auto, cpu, mps, cuda, cuda:N, or all: a worker on each GPU.",
+)
+@options.thread_count
+@options.force
+@options.log_options("warning")
+@click.option("--blocks", type=int, multiple=True, help="Train only this block; repeatable.")
+@click.option(
+    "--memory",
+    type=AMOUNT,
+    metavar="GB",
+    help="Train only blocks that need no more memory. Default: three quarters of what is free.",
 )
 @click.option(
-    "--max-bandwidth",
-    type=click.FloatRange(min=0.001),
-    metavar="MB/S",
-    help="Network limit, both directions together.",
+    "--max-bandwidth", type=AMOUNT, metavar="MB/S", help="Network limit, both directions together."
 )
 @click.option("--until", metavar="HH:MM", help="Stop at this local time, or after 90m or 8h.")
 @click.option(
     "--evaluate",
     is_flag=True,
     help="Score versions instead of training; needs an evaluation invite.",
+)
+@click.option(
+    "--validate",
+    is_flag=True,
+    help="Check the updates of other workers instead of training; needs a validation invite.",
+)
+@click.option(
+    "--nice",
+    type=click.IntRange(0, 19),
+    default=10,
+    help="Priority of the process: 0 is that of other programs, 19 the lowest.",
 )
 @click.option("--idle-only", is_flag=True, help="Pause while others use this machine.")
 @click.option(
@@ -54,9 +76,10 @@ ROUTINE = ("leased", "trained", "accepted")  # not shown: the passing ones imply
 @click.option("--name", help="The worker's name in the run's status. Default: the machine's name.")
 @click.option(
     "--folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="For its key and its cache. Default: a folder in the cache, per run.",
+    type=FOLDER,
+    help="Folder for the worker's key and cache. Default: one per run in the user's cache.",
 )
+@click.option("--parent", type=int, hidden=True, help="End with this process.")
 @options.as_json
 def worker_command(
     invite: str,
@@ -66,28 +89,45 @@ def worker_command(
     max_bandwidth: float | None,
     until: str | None,
     evaluate: bool,
+    validate: bool,
+    nice: int,
     idle_only: bool,
     data: str | None,
+    force: bool,
     name: str | None,
     folder: Path | None,
+    parent: int | None,
     as_json: bool,
 ) -> None:
-    """Join the run of INVITE and train its blocks, one at a time. Makes outgoing connections only.
-    Ctrl-C finishes what takes a few seconds and gives the rest back."""
-    import platform
+    """Join the run that INVITE names (`-`: a line of standard input) and train its blocks, one at a
+    time. Makes outgoing connections only. Ctrl-C finishes a lease or an upload that takes only a
+    few seconds, and otherwise gives the lease back to the coordinator."""
+    lower_priority(nice)  # before torch starts threads
 
+    from blocktrain.cli.run_progress import RunProgress
     from blocktrain.protocol.identity import WorkerKey
     from blocktrain.protocol.invite import Invite
-    from blocktrain.worker.agent import Agent
+    from blocktrain.worker.agent import Agent, Evaluator, WorkerSettings
     from blocktrain.worker.client import Client
-    from blocktrain.worker.evaluator import Evaluator
-    from blocktrain.worker.machine import WorkerSettings
+    from blocktrain.worker.neighbours import neighbours
+    from blocktrain.worker.validator import Validator
 
     if evaluate and (blocks or memory or idle_only):
         raise click.UsageError("--blocks, --memory and --idle-only do not apply to --evaluate")
+    if validate and (evaluate or idle_only):
+        raise click.UsageError("--evaluate and --idle-only do not apply to --validate")
+    worker = Evaluator if evaluate else Validator if validate else Agent
     decoded = Invite.decode(invite)
-    with _own_folder(decoded.run) if folder is None else nullcontext(folder) as place:
-        home = place / "evaluate" if evaluate else place  # a key keeps the role it joined with
+    if device == "all":
+        if worker is not Agent:
+            raise click.UsageError("--device all does not apply to --evaluate and --validate")
+        with _own_folder(decoded.run) if folder is None else nullcontext(folder) as place:
+            _work_on_all(decoded.encode(), place, as_json=as_json)
+        return
+    own_folder = _own_folder(decoded.run) if folder is None else nullcontext(folder)
+    with own_folder as place, neighbours() as here:
+        # Each role needs its own key.
+        home = place if worker is Agent else place / worker.role
         settings = WorkerSettings(
             folder=home,
             device=device,
@@ -97,19 +137,74 @@ def worker_command(
             until=_stop_time(until) if until else None,
             idle_only=idle_only,
             data=data,
+            checks_memory=not force,
+            neighbours=None if THREADS.is_set else here,
             name=name or platform.node() or "worker",
         )
         client = Client(decoded, WorkerKey.load_or_create(home / "key.pem"))
-        with stop_on_signal() as stop, _shown(as_json=as_json) as show:
-            worker = Evaluator if evaluate else Agent
-            finished = worker(client, settings, show).run(stop)
+        with (
+            stop_on_signal() as stop,
+            nullcontext() if as_json else RunProgress(client) as run,
+            _event_display(as_json=as_json, about_run=run.text if run else str) as show,
+        ):
+            finished = worker(client, settings, show).run(_or_orphaned(stop, parent))
+    if not finished:
+        raise SystemExit(130)
+
+
+def _work_on_all(invite: str, folder: Path, *, as_json: bool) -> None:
+    """Run a worker on every device, with the options of this command."""
+    from blocktrain.cli.device_workers import all_devices, work_on_all
+
+    devices = all_devices()
+    given = click.get_current_context().params
+    words = ["--parent", str(os.getpid()), "--nice", str(given["nice"])]
+    for block in given["blocks"]:
+        words += ["--blocks", str(block)]
+    if given["max_bandwidth"]:
+        words += ["--max-bandwidth", str(given["max_bandwidth"] / len(devices))]
+    for option in ("memory", "until", "data", "name"):
+        if given[option]:
+            words += [f"--{option}", str(given[option])]
+    words += [f"--{flag.replace('_', '-')}" for flag in ("idle_only", "force") if given[flag]]
+    with stop_on_signal() as stop, _device_display(as_json=as_json) as show:
+        finished = work_on_all(invite, devices, words, folder, show, stop)
     if not finished:
         raise SystemExit(130)
 
 
 @contextmanager
+def _device_display(*, as_json: bool) -> Iterator[Callable[[str, dict[str, Any]], None]]:
+    """Show the events of several workers: what each does now, and what was done."""
+    from blocktrain.worker.machine import WorkerEvent
+
+    if as_json:
+        yield lambda device, event: click.echo(json.dumps({"device": device, **event}))
+        return
+    doing: dict[str, str] = {}
+    with Console().status("joining") as status:
+
+        def show(device: str, fields: dict[str, Any]) -> None:
+            event = WorkerEvent(**fields)
+            if event.kind in PASSING:
+                doing[device] = f"{device}  {_progress_line(event)}"
+                status.update(Text("\n".join(doing[each] for each in sorted(doing))))
+            elif event.kind not in ROUTINE:
+                status.console.print(Text(f"{device}  {_event_line(event)}"))
+
+        yield show
+
+
+def _or_orphaned(stop: Callable[[], bool], parent: int | None) -> Callable[[], bool]:
+    """`stop`, or whether the process that started this one has ended."""
+    if parent is None:
+        return stop
+    return lambda: stop() or os.getppid() != parent
+
+
+@contextmanager
 def _own_folder(run: str) -> Iterator[Path]:
-    """The first folder of this run that no worker on this machine uses; locked until the end."""
+    """The first folder of this run that no other worker on this machine uses, locked meanwhile."""
     import filelock
 
     from blocktrain.data.corpus import cache_dir
@@ -128,12 +223,14 @@ def _own_folder(run: str) -> Iterator[Path]:
             claim.release()
         return
     raise click.UsageError(
-        f"{MOST_WORKERS_HERE} workers of this run are running on this machine already"
+        f"{MOST_WORKERS_HERE} workers of this run are running on this machine already;"
+        " stop one first, or give --folder"
     )
 
 
 def _stop_time(text: str) -> float:
-    """Seconds since 1970 of the next such time of day, or after a duration from now."""
+    """When to stop, in seconds since 1970: at the next time of day such as 23:30, or after a
+    duration such as 90m."""
     spans = {"m": 60.0, "h": 3600.0}
     if text[-1:] in spans and text[:-1].replace(".", "", 1).isdigit():
         return time.time() + float(text[:-1]) * spans[text[-1]]
@@ -148,20 +245,21 @@ def _stop_time(text: str) -> float:
 
 
 @contextmanager
-def _shown(*, as_json: bool) -> Iterator[Callable[["WorkerEvent"], None]]:
-    """Events as JSON lines, on a terminal as one line that is updated, else as a few lines."""
+def _event_display(
+    *, as_json: bool, about_run: Callable[[], str] = str
+) -> Iterator[Callable[["WorkerEvent"], None]]:
+    """Show events as JSON lines, as updated lines on a terminal, otherwise as a few lines.
+    `about_run`: a line about the whole run, if anything is known."""
     if as_json:
         yield lambda event: click.echo(json.dumps(asdict(event)))
     elif sys.stdout.isatty():
-        from rich.console import Console
-        from rich.text import Text  # which has no markup
-
         console = Console()
         with console.status("joining") as status:
 
             def show(event: "WorkerEvent") -> None:
                 if event.kind in PASSING:
-                    status.update(Text(_progress_line(event)))
+                    lines = [_progress_line(event), about_run()]
+                    status.update(Text("\n  ".join(filter(None, lines))))
                 elif event.kind not in ROUTINE:
                     console.print(Text(_event_line(event)))
                 if event.kind == "unreachable":
@@ -169,20 +267,23 @@ def _shown(*, as_json: bool) -> Iterator[Callable[["WorkerEvent"], None]]:
 
             yield show
     else:
-        yield _lines()
+        yield _lines(about_run)
 
 
-def _lines() -> Callable[["WorkerEvent"], None]:
-    last_time, last_line = 0.0, ""
+def _lines(about_run: Callable[[], str]) -> Callable[["WorkerEvent"], None]:
+    last_time, last_line, last_run = 0.0, "", ""
 
     def show(event: "WorkerEvent") -> None:
-        nonlocal last_time, last_line
+        nonlocal last_time, last_line, last_run
         if event.kind in PASSING:
             line = _progress_line(event)
             if line == last_line or time.monotonic() - last_time < SECONDS_BETWEEN_LINES:
                 return
             last_time, last_line = time.monotonic(), line
             click.echo(line)
+            if (run := about_run()) != last_run:
+                last_run = run
+                click.echo(run)
         elif event.kind not in ROUTINE:
             click.echo(_event_line(event))
 
@@ -190,12 +291,15 @@ def _lines() -> Callable[["WorkerEvent"], None]:
 
 
 def _progress_line(event: "WorkerEvent") -> str:
-    """What the worker does now; the last number is text in updates that were accepted."""
+    """What the worker is doing. The last number: bytes of text in accepted updates."""
     if event.kind != "training":
         return plain(event.text)
     loss = f"loss {event.loss:.4f}  " if event.loss is not None else ""
+    left = (
+        f"due in {max(0.0, event.seconds_left):.0f} s  " if event.seconds_left is not None else ""
+    )
     return (
-        f"block {event.block}  {event.step}/{event.steps}  {loss}"
+        f"block {event.block}  {event.step}/{event.steps}  {left}{loss}"
         f"{size(event.bytes_per_s)}/s  down {size(event.bytes_down)}"
         f"  up {size(event.bytes_up)}  trained {size(event.contribution)}"
     )
@@ -205,4 +309,4 @@ def _event_line(event: "WorkerEvent") -> str:
     text = plain(event.text)
     if event.kind not in ("finished", "stopped") or not event.contribution:
         return text
-    return f"{text}; {size(event.contribution)} of text trained here is in the run"
+    return f"{text}; accepted from this worker: updates for {size(event.contribution)} of text"

@@ -1,47 +1,35 @@
-"""The settings of a run: what there is to set (settings.py, kinds.py), and how files, overrides and
-dictionaries become checked settings (schema.py, loading.py)."""
+"""The settings of a run: every setting by section (settings.py), all of them as one value, read
+from files and --set (run_config.py), and how sections are declared and checked (sections.py)."""
 
-from blocktrain.config.kinds import KINDS, Kind
-from blocktrain.config.loading import (
+from blocktrain.config.run_config import (
+    Config,
     from_dict,
     from_toml,
     load_config,
     load_stored_config,
     read_settings,
 )
-from blocktrain.config.sections import (
-    CONFIG_VERSION,
-    build,
-    closest_match,
-    describe,
-    setting,
-    stored_values,
-)
+from blocktrain.config.sections import build, describe, setting, stored_values
 from blocktrain.config.settings import (
-    LAYERS,
-    Config,
+    BYTE_VOCABULARY,
     DataConfig,
     ModelConfig,
     ObjectiveConfig,
     SwarmConfig,
     TrainConfig,
-    balanced_depths,
+    Vocabulary,
 )
 
 __all__ = [
-    "CONFIG_VERSION",
-    "KINDS",
-    "LAYERS",
+    "BYTE_VOCABULARY",
     "Config",
     "DataConfig",
-    "Kind",
     "ModelConfig",
     "ObjectiveConfig",
     "SwarmConfig",
     "TrainConfig",
-    "balanced_depths",
+    "Vocabulary",
     "build",
-    "closest_match",
     "describe",
     "from_dict",
     "from_toml",

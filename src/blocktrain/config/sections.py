@@ -1,20 +1,19 @@
 """Sections of settings as dataclasses: declared with `setting`, built from dictionaries, checked.
 
-Knows how settings are renamed and added from release to release, but not which settings there are.
+Handles settings that a release adds or renames. The settings themselves are in settings.py.
 """
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from blocktrain.errors import ConfigError
+from blocktrain.errors import ConfigError, closest_match
 
-# 1: what the first release knew. 2: model.layer and swarm.heartbeat_timeout; swarm.kept became
-# swarm.top_k_per_4096.
+# 1: the first release. 2: adds every setting with since=2, such as model.layer; renames swarm.kept
+# to swarm.top_k_per_4096.
 CONFIG_VERSION = 2
 VERSION_KEY = "config_version"
 
@@ -32,14 +31,14 @@ def setting(
     since: int = 1,
     formerly: str | None = None,
 ) -> Any:
-    """A field of a section. `since`: the config_version that added it, or, of one that was
-    `formerly` called something else, that renamed it."""
+    """A field of a section. `formerly`: its old name. `since`: the config_version that added the
+    setting or, if it has an old name, renamed it."""
     rules = {"doc": doc, "low": low, "high": high, "choices": choices}
     return field(default=default, metadata={**rules, "since": since, "formerly": formerly})
 
 
 def build(config: type[T], values: Mapping[str, Any]) -> T:
-    """Validated settings of any dataclass of sections, from any config_version up to this one."""
+    """Build and validate a dataclass of sections; any config_version up to this one is accepted."""
     version, values = _version_of(values), {k: v for k, v in values.items() if k != VERSION_KEY}
     sections = get_type_hints(config)
     for name in values:
@@ -53,36 +52,61 @@ def build(config: type[T], values: Mapping[str, Any]) -> T:
     )
 
 
-def describe(config: type) -> list[tuple[str, Any, str]]:
-    """Every setting as (dotted name, default, sentence)."""
+class SettingDescription(NamedTuple):
+    name: str  # with its section
+    default: Any
+    allowed: str
+    doc: str
+
+
+def describe(config: type) -> list[SettingDescription]:
+    """Every setting."""
     return [
-        (f"{section}.{item.name}", item.default, item.metadata["doc"])
+        SettingDescription(
+            f"{section}.{item.name}", item.default, allowed_values(item), item.metadata["doc"]
+        )
         for section, kind in get_type_hints(config).items()
         for item in dataclasses.fields(kind)
     ]
 
 
-def stored_values(config: Any) -> Values:
-    """Settings as they are stored and sent: in the oldest config_version that can express them.
+def allowed_values(item: "dataclasses.Field[Any]") -> str:
+    """What a setting can be set to: its choices, or a type with its limits."""
+    rules = item.metadata
+    if rules["choices"]:
+        return ", ".join(rules["choices"])
+    if isinstance(item.default, bool):
+        return "true, false"
+    kind = "list of numbers" if isinstance(item.default, tuple) else type(item.default).__name__
+    limits = [
+        f"{word} {rules[limit]}"
+        for word, limit in (("from", "low"), ("to", "high"))
+        if rules[limit] is not None
+    ]
+    return " ".join([{"int": "integer", "float": "number", "str": "text"}.get(kind, kind), *limits])
 
-    Every setting of that version is written, so that a later change of a default changes no run;
-    newer settings are left out, since all of them have their defaults. An older release can
-    therefore read what it needs to take part in a run that uses nothing it does not know.
+
+def stored_values(config: Any) -> Values:
+    """Settings as stored and sent: in the oldest config_version that can express them.
+
+    All settings of that version are written, so that a new default in a later release changes no
+    existing run. Newer settings are left out, since they have their defaults. So an older release
+    can take part in any run that uses no newer setting.
     """
     sections = [(item.name, getattr(config, item.name)) for item in dataclasses.fields(config)]
-    needed = max(
+    newer = (
         item.metadata["since"]
         for _, section in sections
         for item in dataclasses.fields(section)
-        if item.metadata["formerly"] is None and _is_needed(section, item)
+        if item.metadata["formerly"] is None and getattr(section, item.name) != item.default
     )
+    needed = max(newer, default=1)
     values: Values = {VERSION_KEY: needed} if needed > 1 else {}
     for name, section in sections:
-        values[name] = {
-            stored_name: getattr(section, item.name)
-            for item in dataclasses.fields(section)
-            if (stored_name := _name_in(needed, item))
-        }
+        for item in dataclasses.fields(section):
+            is_known = needed >= item.metadata["since"]
+            if stored_name := item.name if is_known else item.metadata["formerly"]:
+                values.setdefault(name, {})[stored_name] = getattr(section, item.name)
     return values
 
 
@@ -104,29 +128,10 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _is_needed(section: Any, item: "dataclasses.Field[Any]") -> bool:
-    return bool(item.metadata["since"] == 1 or getattr(section, item.name) != item.default)
-
-
-def _name_in(version: int, item: "dataclasses.Field[Any]") -> str | None:
-    """What a config_version calls a setting; None: it does not know it."""
-    if version >= item.metadata["since"]:
-        return item.name
-    former: str | None = item.metadata["formerly"]
-    return former
-
-
-def current_name(config: type, section: str, key: str) -> str:
-    """The name that a setting has now; `key` itself unless it was renamed."""
-    kind = get_type_hints(config).get(section)
-    fields = dataclasses.fields(kind) if kind else ()
-    return {item.metadata["formerly"]: item.name for item in fields}.get(key, key)
-
-
-def closest_match(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate a mistyped word most resembles; None if none is close."""
-    nearest = difflib.get_close_matches(word, list(candidates), n=1)
-    return nearest[0] if nearest else None
+def current_names(section: Any) -> dict[str, str]:
+    """The current names of a section's renamed settings, by their former names."""
+    fields = dataclasses.fields(section)
+    return {item.metadata["formerly"]: item.name for item in fields if item.metadata["formerly"]}
 
 
 def _version_of(values: Mapping[str, Any]) -> int:
@@ -143,23 +148,23 @@ def _remedy(word: str, candidates: Iterable[str], version: int) -> str:
             f" {CONFIG_VERSION}); update blocktrain"
         )
     guess = closest_match(word, candidates)
-    return f"did you mean {guess}?" if guess else f"there are {', '.join(candidates)}"
+    return f"did you mean {guess}?" if guess else f"use one of {', '.join(candidates)}"
 
 
 def _build_section(section: str, kind: Any, values: Any, version: int) -> Any:
     if not isinstance(values, Mapping):
         raise ConfigError(f"[{section}] must be a section, not a value")
     fields = {item.name: item for item in dataclasses.fields(kind)}
-    current_names = {str(item.metadata["formerly"]): name for name, item in fields.items()}
-    types = get_type_hints(kind)
-    checked = {}
-    for given_name, value in values.items():
-        name = current_names.get(str(given_name), str(given_name))
+    renamed, types, checked = current_names(kind), get_type_hints(kind), {}
+    for written_name, value in values.items():
+        name = renamed.get(written_name, str(written_name))
         if name not in fields:
             remedy = _remedy(name, fields, version)
             raise ConfigError(f"unknown setting {section}.{name}; {remedy}")
         if name in checked:
-            raise ConfigError(f"{section}.{given_name} and {section}.{name} are the same setting")
+            raise ConfigError(
+                f"{section}.{written_name} and {section}.{name} are the same setting; remove one"
+            )
         checked[name] = _check_value(f"{section}.{name}", value, types[name], fields[name].metadata)
     return kind(**checked)
 

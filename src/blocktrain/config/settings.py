@@ -1,21 +1,73 @@
-"""Every setting of a run, with its default, its limits and a sentence, and what follows from them.
+"""Every setting of a run, by section, with its default, limits and description.
 
 Imports no torch: coordinators, workers and the command line all read settings here.
 """
 
-import dataclasses
-from dataclasses import dataclass
-from statistics import StatisticsError
-from typing import Any, Self
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from blocktrain.codec.registry import CODECS
-from blocktrain.config.kinds import END_TO_END, KINDS, Kind
-from blocktrain.config.sections import Values, build, setting, stored_values, toml_text
-from blocktrain.errors import ConfigError
-from blocktrain.numerics.noise import LogNormal, Partition, lognormal_partition
-from blocktrain.vocabulary import BYTE_VOCABULARY, Vocabulary
+from blocktrain.codec import CODECS
+from blocktrain.config.sections import setting
 
-LAYERS = ("two_stream",)
+LAYERS = ("local", "llama")
+LLAMA_SETTINGS = (
+    "kv_heads",
+    "head_dim",
+    "hidden",
+    "norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "qk_norm",
+    "biases",
+    "logit_gain",
+    "tied_embeddings",
+)
+SOURCES = (
+    "stdlib, text:GLOB, jsonl:GLOB or parquet:GLOB (a folder works too; #COLUMN may follow; text by"
+    " default), chat:GLOB (conversations in JSON lines, of which only answers are trained on),"
+    " wikitext-2, wikitext-103 or hf:NAME"
+)
+ORDERS = ("side-by-side", "relay")
+BIASES = ("none", "qkv", "attention", "all")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of objective, described by flags that all packages read. What it computes is in
+    model/stack.py (blocks and how they are joined), train/objective.py (loss) and
+    serve/ring/compute.py (steps in a ring)."""
+
+    name: str
+    whole_model: bool = False  # one block holds all layers: the end-to-end reference
+    reads_predecessors: bool = False  # block k reads features of the frozen blocks 0 to k - 1
+    reads_successors: bool = False  # its gradient passes through the frozen blocks after it
+    has_tails: bool = False  # every block but the last predicts through private layers
+    last_block_predicts: bool = False  # no other block has a head
+    denoises: bool = False  # a guess z travels between blocks, at falling levels of noise sigma
+    streams: int = 1  # streams a block computes per position: context, and a noisy target
+    starts: tuple[str, ...] = ("none",)  # what z can start from when the model is scored
+    # The scores that `blocktrain demo` shows: name in its table -> start and readout.
+    demo_readings: Mapping[str, str] = field(default_factory=dict)
+
+
+DENOISE = Kind(
+    "denoise",
+    denoises=True,
+    streams=2,
+    starts=("mean", "noise"),
+    demo_readings={"product": "mean start, product", "as in the paper": "noise start, final"},
+)
+CASCADE = Kind(
+    "cascade",
+    reads_predecessors=True,
+    has_tails=True,
+    demo_readings={"product": "none start, product", "final": "none start, final"},
+)
+END_TO_END = Kind("end_to_end", whole_model=True)
+TURNS = Kind("turns", reads_predecessors=True, reads_successors=True, last_block_predicts=True)
+
+KINDS = {kind.name: kind for kind in (DENOISE, CASCADE, END_TO_END, TURNS)}
 
 
 @dataclass(frozen=True)
@@ -23,40 +75,103 @@ class ModelConfig:
     layers: int = setting(12, "Transformer layers of the whole model", low=1)
     width: int = setting(512, "width of the residual stream", low=8)
     heads: int = setting(8, "attention heads per layer", low=1)
-    blocks: int = setting(4, "blocks the layers are cut into", low=1)
+    blocks: int = setting(4, "number of blocks that the layers are cut into", low=1, high=4096)
     depths: tuple[int, ...] = setting(
         (),
-        "layers of each block; empty: equal, or in a cascade such that all blocks train about the"
-        " same number, their tails included",
+        "layers of each block; empty: the same number for all, or in a cascade such that all train"
+        " about the same number of layers, their tails included",
     )
     window: int = setting(512, "tokens of context the model is trained on", low=8)
-    mlp_ratio: float = setting(4.0, "width of the MLP in multiples of the stream's", low=0.25)
+    mlp_ratio: float = setting(
+        4.0, "width of the MLP's hidden layer as a multiple of model.width", low=0.25
+    )
     activation: str = setting(
         "swiglu",
-        "activation of the MLP; swiglu has a narrower hidden layer, for the same parameters",
+        "activation of the MLP; with swiglu its hidden layer is narrower, for as many parameters",
         choices=("gelu", "relu2", "swiglu"),
     )
     layer: str = setting(
-        "two_stream", "the Transformer layer that blocks are made of", choices=LAYERS, since=2
+        "local",
+        "type of Transformer layer; local has a filter over neighbouring positions, llama is the"
+        " layer of Llama, Qwen and Mistral and can be exported",
+        choices=LAYERS,
+        since=2,
+    )
+    kv_heads: int = setting(
+        0, "llama: heads of keys and values (0: as many as heads)", low=0, since=2
+    )
+    head_dim: int = setting(0, "llama: width of a head (0: width / heads)", low=0, since=2)
+    hidden: int = setting(
+        0, "llama: width of the MLP's hidden layer (0: from mlp_ratio)", low=0, since=2
+    )
+    norm_eps: float = setting(1e-6, "llama: epsilon of RMSNorm", low=0.0, since=2)
+    rope_theta: float = setting(10_000.0, "llama: base of the rotary frequencies", low=1.0, since=2)
+    rope_scaling: tuple[float, ...] = setting(
+        (),
+        "llama: scaling of the rotary frequencies; one number divides positions, four are Llama 3's"
+        " factor, low and high frequency factors, and original window",
+        since=2,
+    )
+    qk_norm: bool = setting(True, "llama: RMSNorm of each head's queries and keys", since=2)
+    biases: str = setting(
+        "none",
+        "llama: which linear maps have biases; none, qkv (as in Qwen2), attention (qkv and its"
+        " output), or all (attention and the MLP)",
+        choices=BIASES,
+        since=2,
+    )
+    logit_gain: float = setting(
+        0.0,
+        "llama: factor of the head's output; 0: 8, with which a new head learns as fast as the"
+        " layers, or 1 with tied_embeddings",
+        low=0.0,
+        since=2,
+    )
+    tied_embeddings: bool = setting(
+        False, "llama: use the embedding's weights as the head", since=2
     )
     taps: int = setting(
         3, "earlier positions that each layer's local filter reads (0: no filter)", low=0, high=16
     )
     dropout: float = setting(0.0, "dropout on residual branches", low=0.0, high=0.9)
 
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.width // self.heads
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def hidden_width(self) -> int:
+        """Width of the MLP's hidden layer: `hidden` or, if that is 0, width x `mlp_ratio`. With a
+        gate (swiglu) it is 2/3 of this product, so that the number of parameters stays the same."""
+        if self.hidden or self.activation != "swiglu":
+            return self.hidden or int(self.width * self.mlp_ratio)
+        return max(8, round(int(self.width * self.mlp_ratio) * 2 / 3 / 8) * 8)
+
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    kind: str = setting("denoise", "what a block learns by", choices=tuple(KINDS))
-    sigma_min: float = setting(
-        1.0, "lowest noise; below 1 the noisy target leaks the answer", low=0.01
+    kind: str = setting(
+        "denoise", "how blocks learn and how they are composed", choices=tuple(KINDS)
     )
-    sigma_max: float = setting(10.0, "highest noise, where inference starts", low=0.02)
-    p_mean: float = setting(-1.2, "mean of ln(sigma)")
-    p_std: float = setting(1.2, "deviation of ln(sigma)", low=0.01)
-    sigma_data: float = setting(0.5, "the data deviation of EDM preconditioning", low=0.01)
+    sigma_min: float = setting(
+        1.0, "lowest noise level; below 1 the noisy target leaks the answer", low=0.01
+    )
+    sigma_max: float = setting(10.0, "highest noise level, where inference starts", low=0.02)
+    p_mean: float = setting(-1.2, "mean of ln(sigma), which has a normal distribution")
+    p_std: float = setting(1.2, "standard deviation of ln(sigma)", low=0.01)
+    sigma_data: float = setting(
+        0.5, "standard deviation of the data in EDM preconditioning", low=0.01
+    )
     overlap: float = setting(
-        0.1, "share of its log-width a training range overlaps on each side", low=0.0, high=1.0
+        0.1,
+        "share of its log-width by which a block's training range is widened on each side",
+        low=0.0,
+        high=1.0,
     )
     partition: str = setting(
         "lognormal",
@@ -64,16 +179,19 @@ class ObjectiveConfig:
         choices=("lognormal", "adaptive"),
     )
     bounds: tuple[float, ...] = setting(
-        (), "explicit ascending cuts from sigma_min to sigma_max; empty: from the partition"
+        (),
+        "ascending bounds of the blocks' ranges of sigma, from sigma_min to sigma_max; empty: as"
+        " objective.partition says",
     )
     pilot_steps: int = setting(200, "steps of the adaptive partition's pilot block", low=1)
     target_dim: int = setting(256, "dimensions of the frozen target table", low=8)
     logit_scale: str = setting(
         "evidence",
-        "logit scale: evidence makes the skip path exact Gaussian evidence; learned is one scalar",
+        "scale of a denoising block's logits; evidence makes the skip path exact Gaussian evidence,"
+        " learned is one trained scalar",
         choices=("evidence", "learned"),
     )
-    sigma_rank: int = setting(8, "rank of the sigma modulation", low=1)
+    sigma_rank: int = setting(8, "rank of the map from sigma to the modulation of layers", low=1)
     tail: int = setting(
         4,
         "private layers that a block of a cascade predicts through; the last block has none",
@@ -81,10 +199,31 @@ class ObjectiveConfig:
     )
     lead: float = setting(
         0.25,
-        "share of its steps by which a block of a cascade stays behind the one before it: 0 trains"
+        "share of its steps by which a block of a cascade stays behind the one before it; 0 trains"
         " all at once, 1 one after another",
         low=0.0,
         high=1.0,
+    )
+    order: str = setting(
+        "side-by-side",
+        "order in which the blocks of a cascade train; side-by-side keeps objective.lead, relay"
+        " trains one block after another, with one learning-rate schedule over all of them",
+        choices=ORDERS,
+        since=2,
+    )
+    inherit: str = setting(
+        "auto",
+        "whether a block of a cascade starts as the tail and head of the block before it, and"
+        " further layers without effect; auto: in a relay without train.warm_start",
+        choices=("auto", "yes", "no"),
+        since=2,
+    )
+    turn_steps: int = setting(
+        50,
+        "turns: steps that a block trains before the next block's turn; with workers, at least the"
+        " steps of a few leases",
+        low=1,
+        since=2,
     )
     refresh_every: int = setting(
         50,
@@ -93,7 +232,7 @@ class ObjectiveConfig:
     )
     frozen: str = setting(
         "bf16",
-        "number type in which a cascade stores the frozen blocks before a block",
+        "number type of the frozen blocks that a block trains with",
         choices=("bf16", "int8"),
     )
     feature_cache: str = setting(
@@ -105,7 +244,7 @@ class ObjectiveConfig:
     hidden_share: float = setting(
         0.0,
         "share of sequences whose context after a random cut is masked or partly wrong"
-        " (prepares whole-output generation)",
+        " (prepares for serving in mode sweep)",
         low=0.0,
         high=1.0,
     )
@@ -113,36 +252,82 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: str = setting("stdlib", "stdlib, text:GLOB, wikitext-2, wikitext-103 or hf:NAME")
+    source: str = setting("stdlib", SOURCES)
     unpack_limit_mb: int = setting(
         4096, "largest size in megabytes that one source may unpack to", low=1
     )
+    most_mb: int = setting(
+        0,
+        "megabytes of training text to use at most (0: all); of a dataset of the hub, only files"
+        " with that much text are downloaded",
+        low=0,
+        since=2,
+    )
+    tokenizer: str = setting(
+        "bytes",
+        "bytes; bpe:N (trained on the run's own text, with N tokens); hf:NAME; or the path of a"
+        " tokenizer.json, or of a folder with one or with GPT-2's vocab.json and merges.txt",
+        since=2,
+    )
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The vocabulary of a run's tokenizer. Written when the run is created, not by hand; a run of
+    bytes stores none, and has BYTE_VOCABULARY."""
+
+    sha256: str = setting("", "digest of the run's tokenizer; empty: bytes", since=2)
+    size: int = setting(0, "tokens the model predicts, padding included", low=0, since=2)
+    bos: int = setting(0, "id that precedes the first token of a text", low=0, since=2)
+    starts_with_bos: bool = setting(True, "whether prompts begin with that id", since=2)
+    eos: tuple[int, ...] = setting((), "ids that end a document", since=2)
+    mask: int = setting(0, "id in place of a token that is not known yet", low=0, since=2)
+    bytes_per_token: float = setting(
+        1.0, "average bytes per token of the training text", low=0.0, since=2
+    )
+
+    @property
+    def ids(self) -> int:
+        """Number of ids that a model reads: tokens and special ids."""
+        return max(self.size - 1, self.bos, self.mask) + 1
+
+    @property
+    def is_bytes(self) -> bool:
+        return not self.sha256
+
+    @property
+    def digest(self) -> str:
+        return self.sha256 or "bytes"
+
+
+BYTE_VOCABULARY = Vocabulary(size=256, bos=256, mask=257)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = setting(2500, "optimizer steps per block", low=1)
     batch: int = setting(64, "windows per optimizer step", low=1)
-    accumulate: int = setting(1, "micro-batches a step is split into", low=1)
+    accumulate: int = setting(1, "micro-batches that a step's batch is split into", low=1)
     optimizer: str = setting(
         "muon",
-        "muon: orthogonalised momentum for the matrices of layers, AdamW for all else",
+        "muon: orthogonalised momentum for the layers' matrices, AdamW for all else; adamw: AdamW"
+        " for all",
         choices=("adamw", "muon"),
     )
     lr: float = setting(
-        4e-3, "peak learning rate; for adamw use a quarter to a half of it", low=0.0
+        4e-3, "peak learning rate; adamw needs a quarter to a half of muon's", low=0.0
     )
     lr_floor: float = setting(0.05, "final learning rate as a share of the peak", low=0.0, high=1.0)
     warmup: int = setting(100, "steps of linear warm-up", low=0)
     weight_decay: float = setting(0.1, "weight decay of matrices", low=0.0)
     beta1: float = setting(0.9, "AdamW beta1", low=0.0, high=0.9999)
     beta2: float = setting(0.95, "AdamW beta2", low=0.0, high=0.99999)
-    clip: float = setting(1.0, "largest gradient norm", low=0.0)
+    clip: float = setting(1.0, "gradient norm to clip at (0: no clipping)", low=0.0)
     seed: int = setting(0, "seed of weights, data order and noise", low=0, high=2**63 - 1)
     device: str = setting("auto", "auto, cpu, mps, cuda or cuda:N")
     precision: str = setting(
         "auto",
-        "compute type; auto: bf16 on CUDA and on CPUs that have it",
+        "number type to compute in; auto: bf16 on GPUs and CPUs that are fast at it, else fp32",
         choices=("auto", "fp32", "bf16"),
     )
     compile: bool = setting(
@@ -154,29 +339,47 @@ class TrainConfig:
     checkpoint_layers: bool = setting(False, "recompute layers in the backward pass (less memory)")
     save_every: int = setting(250, "steps between checkpoints", low=1)
     eval_every: int = setting(0, "steps between scores on valid (0: never)", low=0)
-    eval_windows: int = setting(64, "windows of valid per such score", low=1)
+    eval_windows: int = setting(64, "windows of valid per score", low=1)
     keep: str = setting(
         "last",
-        "the version to use of a finished block; best: the lowest score on valid",
+        "which version of a finished block to use; last: the newest, best: the one with the lowest"
+        " cross entropy on valid",
         choices=("last", "best"),
     )
-    max_skipped: int = setting(20, "non-finite steps in a row before the run stops", low=1)
-    warm_start: str = setting("", "run directory whose weights to start from")
-    tensorboard: bool = setting(False, "also write TensorBoard events")
+    max_skipped: int = setting(
+        20, "steps in a row with a non-finite loss or gradient after which training stops", low=1
+    )
+    warm_start: str = setting("", "folder of a run whose weights to start from")
+    log_to: str = setting(
+        "nothing",
+        "also send loss, scores and speed to this program (on one machine)",
+        choices=("nothing", "tensorboard", "wandb", "mlflow", "trackio"),
+        since=2,
+    )
+
+    def learning_rate(self, step: int, steps: int | None = None) -> float:
+        """Linear warm-up, then a cosine down to a floor, over `steps` (by default, a block's)."""
+        warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        progress = min(1.0, step / (steps or self.steps))
+        cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.lr * warm * (self.lr_floor + (1.0 - self.lr_floor) * cosine)
 
 
 @dataclass(frozen=True)
 class SwarmConfig:
     lease_seconds: float = setting(
-        30.0, "training time of a lease, by the worker's measured speed", low=0.1
+        30.0, "training time of a lease in seconds, at the worker's measured speed", low=0.1
     )
     first_steps: int = setting(10, "steps of a worker's first lease", low=1)
     most_steps: int = setting(100, "most steps of one lease", low=1)
-    deadline_factor: float = setting(4.0, "a lease's deadline in multiples of its time", low=1.0)
+    deadline_factor: float = setting(
+        4.0, "a lease's deadline as a multiple of its expected time", low=1.0
+    )
     shortest_deadline: float = setting(60.0, "shortest deadline in seconds", low=0.5)
     longest_deadline: float = setting(
         86_400.0,
-        "longest time of a lease in seconds; 30 times lease_seconds * deadline_factor if less",
+        "longest deadline in seconds; a lease never lasts longer than 30 times lease_seconds *"
+        " deadline_factor",
         low=1.0,
     )
     heartbeat_timeout: float = setting(
@@ -186,28 +389,40 @@ class SwarmConfig:
         low=30.0,
         since=2,
     )
+    take_over: bool = setting(
+        True,
+        "let idle workers train the batches of leases that others would end much later",
+        since=2,
+    )
     quorum: int = setting(
-        2, "updates that make a version, or one per worker if there are fewer workers", low=1
+        2,
+        "updates of a block to wait for before a merge; one per worker if it has fewer workers",
+        low=1,
     )
     grace_seconds: float = setting(
-        5.0, "seconds that other workers still have once there is a quorum", low=0.0
+        5.0, "seconds to wait for the other workers' updates once there is a quorum", low=0.0
     )
-    most_stale: int = setting(4, "versions an update may be behind; older ones are refused", low=0)
+    most_stale: int = setting(
+        4, "number of versions that an update may be behind; older updates are refused", low=0
+    )
     late_discount: float = setting(
-        0.5, "weight of an update for each version it is behind", low=0.01, high=1.0
+        0.5,
+        "factor of an update's weight for each version that the update is behind",
+        low=0.01,
+        high=1.0,
     )
     outer_rate: float = setting(
-        1.0, "share of the averaged update that is taken", low=0.0, high=2.0
+        1.0, "learning rate of the outer step; 1: a version is the mean", low=0.0, high=2.0
     )
     outer_momentum: float = setting(0.0, "Nesterov momentum between versions", low=0.0, high=0.999)
     codec: str = setting(
         "none",
-        "how updates and versions travel: whole in fp32, or as deltas in fewer bytes",
+        "encoding of updates and versions; none sends them whole in fp32, all others as deltas",
         choices=CODECS,
     )
     top_k_per_4096: int = setting(
         154,
-        "numbers that the codec sparse sends of every 4096 of an update",
+        "how many of every 4096 numbers of an update the codec sparse sends",
         low=1,
         high=4096,
         since=2,
@@ -215,187 +430,18 @@ class SwarmConfig:
     )
     top_k_per_4096_down: int = setting(
         0,
-        "the same for the delta of a version; 0: as many as its updates together",
+        "how many of every 4096 numbers of a delta the codec sparse sends; 0: as many as its"
+        " updates together",
         low=0,
         high=4096,
         since=2,
         formerly="kept_down",
     )
-    keep_versions: int = setting(3, "versions of each block that are kept", low=1)
-
-
-@dataclass(frozen=True)
-class Config:
-    model: ModelConfig = ModelConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    swarm: SwarmConfig = SwarmConfig()
-
-    def __post_init__(self) -> None:
-        _check_shape(self.model, self.kind)
-        _check_sigmas(self.model, self.objective)
-        self._check_partition()
-        if self.train.batch % self.train.accumulate:
-            raise ConfigError("train.batch must be a multiple of train.accumulate")
-        if self.train.keep == "best" and not self.train.eval_every:
-            raise ConfigError('train.keep = "best" needs scores: set train.eval_every above 0')
-
-    def _check_partition(self) -> None:
-        try:
-            bounds = self.partition().bounds
-        except (StatisticsError, OverflowError):
-            bounds = ()
-        if len(set(bounds)) != self.model.blocks + 1 or list(bounds) != sorted(bounds):
-            raise ConfigError(
-                "objective.p_mean and objective.p_std leave too little probability between"
-                " objective.sigma_min and sigma_max to cut the range into blocks"
-            )
-
-    @property
-    def kind(self) -> Kind:
-        return KINDS[self.objective.kind]
-
-    @property
-    def block_count(self) -> int:
-        """Blocks that are trained independently of each other; end to end it is the one model."""
-        return 1 if self.kind.whole_model else self.model.blocks
-
-    @property
-    def depths(self) -> tuple[int, ...]:
-        """The layers of each block, in order; private tails are not counted."""
-        model = self.model
-        if self.kind.whole_model:
-            return (model.layers,)
-        if model.depths:
-            return model.depths
-        if self.kind.has_tails:
-            return balanced_depths(model.layers, model.blocks, self.objective.tail)
-        return (model.layers // model.blocks,) * model.blocks
-
-    def tail_layers(self, block: int) -> int:
-        """Private layers after a block's own; the last block's output is the model's."""
-        is_last = block == self.block_count - 1
-        return self.objective.tail if self.kind.has_tails and not is_last else 0
-
-    @property
-    def trained_layers(self) -> int:
-        """The most layers that any one block trains, its tail included."""
-        return max(depth + self.tail_layers(block) for block, depth in enumerate(self.depths))
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return BYTE_VOCABULARY
-
-    @property
-    def bytes_per_step(self) -> int:
-        """Bytes of text that one optimizer step is trained on."""
-        tokens = self.train.batch * self.model.window
-        return round(tokens * self.vocabulary.bytes_per_token)
-
-    @property
-    def state_width(self) -> int:
-        """Numbers per position that travel from block to block: the guess z, or features."""
-        return self.objective.target_dim if self.kind.denoises else self.model.width
-
-    @property
-    def lead(self) -> float:
-        """Share of the steps by which each block stays behind the one whose features it reads."""
-        return self.objective.lead if self.kind.reads_predecessors else 0.0
-
-    def first_step(self, block: int) -> int:
-        """Steps that block 0 has made when this block begins, if all train equally fast."""
-        return round(block * self.lead * self.train.steps)
-
-    @property
-    def last_step(self) -> int:
-        """Steps that block 0 would have made when the last block ends."""
-        return self.first_step(self.block_count - 1) + self.train.steps
-
-    @property
-    def warnings(self) -> list[str]:
-        if self.kind.denoises and self.objective.sigma_min < 1.0:
-            return [
-                f"objective.sigma_min = {self.objective.sigma_min} is below 1: the noisy target"
-                " leaks the answer, and a block's loss looks better than the model is"
-            ]
-        return []
-
-    def end_to_end(self) -> Self:
-        """The same model, trained as one block."""
-        return self.with_settings(objective__kind=END_TO_END.name)
-
-    def partition(self) -> Partition:
-        objective = self.objective
-        prior = LogNormal(objective.p_mean, objective.p_std)
-        if objective.bounds:
-            return Partition(objective.bounds, objective.overlap, prior)
-        return lognormal_partition(
-            self.model.blocks, objective.sigma_min, objective.sigma_max, objective.overlap, prior
-        )
-
-    def with_settings(self, **settings: Any) -> Self:
-        """A copy with dotted settings replaced, written with __ for the dot."""
-        values = self.to_dict()
-        for name, value in settings.items():
-            section, key = name.split("__")
-            values[section][key] = value
-        return build(type(self), values)
-
-    def to_dict(self) -> Values:
-        return dataclasses.asdict(self)
-
-    def to_toml(self) -> str:
-        """Settings to be stored or sent; see `stored_values` for which releases can read it."""
-        return toml_text(stored_values(self))
-
-
-def balanced_depths(layers: int, blocks: int, tail: int) -> tuple[int, ...]:
-    """Depths such that the last block, which has no tail, trains as many layers as the others.
-
-    A remainder goes to the last block first, then to the earliest, since fewer frozen layers run
-    before those.
-    """
-    last = min(-(-(layers + (blocks - 1) * tail) // blocks), layers - blocks + 1)
-    if blocks == 1:
-        return (layers,)
-    share, left = divmod(layers - last, blocks - 1)
-    return (*(share + (block < left) for block in range(blocks - 1)), last)
-
-
-def _check_shape(model: ModelConfig, kind: Kind) -> None:
-    if model.layers < model.blocks:
-        raise ConfigError(
-            f"model.layers = {model.layers} cannot be cut into model.blocks = {model.blocks}"
-        )
-    has_equal_blocks = not (kind.whole_model or kind.has_tails or model.depths)
-    if has_equal_blocks and model.layers % model.blocks:
-        raise ConfigError(
-            f"model.layers = {model.layers} cannot be cut into model.blocks = {model.blocks}"
-            " equal blocks; model.depths can name unequal ones"
-        )
-    if model.depths and (
-        len(model.depths) != model.blocks
-        or sum(model.depths) != model.layers
-        or min(model.depths) < 1
-    ):
-        raise ConfigError(
-            f"model.depths must be {model.blocks} positive numbers that sum to"
-            f" model.layers = {model.layers}"
-        )
-    if model.width % (2 * model.heads):
-        raise ConfigError(
-            f"model.width = {model.width} must be an even multiple of model.heads = {model.heads}"
-        )
-
-
-def _check_sigmas(model: ModelConfig, objective: ObjectiveConfig) -> None:
-    if objective.sigma_min >= objective.sigma_max:
-        raise ConfigError("objective.sigma_min must be below objective.sigma_max")
-    bounds = objective.bounds
-    if not bounds:
-        return
-    if len(bounds) != model.blocks + 1 or sorted(set(bounds)) != list(bounds):
-        raise ConfigError(f"objective.bounds must be {model.blocks + 1} ascending values")
-    if (bounds[0], bounds[-1]) != (objective.sigma_min, objective.sigma_max):
-        raise ConfigError("objective.bounds must run from objective.sigma_min to sigma_max")
+    keep_versions: int = setting(3, "number of newest versions of each block to keep", low=1)
+    keep_updates: int = setting(
+        16,
+        "number of newest versions of each block whose updates are kept, so that `blocktrain"
+        " unmerge` can remove them again; 0: none",
+        low=0,
+        since=2,
+    )

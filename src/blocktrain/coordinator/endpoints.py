@@ -1,101 +1,93 @@
-"""What a route is: its path, its callers, its messages; and how a request is checked against that.
+"""An endpoint: its path, its permitted callers, its messages; and the checks of each request.
 
-A request becomes a `RequestContext` whose caller is known and whose parameters are well-formed,
-before the route's function sees it. `describe` makes the OpenAPI document from the same fields.
+The annotations of a route's function say what it takes: its `message`, and parameters of the path
+or the query by name. The function is called once the caller is known and all of these are
+well-formed. `describe` makes the OpenAPI document from the same annotations.
 """
 
-import asyncio
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from blocktrain.coordinator.limits import RateLimiter
+from blocktrain.coordinator.limits import READ_COST, WRITE_COST, Client
 from blocktrain.coordinator.members import Caller
-from blocktrain.coordinator.reports import CoordinatorMetrics
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
 from blocktrain.protocol import identity
+from blocktrain.protocol.limited_server import connection_of
 from blocktrain.protocol.messages import (
     PROTOCOL,
-    Hash,
-    Identifier,
     Message,
     Refusal,
+    RevealOffer,
     UpdateOffer,
     first_problem,
 )
 
+Method = Literal["GET", "POST", "PUT"]
+Callers = Literal["anyone", "viewer", "reader", "worker", "operator"]
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Message | Response | None]])
 M = TypeVar("M", bound=Message)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_OFFER_BYTES = 8 * 1024 * 1024  # it names every chunk of a large block
+LONG = (UpdateOffer, RevealOffer)
 MAX_MESSAGE_BYTES = 64 * 1024
-READ_COST, WRITE_COST = 1.0, 10.0  # of a request, see `limits.RateLimiter`
-PATH_PARAMETERS: dict[str, Any] = {"lease": Identifier, "name": Hash}
-
-Callers = Literal["anyone", "reader", "worker"]
+READERS = ("bearer", "invite", "operator")
+SCHEMES_OF: Mapping[Callers, Sequence[str]] = {
+    "anyone": (),
+    "viewer": READERS,  # and without authorization, if the run page is public
+    "reader": READERS,
+    "worker": ("bearer",),
+    "operator": ("operator",),
+}
 
 
 @dataclass(frozen=True)
-class AppState:
-    service: Service
-    metrics: CoordinatorMetrics
-    rate_limiter: RateLimiter
-    event_streams: asyncio.Semaphore  # how many may still be opened
-
-
 class RequestContext:
-    def __init__(self, http: Request, app: AppState, caller: Caller | None) -> None:
-        self.http, self._caller = http, caller
-        self.service, self.metrics, self.event_streams = app.service, app.metrics, app.event_streams
-
-    @property
-    def reader(self) -> Caller | None:
-        """The worker that reads; None for a reader with an invite."""
-        return self._caller
+    http: Request
+    service: Service
+    client: Client
+    reader: Caller | None  # None: an operator, a reader with an invite, or nobody is authorized
+    held: ExitStack  # what the request has in use until its response is sent
+    take_memory: Callable[[int], None]  # counts the bytes of the body that are in memory
 
     @property
     def caller(self) -> Caller:
-        assert self._caller is not None, "a route for workers"
-        return self._caller
+        assert self.reader is not None, "a route for workers"
+        return self.reader
 
     async def on_ledger(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one ledger transaction, together with those of other requests."""
+        """Run a call on the ledger thread, in a transaction shared with other requests."""
         return await self.service.executor.run(call, *args, **kwargs)
 
-    def path(self, name: str) -> str:
-        value: str = parse_parameter(PATH_PARAMETERS[name], self.http.path_params[name], name)
-        return value
-
-    def query(self, name: str, kind: Any) -> Any:
-        """A parameter after the question mark; None if there is none."""
-        value = self.http.query_params.get(name)
-        return None if value is None else parse_parameter(kind, value, name)
-
-    def required_query(self, name: str, kind: Any) -> Any:
-        value = self.query(name, kind)
-        if value is None:
-            raise RefusedError("malformed", f"{name}: this parameter is required")
-        return value
-
     async def message(self, kind: type[M]) -> M:
-        limit = MAX_OFFER_BYTES if kind is UpdateOffer else MAX_MESSAGE_BYTES
+        limit = self.service.run.offer_bytes if kind in LONG else MAX_MESSAGE_BYTES
         return parse_message(kind, await self.body(limit))
 
     async def body(self, limit: int) -> bytes:
-        return b"".join([part async for part in self.parts(limit)])
+        parts = []
+        async for part in self.parts(limit):
+            self.take_memory(len(part))
+            parts.append(part)
+        return b"".join(parts)
+
+    def parts_on_disk(self, limit: int) -> AsyncIterator[bytes]:
+        """The body in parts, which will be on disk before the response is sent."""
+        self.held.enter_context(self.service.limits.chunk(self.client))(limit)
+        return self.parts(limit)
 
     async def parts(self, limit: int) -> AsyncIterator[bytes]:
-        """The body as it arrives, refused as soon as it is longer than the limit."""
+        """Yield the body in parts. Refuse it as soon as it exceeds the limit."""
         size = 0
         async for part in self.http.stream():
             size += len(part)
@@ -106,40 +98,110 @@ class RequestContext:
 
 @dataclass(frozen=True)
 class Endpoint:
-    method: Literal["GET", "POST", "PUT"]
+    method: Method
     path: str
     callers: Callers
-    handle: Callable[[RequestContext], Awaitable[Response]]
+    handle: Callable[..., Awaitable[Message | Response | None]]
+    parameters: Mapping[str, Any]  # by name, the type; one that allows None is optional
     takes: type[Message] | Literal["bytes"] | None = None
     gives: type[Message] | str | None = None  # a message, a media type, or nothing
-    parameters: tuple[tuple[str, Any, bool], ...] = ()  # name, kind, whether it is required
-    cost: float | None = None  # None: by the method
+    cost: float | None = None  # None: by the method, READ_COST or WRITE_COST
 
-    def route(self, app: AppState) -> Route:
-        async def answer(http: Request) -> Response:
-            return await self.handle(RequestContext(http, app, await self._caller(http, app)))
+    def route(self, service: Service) -> Route:
+        async def respond(http: Request) -> ASGIApp:
+            client, caller = await self._caller(http, service)
+            with ExitStack() as held:
+                held.enter_context(service.limits.request(client))
+                take_memory = held.enter_context(service.limits.body(client))
+                request = RequestContext(http, service, client, caller, held, take_memory)
+                arguments = self._parsed(http)
+                if isinstance(self.takes, type):
+                    arguments["message"] = await request.message(self.takes)
+                answer = await self.handle(request, **arguments)
+                if isinstance(answer, Message):
+                    answer = Response(answer.model_dump_json(), media_type="application/json")
+                return _holding(held.pop_all(), answer or Response(status_code=204))
 
-        return Route(self.path, answer, methods=[self.method])
+        return Route(self.path, respond, methods=[self.method])
 
-    async def _caller(self, http: Request, app: AppState) -> Caller | None:
-        """The worker that calls; None for readers with an invite, and where anyone may call."""
-        if self.callers == "anyone":
-            return None
-        schemes = ("bearer",) if self.callers == "worker" else ("bearer", "invite")
-        scheme, _, secret = http.headers.get("authorization", "").partition(" ")
+    async def _caller(self, http: Request, service: Service) -> tuple[Client, Caller | None]:
+        """Authorize and rate-limit a request. Returns its client; and the worker, or None for an
+        operator, for a reader with an invite, or if the route needs no authorization."""
+        connection = connection_of(http.scope)
+        stranger, limits = Client(connection.address), service.limits
+        schemes, authorization = SCHEMES_OF[self.callers], http.headers.get("authorization", "")
+        if self.callers == "viewer" and service.page_settings.is_public and not authorization:
+            schemes = ()
+        if not schemes or not connection.is_trusted:
+            limits.spend(f"address {stranger.address}", READ_COST)
+        if not schemes:
+            return stranger, None
+        scheme, _, secret = authorization.partition(" ")
         scheme, secret = scheme.lower(), secret.strip()
         cost = self.cost or (WRITE_COST if self.method == "POST" else READ_COST)
         if scheme not in schemes or not secret:
             raise RefusedError(
-                "unauthorized", f"send an Authorization header of: {', '.join(schemes)}"
+                "unauthorized", f"send an Authorization header with scheme {' or '.join(schemes)}"
             )
         if scheme == "bearer":
-            caller = app.service.members.caller(secret)
-            app.rate_limiter.spend(caller.worker, cost)
-            return caller
-        app.rate_limiter.spend(identity.hash_secret(secret), cost)
-        await app.service.executor.run(app.service.members.check_reader, secret)
-        return None
+            caller = service.members.caller(secret)
+            limits.spend(caller.worker, cost)
+            connection.trust()
+            invite = service.members.cached_invite(caller.worker)
+            if invite is None:
+                invite = await service.executor.run(service.members.invite_of, caller.worker)
+            return Client(stranger.address, caller.worker, invite), caller
+        reader = identity.hash_secret(secret)
+        limits.spend(reader, cost)
+        if scheme == "operator":
+            service.page_settings.check_operator(secret)
+            connection.trust()
+            return Client(stranger.address, reader, is_operator=True), None
+        invite = await service.executor.run(service.members.check_reader, secret)
+        connection.trust()
+        return Client(stranger.address, reader, invite), None
+
+    def _parsed(self, http: Request) -> dict[str, Any]:
+        """The parsed parameters of the path and of the query."""
+        parsed, arguments = {}, {**http.query_params, **http.path_params}
+        for name, kind in self.parameters.items():
+            if name not in arguments and not _is_optional(kind):
+                raise RefusedError("malformed", f"{name}: this parameter is required")
+            parsed[name] = (
+                _parse_parameter(kind, arguments[name], name) if name in arguments else None
+            )
+        return parsed
+
+
+def _holding(held: ExitStack, response: ASGIApp) -> ASGIApp:
+    """The same response, which releases what is held once it is sent."""
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        with held:
+            await response(scope, receive, send)
+
+    return respond
+
+
+def _is_optional(kind: Any) -> bool:
+    return type(None) in get_args(kind)
+
+
+def declare(
+    endpoints: list[Endpoint], method: Method, path: str, callers: Callers, **more: Any
+) -> Callable[[Handler], Handler]:
+    """A decorator that adds a function to the endpoints. `more`: fields of the Endpoint that do not
+    follow from the function's annotations."""
+
+    def add(handle: Handler) -> Handler:
+        hints = get_type_hints(handle, include_extras=True)
+        del hints["request"]
+        takes, gives = hints.pop("message", None), hints.pop("return")
+        kinds = {"takes": takes, "gives": gives if issubclass(gives, Message) else None, **more}
+        endpoints.append(Endpoint(method, path, callers, handle, hints, **kinds))
+        return handle
+
+    return add
 
 
 def parse_message(kind: type[M], text: bytes) -> M:
@@ -149,7 +211,7 @@ def parse_message(kind: type[M], text: bytes) -> M:
         raise _malformed(error, "the body") from None
 
 
-def parse_parameter(kind: Any, value: str, name: str) -> Any:
+def _parse_parameter(kind: Any, value: str, name: str) -> Any:
     try:
         return _adapter(kind).validate_strings(value)
     except ValidationError as error:
@@ -167,21 +229,17 @@ def _malformed(error: ValidationError, what: str) -> RefusedError:
 
 
 BYTES = "application/octet-stream"
-SECURITY: dict[str, list[dict[str, list[str]]]] = {
-    "anyone": [],
-    "reader": [{"bearer": []}, {"invite": []}],
-    "worker": [{"bearer": []}],
-}
 SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "invite": {"type": "apiKey", "in": "header", "name": "Authorization"},
+    "operator": {"type": "apiKey", "in": "header", "name": "Authorization"},
 }
 
 
 def describe(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    kinds = {kind for endpoint in endpoints for kind in (endpoint.takes, endpoint.gives)}
-    messages: list[type[Message]] = [Refusal]
-    messages += [kind for kind in kinds if isinstance(kind, type)]
+    """The OpenAPI document of these endpoints."""
+    kinds = {Refusal, *(kind for each in endpoints for kind in (each.takes, each.gives))}
+    messages = [kind for kind in kinds if isinstance(kind, type)]
     _, schemas = models_json_schema(
         [(message, "validation") for message in sorted(messages, key=lambda kind: kind.__name__)],
         ref_template="#/components/schemas/{model}",
@@ -198,29 +256,29 @@ def describe(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
-    path_names = re.findall(r"{(\w+)}", endpoint.path)
     operation: dict[str, Any] = {
         "operationId": endpoint.handle.__name__,
-        "security": SECURITY[endpoint.callers],
+        "security": [
+            *([{}] if endpoint.callers == "viewer" else []),  # unless the run page is private
+            *({scheme: []} for scheme in SCHEMES_OF[endpoint.callers]),
+        ],
         "parameters": [
-            *(_parameter("path", name, PATH_PARAMETERS[name], True) for name in path_names),
-            *(_parameter("query", *parameter) for parameter in endpoint.parameters),
+            _parameter("path" if f"{{{name}}}" in endpoint.path else "query", name, kind)
+            for name, kind in endpoint.parameters.items()
         ],
         "responses": {
-            "204" if endpoint.gives is None else "200": _response(endpoint.gives),
-            "default": {"description": "A refusal", **_content(Refusal)},
+            **(
+                {"200": {"description": "Success", **_content(endpoint.gives)}}
+                if endpoint.gives
+                else {"204": {"description": "Done"}}
+            ),
+            "default": {"description": "Error", **_content(Refusal)},
         },
     }
     if endpoint.takes:
         body = BYTES if endpoint.takes == "bytes" else endpoint.takes
         operation["requestBody"] = {"required": True, **_content(body)}
     return operation
-
-
-def _response(gives: type[Message] | str | None) -> dict[str, Any]:
-    if gives is None:
-        return {"description": "Done"}
-    return {"description": "The answer", **_content(gives)}
 
 
 def _content(kind: type[Message] | str) -> dict[str, Any]:
@@ -230,6 +288,7 @@ def _content(kind: type[Message] | str) -> dict[str, Any]:
     return {"content": {"application/json": {"schema": reference}}}
 
 
-def _parameter(place: str, name: str, kind: Any, required: bool) -> dict[str, Any]:
-    schema = TypeAdapter(kind).json_schema()
+def _parameter(place: str, name: str, kind: Any) -> dict[str, Any]:
+    required = not _is_optional(kind)
+    schema = TypeAdapter(kind if required else get_args(kind)[0]).json_schema()
     return {"name": name, "in": place, "required": required, "schema": schema}

@@ -1,33 +1,36 @@
-"""Where a coordinator's requests run: ledger work on one thread, verification on a few.
+"""Runs all ledger work of a coordinator on one thread.
 
-One thread does all ledger work that waits in one transaction with one commit. Threads of their own
-would wait for each other at every statement, for the database and for the interpreter.
+Waiting jobs share one transaction and one commit. Several threads would only wait for each other,
+for the database and for the interpreter lock.
 """
 
 import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
-from starlette.concurrency import run_in_threadpool
 
 from blocktrain.errors import UnreachableError
 from blocktrain.ledger.ledger import Ledger
-from blocktrain.protocol.messages import Receipt
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-JOBS_PER_COMMIT = 64  # at most: other coordinators wait for the database too
+JOBS_PER_COMMIT = 64  # bounded, because other coordinators wait for the database
 UNREACHABLE = "the ledger's database does not answer; try again"
+
+
+class LedgerUnreachableError(UnreachableError):
+    """The ledger's database does not answer."""
 
 
 @dataclass
@@ -43,21 +46,9 @@ class _Job:
         except Exception as error:
             self.error = error
 
-    def deliver(self) -> None:
-        """On the event loop of the future."""
-        if self.future.done():  # its caller was cancelled
-            return
-        if isinstance(self.error, SQLAlchemyError):
-            # An error of its own for each: one raised again and again would keep every traceback.
-            self.future.set_exception(UnreachableError(UNREACHABLE))
-        elif self.error:
-            self.future.set_exception(self.error)
-        else:
-            self.future.set_result(self.result)
-
 
 class LedgerExecutor:
-    """Runs calls that use the ledger, one after another, on its thread."""
+    """Runs calls that use the ledger one after another on one thread."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -69,12 +60,12 @@ class LedgerExecutor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Once all jobs that were queued before are done."""
+        """Finish all queued jobs, then end the thread."""
         self._queue.put(None)
         self._thread.join()
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of the call, once everything it wrote is on disk."""
+        """Run a call on the thread; returns once its writes are committed."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._queue.put(_Job(partial(call, *args, **kwargs), future))
         return await future
@@ -85,7 +76,8 @@ class LedgerExecutor:
             _deliver(jobs)
 
     def _next_jobs(self) -> list[_Job]:
-        """All jobs that wait, at least one; none after `stop`."""
+        """Wait for a job, and take all that are queued, up to JOBS_PER_COMMIT. Returns an empty
+        list after `stop`."""
         jobs = [self._queue.get()]
         while jobs[-1] is not None and len(jobs) < JOBS_PER_COMMIT:
             try:
@@ -102,103 +94,89 @@ class LedgerExecutor:
                 for job in jobs:
                     job.run()
         except BaseException as error:
-            # Without this thread all callers would wait for ever, so it survives anything.
+            # Callers would hang without this thread, so it survives every error.
+            cause = error
             if not isinstance(error, SQLAlchemyError):
-                log.exception("the ledger's thread failed and goes on")
+                log.exception("the ledger thread caught an unexpected error, and continues")
+                cause = RuntimeError(f"unexpected error on the ledger thread: {error!r}")
             for job in jobs:
-                job.error = _failure(error)
-        self._log_change(
-            next((j.error for j in jobs if isinstance(j.error, SQLAlchemyError)), None)
-        )
-
-    def _log_change(self, failure: SQLAlchemyError | None) -> None:
-        """Once when the database stops answering, and once when it answers again."""
-        if failure and self._reachable:
+                job.error = cause
+        failure = next((job.error for job in jobs if isinstance(job.error, SQLAlchemyError)), None)
+        if failure and self._reachable:  # log changes only, not every failure
             log.warning("the ledger's database does not answer: %s", failure)
         elif not failure and not self._reachable:
             log.warning("the ledger's database answers again")
         self._reachable = failure is None
 
 
-def _failure(error: BaseException) -> Exception:
-    if isinstance(error, SQLAlchemyError):
-        return error
-    return RuntimeError(f"the ledger's thread failed: {error!r}")
-
-
 def _deliver(jobs: list[_Job]) -> None:
     by_loop: dict[asyncio.AbstractEventLoop, list[_Job]] = defaultdict(list)
     for job in jobs:
         by_loop[job.future.get_loop()].append(job)
-    for loop, of_loop in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_deliver_all, of_loop)
-        except RuntimeError:  # the loop was closed, and its callers are gone
-            continue
+    for loop, loop_jobs in by_loop.items():
+        with suppress(RuntimeError):  # the loop is closed: no caller waits
+            loop.call_soon_threadsafe(_deliver_all, loop_jobs)
 
 
 def _deliver_all(jobs: list[_Job]) -> None:
+    """Pass the jobs' results and errors to their futures. Runs on the event loop of these
+    futures."""
     for job in jobs:
-        job.deliver()
-
-
-class VerificationQueue:
-    """Verifies a few updates at a time, and each update once however many requests wait for it."""
-
-    def __init__(self, limit: int) -> None:
-        self._places = asyncio.Semaphore(limit)
-        self._tasks: dict[str, asyncio.Task[Receipt]] = {}
-
-    async def run(self, verify: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The call's result, from a thread of its own once there is a free place."""
-        async with self._places:
-            return await run_in_threadpool(verify, *args, **kwargs)
-
-    async def run_once(
-        self, lease: str, settle: Callable[[], Coroutine[Any, Any, Receipt]]
-    ) -> Receipt:
-        """The receipt of a lease's update. Goes on if the first request is cancelled."""
-        task = self._tasks.get(lease)
-        if task is None:
-            task = self._tasks[lease] = asyncio.create_task(settle())
-            task.add_done_callback(lambda done: self._tasks.pop(lease))
-        return await asyncio.shield(task)
+        if job.future.done():  # the caller was cancelled
+            continue
+        if isinstance(job.error, SQLAlchemyError):
+            # A new exception for each future: a shared one would collect all tracebacks.
+            job.future.set_exception(LedgerUnreachableError(UNREACHABLE))
+        elif job.error:
+            job.future.set_exception(job.error)
+        else:
+            job.future.set_result(job.result)
 
 
 class Notifier:
-    """Wakes coroutines, on any event loop, from any thread."""
+    """Wakes coroutines of any event loop, from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._futures: set[asyncio.Future[None]] = set()
+        self._futures: set[asyncio.Future[None]] = set()  # add, discard and copy are atomic
 
     def next(self) -> "asyncio.Future[None]":
-        """Done at the next `notify`. Cancel it when it is not needed any more."""
+        """A future that completes at the next `notify`. Cancel it if it is no longer needed."""
         future = asyncio.get_running_loop().create_future()
-        with self._lock:
-            self._futures.add(future)
-        future.add_done_callback(self._forget)
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
         return future
 
     def notify(self) -> None:
-        with self._lock:
-            futures = list(self._futures)
-        for future in futures:
+        for future in self._futures.copy():
             try:
                 future.get_loop().call_soon_threadsafe(_set_done, future)
-            except RuntimeError:  # the loop was closed
-                self._forget(future)
-
-    @property
-    def waiting(self) -> int:
-        """The number of futures that are not done."""
-        return len(self._futures)
-
-    def _forget(self, future: "asyncio.Future[None]") -> None:
-        with self._lock:
-            self._futures.discard(future)
+            except RuntimeError:  # the loop is closed
+                self._futures.discard(future)
 
 
 def _set_done(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
+
+
+class BoundedCache(Generic[T]):
+    """A thread-safe cache of the newest entries."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._entries: dict[str, T] = {}
+        self._lock = threading.Lock()
+
+    def put(self, key: str, value: T) -> None:
+        with self._lock:
+            self._entries.pop(key, None)
+            self._entries[key] = value
+            if len(self._entries) > self._limit:
+                del self._entries[next(iter(self._entries))]
+
+    def get(self, key: str) -> T | None:
+        return self._entries.get(key)
+
+    def pop(self, key: str) -> T | None:
+        with self._lock:
+            return self._entries.pop(key, None)

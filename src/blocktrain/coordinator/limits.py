@@ -1,54 +1,112 @@
-"""Bounds on what callers may cost: a rate limiter, and a cache that forgets its oldest entries."""
+"""What one worker, one invite and one address may ask of a coordinator.
 
-import threading
-from collections.abc import Callable
-from typing import Generic, TypeVar
+A limit on an invite leaves room for the holders of other invites, and one on a worker leaves room
+for others with the same invite. An address counts only for requests without authorization, because
+many workers may share one.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from blocktrain.errors import RefusedError
+from blocktrain.protocol.limits import RateLimiter, Shares
 
-# A token bucket for each caller: far more than a worker needs, so that one which sends requests in
-# a loop cannot keep the others waiting or fill the ledger.
-COST_PER_SECOND = 1_000.0
-BURST_COST = 10_000.0
-MANY_CALLERS = 10_000
+# Costs per caller. A worker gets far more than it needs; a caller in a tight loop neither delays
+# others nor fills the ledger.
+COST_PER_SECOND, BURST_COST = 1_000.0, 10_000.0
+READ_COST, WRITE_COST = 1.0, 10.0  # per request, unless its endpoint says otherwise
+JOINS_PER_ADDRESS = (2.0, 200.0)  # per second in the long run, and at once
+JOINS_PER_INVITE = (20.0, 1_000.0)
+
+MEBIBYTE = 1 << 20
 
 
-class RateLimiter:
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._full_at: dict[str, float] = {}  # by caller: when its bucket is full again
+class Most(NamedTuple):
+    """The most that may be in use at a time: in total, by the holders of one invite, by one worker
+    or reader, and by strangers at one address."""
+
+    total: int
+    invite: int
+    client: int
+    address: int
+
+
+REQUESTS = Most(total=8192, invite=4096, client=32, address=256)
+BODY_BYTES = Most(
+    total=128 * MEBIBYTE, invite=64 * MEBIBYTE, client=8 * MEBIBYTE, address=4 * MEBIBYTE
+)
+# Of chunks that are being received, on disk. A worker sends 4 at a time.
+CHUNK_BYTES = Most(total=4096 * MEBIBYTE, invite=2048 * MEBIBYTE, client=64 * MEBIBYTE, address=0)
+EVENT_STREAMS = Most(total=64, invite=32, client=4, address=0)  # each reads the ledger often
+PAGE_STREAMS = Most(total=4096, invite=1024, client=32, address=64)  # all send the same bytes
+
+
+class Client(NamedTuple):
+    """Who sends a request: a worker or another holder of an invite, the operator, or a stranger."""
+
+    address: str
+    name: str = ""  # of a worker, or of a reader with an invite
+    invite: str = ""
+    is_operator: bool = False
+
+    def limits(self, most: Most) -> Mapping[str, int]:
+        limits = {"": most.total}
+        if not self.name:
+            return {**limits, f"address {self.address}": most.address}
+        if self.invite:  # unknown for workers that joined before invites were recorded
+            limits[f"invite {self.invite}"] = most.invite
+        return {**limits, f"client {self.name}": most.client}
+
+
+class Limits:
+    """The limits of one coordinator, for the thread of its event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._requests, self._bodies = Shares("requests"), Shares("unfinished request bodies")
+        self._streams, self._page_streams = Shares("event streams"), Shares("viewers")
+        self._chunks = Shares("unfinished chunks")
+        self._rate = RateLimiter(clock, COST_PER_SECOND, BURST_COST)
+        self._joins_of_address = RateLimiter(clock, *JOINS_PER_ADDRESS)
+        self._joins_of_invite = RateLimiter(clock, *JOINS_PER_INVITE)
 
     def spend(self, caller: str, cost: float) -> None:
-        now = self._clock()
-        full_at = max(self._full_at.get(caller, now), now) + cost / COST_PER_SECOND
-        if (full_at - now) * COST_PER_SECOND > BURST_COST:
-            raise RefusedError("slow_down", "too many requests; wait a second before the next one")
-        self._full_at[caller] = full_at
-        if len(self._full_at) > MANY_CALLERS:
-            self._full_at = {name: at for name, at in self._full_at.items() if at > now}
+        self._rate.spend(caller, cost)
 
+    def joining(self, address: str, invite: str) -> None:
+        """Count an attempt to join. `invite`: the hash of its secret."""
+        allowed = self._joins_of_address.allows(address) and self._joins_of_invite.allows(invite)
+        if not allowed:
+            reason = "too many workers join with this invite or from this address; try again later"
+            raise RefusedError("slow_down", reason)
 
-T = TypeVar("T")
+    @contextmanager
+    def request(self, client: Client) -> Iterator[None]:
+        with self._requests.held(client.limits(REQUESTS)) as take:
+            take(1)
+            yield
 
+    @contextmanager
+    def event_stream(self, client: Client) -> Iterator[None]:
+        with self._streams.held(client.limits(EVENT_STREAMS)) as take:
+            take(1)
+            yield
 
-class BoundedCache(Generic[T]):
-    """Keeps the newest entries. May be used from several threads at once."""
+    @contextmanager
+    def chunk(self, client: Client) -> Iterator[Callable[[int], None]]:
+        """Yields a function that counts the bytes of a chunk while it is being received."""
+        with self._chunks.held(client.limits(CHUNK_BYTES)) as take:
+            yield take
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._entries: dict[str, T] = {}
-        self._lock = threading.Lock()
+    @contextmanager
+    def page_stream(self, client: Client) -> Iterator[None]:
+        with self._page_streams.held(client.limits(PAGE_STREAMS)) as take:
+            take(1)
+            yield
 
-    def put(self, key: str, value: T) -> None:
-        with self._lock:
-            self._entries.pop(key, None)
-            self._entries[key] = value
-            if len(self._entries) > self._limit:
-                del self._entries[next(iter(self._entries))]
-
-    def get(self, key: str) -> T | None:
-        return self._entries.get(key)
-
-    def pop(self, key: str) -> T | None:
-        with self._lock:
-            return self._entries.pop(key, None)
+    @contextmanager
+    def body(self, client: Client) -> Iterator[Callable[[int], None]]:
+        """Yields a function that counts the bytes of a body while it is in memory."""
+        with self._bodies.held(client.limits(BODY_BYTES)) as take:
+            yield take

@@ -1,7 +1,7 @@
-"""What a run shows of itself: status, events, scores, metrics, and the bytes that were moved.
+"""What a run reports: status, events, scores, metrics and traffic.
 
-Bytes up are counted once they are verified. Bytes down are as workers report them, with an update,
-a score or a returned lease: with a bucket a coordinator does not see them.
+Uploads are counted once they are verified. Downloads are counted as workers report them (with an
+update, a score or a returned lease), because a coordinator does not see downloads from a bucket.
 """
 
 import math
@@ -10,41 +10,48 @@ import time
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import TypeVar, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from pydantic import TypeAdapter
 
-from blocktrain.coordinator.members import Caller, Members
+from blocktrain.coordinator.members import (
+    Caller,
+    Members,
+    validators_present,
+)
 from blocktrain.coordinator.run import Run
 from blocktrain.errors import NotFoundError, ProtocolError, RefusedError
-from blocktrain.ledger.rows import WorkerRow
-from blocktrain.ledger.transaction import Transaction
-from blocktrain.protocol.messages import (
-    MOST_DIFFERENCES,
-    BlobAnswer,
+from blocktrain.ledger.ledger import Transaction
+from blocktrain.ledger.schema import WorkerRow
+from blocktrain.protocol.messages import MOST_DIFFERENCES, BlobAnswer, Differences, Downloaded
+from blocktrain.protocol.page_messages import Health
+from blocktrain.protocol.status_messages import (
     BlockStatus,
-    Differences,
-    Downloaded,
+    Checking,
     Event,
     Moved,
     Score,
     Status,
+    Trust,
     WorkerState,
     WorkerStatus,
 )
+from blocktrain.swarm import reputation
 from blocktrain.swarm.state import BlockState
 
 Key = TypeVar("Key", bound=Hashable)
+Traffic = Mapping[tuple[str, int], Moved]  # by worker and block
 
-NOTHING_MOVED = Moved()
-LOST_SECONDS = 90.0  # of silence, of a worker that holds a lease
-AWAY_SECONDS = 20.0  # of silence, of one that holds none: it would have asked for one again
+AWAY_SECONDS = 20.0  # a worker without a lease polls often, and is away after this much silence
+LONG_AWAY_SECONDS = 90.0  # the same for workers that are silent while they score or wait
 URL_SECONDS = 3600
-NO_SCORE = "not scored yet; `invite new --evaluate` makes an invite for `worker INVITE --evaluate`"
+NO_VALIDATOR = "updates wait, because no validator answers; start one: worker INVITE --validate"
+NO_SCORE = (
+    "not scored yet; `blocktrain invite new --evaluate` makes an invite for"
+    " `blocktrain worker INVITE --evaluate`"
+)
 
 
 class Reports:
@@ -56,10 +63,11 @@ class Reports:
         with self.run.ledger.read() as tx:
             row = tx.run()
             assert row is not None
-            traffic = tx.events.traffic()
-            score = tx.events.newest_score(None)
+            traffic, score = tx.events.traffic(), tx.events.newest_score(None)
             blocks = self._blocks(tx, traffic)
-            workers = self._workers(tx, traffic, now, finished=row.finished is not None)
+            rows = tx.members.workers()
+            workers = self._workers(tx, rows, traffic, now, finished=row.finished is not None)
+            checking = self._checking(tx, rows, now) if row.requires_checks else None
         return Status(
             run=self.run.id,
             state="running" if row.finished is None else "finished",
@@ -68,52 +76,98 @@ class Reports:
             codec=self.run.config.swarm.codec,
             blocks=blocks,
             workers=workers,
-            seconds=(row.finished or now) - self.run.created,
+            seconds=max(0.0, (row.finished or now) - self.run.created),
+            checking=checking,
         )
 
-    def _blocks(
-        self, tx: Transaction, traffic: Mapping[tuple[str, int], Moved]
-    ) -> tuple[BlockStatus, ...]:
-        moved = sum_traffic((block, here) for (_, block), here in traffic.items())
-        return tuple(
-            self._block(tx, state, moved.get(state.index, NOTHING_MOVED))
-            for state in tx.blocks.states()
+    def health(self) -> Health:
+        with self.run.ledger.read() as tx:
+            row = tx.run()
+        assert row is not None
+        return Health(run=self.run.id, state="running" if row.finished is None else "finished")
+
+    def _checking(self, tx: Transaction, workers: Sequence[WorkerRow], now: float) -> Checking:
+        trained = sum(row.train_seconds for row in workers)
+        validators, waiting = len(validators_present(tx, now)), len(tx.checks.unchecked())
+        unanswered = waiting and not validators
+        return Checking(
+            share=sum(row.check_seconds for row in workers) / trained if trained else None,
+            validators=validators,
+            waiting=waiting,
+            note=NO_VALIDATOR if unanswered else "",
         )
+
+    def _blocks(self, tx: Transaction, traffic: Traffic) -> tuple[BlockStatus, ...]:
+        moved = sum_traffic((block, here) for (_, block), here in traffic.items())
+        steps_lost = tx.leases.steps_lost()
+
+        def status(state: BlockState) -> BlockStatus:
+            row, score = tx.blocks.get(state.index), tx.events.newest_score(state.index)
+            ended = row.leases_met + row.leases_missed
+            return BlockStatus(
+                index=state.index,
+                version=state.version,
+                weights=tx.versions.get(state.index, state.version).weights,
+                ce=score.ce if score else None,
+                ce_note="" if score else NO_SCORE,
+                bytes_trained=state.merged_batches * self.run.config.bytes_per_step,
+                progress=state.merged_batches / state.total_batches,
+                replicas=len(state.workers),
+                participation=row.leases_met / ended if ended else None,
+                pending_updates=len(state.pending),
+                removed_updates=len(tx.updates.removals(state.index)),
+                moved=moved[state.index],
+                steps_lost=steps_lost.get(state.index, 0),
+            )
+
+        return tuple(map(status, tx.blocks.states()))
 
     def _workers(
         self,
         tx: Transaction,
-        traffic: Mapping[tuple[str, int], Moved],
+        rows: Sequence[WorkerRow],
+        traffic: Traffic,
         now: float,
         *,
         finished: bool,
     ) -> tuple[WorkerStatus, ...]:
         moved = sum_traffic((worker, here) for (worker, _), here in traffic.items())
-        leased = {lease.worker: lease.block for lease in tx.leases.held()}
-        lost = tx.members.lost_workers()
+        leased = {lease.worker: lease for lease in tx.leases.active()}
+        doing: dict[str, WorkerState] = dict.fromkeys(leased, "training")
+        checking = [check.validator for check in tx.checks.due() if check.validator]
+        doing |= dict.fromkeys(checking, "checking")
+        lost, timeout = tx.members.lost_workers(), self.run.config.swarm.heartbeat_timeout
         return tuple(
-            self._worker(
-                row,
-                leased.get(row.id),
-                _state(row, row.id in leased, row.id in lost, finished, now),
-                moved.get(row.id, NOTHING_MOVED),
-                now,
+            WorkerStatus(
+                worker=row.id,
+                name=row.name,
+                role=row.role,
+                device=row.device,
+                block=leased[row.id].block if row.id in leased else None,
+                lease_steps=leased[row.id].steps if row.id in leased else None,
+                seconds_left=leased[row.id].deadline - now if row.id in leased else None,
+                state=_state(row, doing.get(row.id), row.id in lost, finished, now, timeout),
+                bytes_trained=row.batches_merged * self.run.config.bytes_per_step,
+                updates=row.updates_merged,
+                seconds_since_seen=max(0.0, now - row.seen),
+                moved=moved[row.id],
+                trust=_trust(row) if row.accepted or row.refused or row.suspicion else None,
             )
-            for row in tx.members.workers()
+            for row in rows
         )
 
     def blob(self, name: str) -> BlobAnswer:
-        """A blob's recipe, with a URL for each chunk if the store has URLs."""
+        """A blob's recipe, with a URL for each chunk if the store issues URLs."""
         try:
             recipe = self.run.blobs.recipe(name)
-        except ProtocolError as error:  # a chunk, but not of a recipe
+        except ProtocolError as error:  # the chunk is not a recipe
             raise NotFoundError(str(error)) from None
-        urls = {chunk: self.run.chunks.get_url(chunk, URL_SECONDS) for chunk in recipe.chunks}
-        known = {chunk: url for chunk, url in urls.items() if url is not None}
-        return BlobAnswer(recipe=recipe, urls=known or None)
+        get_url = self.run.chunks.get_url
+        urls = {name: url for name in recipe.chunks if (url := get_url(name, URL_SECONDS))}
+        return BlobAnswer(recipe=recipe, urls=urls or None)
 
     def differences(self, block: int, after: int, to: int) -> Differences:
-        """The deltas from version `after` of a block to version `to`; none if one is missing."""
+        """Deltas from version `after` of a block to version `to`; empty if one is missing."""
         versions = range(after + 1, to + 1)
         with self.run.ledger.read() as tx:
             deltas = tx.versions.deltas(block)
@@ -131,137 +185,161 @@ class Reports:
 
     def score(self, caller: Caller, score: Score) -> None:
         if caller.role != "evaluate":
-            raise RefusedError("forbidden", "scores come from workers with the evaluate role")
+            raise RefusedError("forbidden", "only a worker with role evaluate may send scores")
         block_count = self.run.config.block_count
         if score.block is not None and score.block >= block_count:
-            raise RefusedError("not_found", f"there is no block {score.block}")
+            raise RefusedError(
+                "not_found",
+                f"there is no block {score.block}; the run has blocks 0 to {block_count - 1}",
+            )
         scored = block_count if score.block is None else 1
         if len(score.versions) != scored:
-            raise RefusedError("malformed", f"versions: {scored} expected, one for each block")
+            reason = f"versions: give {scored} version numbers, one for each scored block"
+            raise RefusedError("malformed", reason)
         check_downloads(score.downloads, block_count)
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.blocks.lock()
-            self.members.seen(tx, caller, now)
+            self.members.touch(tx, caller, now)
+            _check_versions(tx, score)
             count_traffic(tx, caller.worker, {}, score.downloads)
-            tx.events.add_score(
-                block=score.block,
-                versions=score.versions,
-                split=score.split,
-                windows=score.windows,
-                ce=score.ce,
-                worker=caller.worker,
-                time=now,
-            )
-            tx.events.add(now, "scored", caller.worker, score.block, f"CE {score.ce:.4f}")
+            tx.events.add_score(score, caller.worker, now)
+            tx.events.add(now, "scored", caller.worker, score.block, f"CE {score.ce:.4f} nats/byte")
 
-    def _block(self, tx: Transaction, state: BlockState, moved: Moved) -> BlockStatus:
-        row, score = tx.blocks.get(state.index), tx.events.newest_score(state.index)
-        ended = row.leases_met + row.leases_missed
-        return BlockStatus(
-            index=state.index,
-            version=state.version,
-            weights=tx.versions.get(state.index, state.version).weights,
-            ce=score.ce if score else None,
-            ce_note="" if score else NO_SCORE,
-            bytes_trained=state.merged_batches * self.run.batch_bytes,
-            progress=state.merged_batches / state.total_batches,
-            replicas=len(state.workers),
-            participation=row.leases_met / ended if ended else None,
-            pending_updates=len(state.pending),
-            moved=moved,
-        )
 
-    def _worker(
-        self, row: WorkerRow, block: int | None, state: WorkerState, moved: Moved, now: float
-    ) -> WorkerStatus:
-        return WorkerStatus(
-            worker=row.id,
-            name=row.name,
-            role=row.role,
-            device=row.device,
-            block=block,
-            state=state,
-            bytes_trained=row.batches_merged * self.run.batch_bytes,
-            updates=row.updates_merged,
-            seconds_since_seen=max(0.0, now - row.seen),
-            moved=moved,
-        )
+def _check_versions(tx: Transaction, score: Score) -> None:
+    blocks = range(len(score.versions)) if score.block is None else [score.block]
+    for block, version in zip(blocks, score.versions, strict=True):
+        if version > (newest := tx.blocks.get(block).version):
+            reason = f"block {block} has no version {version}; the newest is {newest}"
+            raise RefusedError("not_found", f"versions: {reason}")
 
 
 def _state(
-    row: WorkerRow, holds_lease: bool, lost_lease: bool, finished: bool, now: float
+    row: WorkerRow,
+    work: WorkerState | None,
+    lost_lease: bool,
+    finished: bool,
+    now: float,
+    timeout: float,
 ) -> WorkerState:
-    silent = now - row.seen
-    if row.banned:
-        return "banned"
-    if lost_lease or (holds_lease and silent > LOST_SECONDS):
+    """`work`: what it does, if it holds a lease or a check. `timeout`: the silence that ends it."""
+    silent, is_paused = now - row.seen, (row.excluded_until or now) > now
+    if row.banned or row.excluded:
+        return "banned" if row.banned else "excluded"
+    if lost_lease or (work and silent > timeout):
         return "lost"
-    if holds_lease:
-        return "training"
-    if row.role == "evaluate":  # it is silent while it scores
-        return "away" if silent > LOST_SECONDS else "waiting"
-    return "away" if finished or silent > AWAY_SECONDS else "waiting"
+    if work:
+        return work
+    asks_often = row.role == "train" and not is_paused
+    if silent > (AWAY_SECONDS if asks_often else LONG_AWAY_SECONDS):
+        return "away"
+    if is_paused:
+        return "paused"
+    return "away" if finished and row.role == "train" else "waiting"
+
+
+def _trust(row: WorkerRow) -> Trust:
+    return Trust(
+        accepted=row.accepted,
+        refused=row.refused,
+        replayed=row.replayed,
+        suspicion=row.suspicion,
+        newcomer=reputation.is_newcomer(row),
+    )
 
 
 def check_downloads(downloads: Iterable[Downloaded], block_count: int) -> None:
     for download in downloads:
         if download.block >= block_count:
-            raise RefusedError("malformed", f"downloads: there is no block {download.block}")
-
-
-_DOWNLOADS = TypeAdapter(tuple[Downloaded, ...])
-
-
-def downloads_to_json(downloads: Sequence[Downloaded]) -> str | None:
-    return _DOWNLOADS.dump_json(tuple(downloads)).decode() if downloads else None
-
-
-def downloads_from_json(text: str | None) -> tuple[Downloaded, ...]:
-    return _DOWNLOADS.validate_json(text) if text else ()
+            reason = f"downloads: there is no block {download.block} (the run has {block_count})"
+            raise RefusedError("malformed", reason)
 
 
 def count_traffic(
     tx: Transaction, worker: str, uploads: Mapping[int, Moved], downloads: Iterable[Downloaded]
 ) -> None:
-    """Add what a worker uploaded, by block, and what it reports to have downloaded."""
-    downloaded = (
-        (
-            each.block,
-            Moved(down_whole=each.whole, down_differences=each.differences, down_raw=each.raw),
-        )
-        for each in downloads
-    )
-    for block, moved in sum_traffic(chain(uploads.items(), downloaded)).items():
+    """Add a worker's uploads and reported downloads to the counters of each block."""
+    parts = list(uploads.items())
+    for each in downloads:
+        moved = Moved(down_whole=each.whole, down_differences=each.differences, down_raw=each.raw)
+        parts.append((each.block, moved))
+    for block, moved in sum_traffic(parts).items():
         tx.events.count_traffic(worker, block, moved)
 
 
-def sum_traffic(parts: Iterable[tuple[Key, Moved]]) -> dict[Key, Moved]:
+def sum_traffic(parts: Iterable[tuple[Key, Moved]]) -> defaultdict[Key, Moved]:
+    """Sums of these parts by key; zeros for a missing key."""
     sums: dict[Key, Tally[str]] = defaultdict(Tally)
     for key, moved in parts:
         sums[key].update(moved.model_dump())
-    return {key: Moved(**counts) for key, counts in sums.items()}
+    return defaultdict(Moved, {key: Moved(**counts) for key, counts in sums.items()})
 
 
-METRICS_SECONDS = 1.0  # anyone may ask for the page, and making it reads all tables
+METRICS_SECONDS = 1.0  # cached: the page is public, and making it reads all tables
 
 
-class CoordinatorMetrics:
+BLOCK_GAUGES: dict[str, tuple[str, Callable[[BlockStatus], float | None]]] = {
+    "version": ("Current version of a block", lambda block: block.version),
+    "progress": ("Share of a block's batches that are merged", lambda block: block.progress),
+    "bytes_trained": ("Text that a block was trained on", lambda block: block.bytes_trained),
+    "replicas": ("Workers that train a block", lambda block: block.replicas),
+    "pending_updates": ("Updates waiting to be merged", lambda block: block.pending_updates),
+    "removed_updates": ("Merged updates that were removed again", lambda b: b.removed_updates),
+    "steps_lost": ("Steps of expired leases that do not count", lambda block: block.steps_lost),
+    "participation": ("Share of leases met in time", lambda block: block.participation),
+    "ce": ("Newest cross entropy on the valid split in nats per byte", lambda block: block.ce),
+}
+
+
+def _moved_bytes(blocks: Sequence[BlockStatus], codec: str) -> tuple[Metric, Metric]:
+    labels = ["block", "direction"]
+    text = "Bytes of updates uploaded, and of versions downloaded as workers report"
+    family = CounterMetricFamily("blocktrain_moved_bytes", text, labels=[*labels, "codec"])
+    text = "Bytes that the same updates and versions would have as fp32 blocks"
+    raw = CounterMetricFamily("blocktrain_moved_raw_bytes", text, labels=labels)
+    for block in blocks:
+        moved, index = block.moved, str(block.index)
+        counts = Tally({("up", codec): moved.up, ("down", "none"): moved.down_whole})
+        counts["down", codec] += moved.down_differences
+        for names, count in counts.items():
+            family.add_metric([index, *names], count)
+        raw.add_metric([index, "up"], moved.up_raw)
+        raw.add_metric([index, "down"], moved.down_raw)
+    return family, raw
+
+
+def _checks(status: Status) -> Iterator[Metric]:
+    """Updates that passed and failed their checks, the cost of checking, and what waits."""
+    updates = CounterMetricFamily(
+        "blocktrain_judged_updates", "Updates by the result of their checks", labels=["result"]
+    )
+    trusts = [worker.trust for worker in status.workers if worker.trust]
+    updates.add_metric(["passed"], sum(trust.accepted for trust in trusts))
+    updates.add_metric(["refused"], sum(trust.refused for trust in trusts))
+    yield updates
+    if (checking := status.checking) is None:
+        return
+    gauges = {
+        "check_share": ("Time of checks relative to that of checked training", checking.share),
+        "unchecked_updates": ("Updates that are not checked yet", checking.waiting),
+        "validators": ("Validators that answer", checking.validators),
+    }
+    for name, (text, value) in gauges.items():
+        if value is not None:
+            yield GaugeMetricFamily(f"blocktrain_{name}", text, value=value)
+
+
+class CoordinatorMetrics(Collector):
     def __init__(self, reports: Reports) -> None:
+        self._reports, self._lock = reports, threading.Lock()
         self._page, self._made_at = b"", -math.inf
-        self._lock = threading.Lock()
         self._registry = CollectorRegistry()
-        self._registry.register(_RunCollector(reports))
+        self._registry.register(self)
         moved = Counter(
             "blocktrain_chunk_bytes", "Chunk bytes moved", ["direction"], registry=self._registry
         )
-        self._received, self._sent = moved.labels("received"), moved.labels("sent")
-
-    def received(self, size: int) -> None:
-        self._received.inc(size)
-
-    def sent(self, size: int) -> None:
-        self._sent.inc(size)
+        self.received, self.bytes_sent = moved.labels("received"), moved.labels("sent")
 
     def page(self) -> tuple[bytes, str]:
         with self._lock:
@@ -269,46 +347,8 @@ class CoordinatorMetrics:
                 self._page, self._made_at = generate_latest(self._registry), time.monotonic()
             return self._page, CONTENT_TYPE_LATEST
 
-
-BLOCK_GAUGES: dict[str, tuple[str, Callable[[BlockStatus], float | None]]] = {
-    "version": ("Current version of a block", lambda block: block.version),
-    "bytes_trained": ("Bytes merged into a block", lambda block: block.bytes_trained),
-    "replicas": ("Workers on a block", lambda block: block.replicas),
-    "pending_updates": ("Updates waiting to be merged", lambda block: block.pending_updates),
-    "participation": ("Share of leases met in time", lambda block: block.participation),
-    "ce": ("Cross entropy on valid", lambda block: block.ce),
-}
-
-
-def _moved_bytes(blocks: Sequence[BlockStatus], codec: str) -> Iterator[Metric]:
-    family = CounterMetricFamily(
-        "blocktrain_moved_bytes",
-        "Bytes of updates up and of versions down, as workers report these",
-        labels=["block", "direction", "codec"],
-    )
-    raw = CounterMetricFamily(
-        "blocktrain_moved_raw_bytes",
-        "Bytes of the same weights in fp32",
-        labels=["block", "direction"],
-    )
-    for block in blocks:
-        moved, index = block.moved, str(block.index)
-        counts = Tally({("up", codec): moved.up, ("down", "none"): moved.down_whole})
-        counts["down", codec] += moved.down_differences
-        for labels, count in counts.items():
-            family.add_metric([index, *labels], count)
-        raw.add_metric([index, "up"], moved.up_raw)
-        raw.add_metric([index, "down"], moved.down_raw)
-    yield family
-    yield raw
-
-
-class _RunCollector(Collector):
-    def __init__(self, reports: Reports) -> None:
-        self._reports = reports
-
     def describe(self) -> Iterator[Metric]:
-        return iter(())  # do not read the ledger when this is registered
+        return iter(())  # registering must not read the ledger
 
     def collect(self) -> Iterator[Metric]:
         status = self._reports.status()
@@ -319,6 +359,10 @@ class _RunCollector(Collector):
                     family.add_metric([str(block.index)], number)
             yield family
         yield from _moved_bytes(status.blocks, self._reports.run.config.swarm.codec)
+        yield from _checks(status)
+        if status.ce is not None:
+            text = "Newest cross entropy of the assembled model in nats per byte"
+            yield GaugeMetricFamily("blocktrain_ce", text, value=status.ce)
         workers = GaugeMetricFamily("blocktrain_workers", "Workers by state", labels=["state"])
         for state in get_args(WorkerState):
             workers.add_metric([state], sum(w.state == state for w in status.workers))

@@ -1,71 +1,90 @@
-"""The life of an update, from its offer until it waits to be merged.
+"""The life cycle of an update, from its offer until it is ready to be merged.
 
-    state     how it gets there
-    offered   a worker names the chunks it is about to send, and signs for them
-    pending   all bytes are here, their numbers pass verification, and it is not too late
-    refused   it failed verification or came too late (here), went stale or lost chunks while it
-              waited (`merger`), was never sent (`collector`), or its worker was banned (`members`)
+    state     how an update reaches it
+    offered   a worker signs a claim that lists the chunks it is about to send
+    pending   all chunks are stored, verification passes, and it is not too late. If the run
+              requires checks, it then waits for the results of validators (`checks`, `verdicts`)
+    refused   it failed verification or came too late (here), failed its checks (`verdicts`), went
+              stale or lost chunks while it waited (`merger`), was never sent (`collector`), or its
+              worker was banned or excluded (`members`, `standing`)
     merged    it is part of a version (`merger`)
 
-An update goes from offered to pending to merged, and from offered or pending to refused. It is
-settled once: a worker that asks again gets the same receipt. A small update is offered, sent and
-settled by one request (`receive_whole`), a larger one by several (`offer`, `receive_chunk`,
+An update is settled once: repeated requests get the same receipt. A small update is offered, sent
+and settled in one request (`receive_whole`), a larger one in several (`offer`, `receive_chunk`,
 `commit`).
 """
 
-import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
+from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
 from blocktrain import faults
-from blocktrain.coordinator import reports
-from blocktrain.coordinator.executor import LedgerExecutor, VerificationQueue
-from blocktrain.coordinator.leases import LeaseGrant, Leases, own_lease
-from blocktrain.coordinator.limits import BoundedCache
+from blocktrain.coordinator import reports, standing
+from blocktrain.coordinator.executor import BoundedCache, LedgerExecutor
+from blocktrain.coordinator.leases import (
+    LeaseGrant,
+    Leases,
+    add_event,
+    give_back_batches,
+    own_lease,
+)
 from blocktrain.coordinator.members import Caller, Members
 from blocktrain.coordinator.run import Run
-from blocktrain.coordinator.verification import UpdateVerifier
+from blocktrain.coordinator.verification import Finding, UpdateVerifier, VerificationQueue
 from blocktrain.errors import ProtocolError, RefusedError
-from blocktrain.ledger.rows import LeaseRow, UpdateRow, Version
-from blocktrain.ledger.schema import HELD
-from blocktrain.ledger.transaction import Transaction
+from blocktrain.ledger.ledger import Transaction
+from blocktrain.ledger.schema import (
+    ACTIVE,
+    LeaseRow,
+    UpdateRow,
+    UpdateStatus,
+    Version,
+    WorkerRow,
+)
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
-    Moved,
+    Downloaded,
     Receipt,
     Recipe,
     UpdateClaim,
     UpdateOffer,
     UploadState,
 )
+from blocktrain.protocol.status_messages import Moved
 from blocktrain.storage.chunks import name_of
 from blocktrain.swarm import merging_rules
 from blocktrain.swarm.merging_rules import UpdateRefusal
 
-log = logging.getLogger(__name__)
-
 URL_SECONDS = 3600
-PIECE_BYTES = 1 << 20  # of a chunk on its way in: all of it that is in memory
+PIECE_BYTES = 1 << 20  # write size of an incoming chunk; bounds its memory
 MAX_CACHED_UPLOADS = 1024
-# How long an upload is served from memory: a worker that is banned can send chunks for as long.
+# How long a cached upload is used before the ledger is read again. A banned worker can go on
+# sending chunks for that long.
 UPLOAD_CACHE_SECONDS = 5.0
-VERIFIED_AT_ONCE = 2  # updates: each has a chunk in memory and keeps a processor busy
+DOWNLOADS = TypeAdapter(tuple[Downloaded, ...])
+UNSENT: tuple[UpdateStatus, ...] = ("offered",)
+INVITE_SHARE = 0.5  # of the free disk space, for unfinished uploads of one invite's workers
+UPLOADS_FULL = "unfinished uploads of this invite's workers fill the coordinator's disk; try later"
+VERIFIED_AT_ONCE = 2  # each keeps a chunk in memory and a CPU core busy
 
 
 class Upload(NamedTuple):
-    """An update on its way in: what its worker signed, and what its lease allows."""
+    """An update in transit: the worker's signed claim, and what its lease allows."""
 
     claim: UpdateClaim
-    chunks: frozenset[str]
-    steps: int
+    chunks: Mapping[str, int]  # the size of each, by name
+    lease: LeaseRow
     base: Version
     looked_up: float
 
 
 class Updates:
-    """`on_settled` is called when an update may have become due for merging."""
+    """Receives, verifies and settles updates. `on_pending` is called with the lease of an update
+    that has become pending, in the same transaction; `on_settled`, when an update may have become
+    due for a check or for merging."""
 
     def __init__(
         self,
@@ -73,10 +92,15 @@ class Updates:
         members: Members,
         leases: Leases,
         executor: LedgerExecutor,
+        on_pending: Callable[[Transaction, str], None],
         on_settled: Callable[[], None],
+        size_of_revealed: Callable[[Caller, str, str], int | None],
     ) -> None:
+        """`size_of_revealed`: the size of a chunk of a file that a worker was asked for, for a
+        replay of a lease; None if it was not."""
         self.run, self.members, self.leases = run, members, leases
-        self._executor, self._on_settled = executor, on_settled
+        self._executor, self._size_of_revealed = executor, size_of_revealed
+        self._on_pending, self._on_settled = on_pending, on_settled
         self._verifier = UpdateVerifier(run)
         self._verifications = VerificationQueue(VERIFIED_AT_ONCE)
         self._uploads: BoundedCache[Upload] = BoundedCache(MAX_CACHED_UPLOADS)  # by lease
@@ -84,83 +108,101 @@ class Updates:
     # In one request
 
     async def receive_whole(self, caller: Caller, offer: UpdateOffer, data: memoryview) -> Receipt:
+        """Verify and settle an update that arrived in one request with its offer."""
         claim = offer.claim
-        grant: LeaseGrant | Receipt | None = self.leases.cached_grant(caller, claim.lease)
+        grant: LeaseGrant | Receipt | None
+        grant = self.leases.cached_grant(caller, claim.lease, claim.fence)
         if grant is None:
             grant = await self._executor.run(self.find_grant, caller, claim)
         if isinstance(grant, Receipt):
             return grant
-        fault = await self._verifications.run(self.store_whole, grant, offer, data)
-        upload = self._upload(claim, grant.steps, grant.base)
-        receipt = await self._executor.run(self.settle, caller, upload, fault, offer)
-        self._settled()
-        return receipt
+        finding = await self._verifications.run(self.store_whole, grant, offer, data)
+        upload = self._upload(claim, grant.lease, grant.base)
+        return await self._settled(caller, upload, finding, offer)
 
     def find_grant(self, caller: Caller, claim: UpdateClaim) -> LeaseGrant | Receipt:
-        """What the lease of a claim allows, or the receipt of its update if it was settled."""
+        """The grant that a claim names, or the receipt of its update if that is settled."""
         with self.run.ledger.read() as tx:
             worker = self.members.check_welcome(tx, caller)
             lease = own_lease(tx, caller, claim.lease, claim.fence)
             row = _recorded(tx, claim)
             if row and row.state != "offered":
                 return _receipt(row)
-            base = tx.versions.get(lease.block, lease.base_version)
-            return LeaseGrant(worker.id, worker.public_key, lease.fence, lease.steps, base)
+            return LeaseGrant(worker, lease, tx.versions.get(lease.block, lease.base_version))
 
-    def store_whole(self, grant: LeaseGrant, offer: UpdateOffer, data: memoryview) -> str:
-        """Check the offer, then store the bytes; what is wrong with their numbers."""
+    def store_whole(self, grant: LeaseGrant, offer: UpdateOffer, data: memoryview) -> Finding:
+        """Check the offer of a whole update, store its bytes and examine its numbers."""
         recipe = offer.claim.recipe
         reports.check_downloads(offer.downloads, self.run.config.block_count)
         self._verifier.check_offer(offer, grant)
         if len(data) != recipe.size or (name_of(data),) != recipe.chunks:
-            raise RefusedError("malformed", "these bytes are not those of the claim")
+            raise RefusedError("malformed", "the data does not match the hash in the claim")
         self.run.chunks.put(data, recipe.chunks[0])
         faults.reached("chunk-stored")
-        return self._verifier.find_fault(recipe, grant.base, grant.steps)
+        return self._verifier.examine(recipe, grant.lease, grant.base)
 
     # In several requests
 
     async def offer(self, caller: Caller, offer: UpdateOffer) -> UploadState:
-        """Which chunks are to be sent, and where to; none if the update was settled before."""
+        """Record an offer. Returns the chunks to send and their URLs; none if the update is settled
+        already."""
         if not await self._executor.run(self.record_offer, caller, offer):
             return UploadState(missing=())
-        return await run_in_threadpool(self.upload_state, offer.claim)
+        claim = offer.claim
+        return await run_in_threadpool(upload_state, self.run, claim.lease, [claim.recipe])
 
     def record_offer(self, caller: Caller, offer: UpdateOffer) -> bool:
-        """False if the update was settled before."""
+        """Record an offer, and mark its lease as sending. Returns False if the update is settled
+        already."""
         claim, now = offer.claim, self.run.clock()
         reports.check_downloads(offer.downloads, self.run.config.block_count)
         with self.run.ledger.write() as tx:
-            worker = self.members.seen(tx, caller, now)
+            worker = self.members.touch(tx, caller, now)
             self._verifier.check_sender(claim, worker.id)
             lease = own_lease(tx, caller, claim.lease, claim.fence)
             if row := _recorded(tx, claim):
                 return row.state == "offered"
             base = tx.versions.get(lease.block, lease.base_version)
-            grant = LeaseGrant(worker.id, worker.public_key, lease.fence, lease.steps, base)
-            self._verifier.check_offer(offer, grant)
+            self._verifier.check_offer(offer, LeaseGrant(worker, lease, base))
+            self._check_quota(tx, worker, claim.recipe.size)
             _record(tx, offer, lease)
             tx.leases.move(claim.lease, "sending")
-            self._uploads.put(claim.lease, self._upload(claim, lease.steps, base))
+            self._uploads.put(claim.lease, self._upload(claim, lease, base))
             return True
 
-    def upload_state(self, claim: UpdateClaim) -> UploadState:
-        missing = self._missing(claim.lease, claim.recipe)
-        urls = {name: self.run.chunks.put_url(claim.lease, name, URL_SECONDS) for name in missing}
-        known = {name: url for name, url in urls.items() if url is not None}
-        return UploadState(missing=missing, urls=known or None)
+    def _check_quota(self, tx: Transaction, worker: WorkerRow, size: int) -> None:
+        """Limit what a worker and its invite may leave on the disk without a commit."""
+        held = {lease.id for lease in tx.leases.of_worker(worker.id, ACTIVE)}
+        for row in tx.updates.of_worker(worker.id, UNSENT):
+            if row.lease not in held:
+                tx.updates.refuse(row.lease, "the worker offered a newer update before it sent it")
+        free = self.run.chunks.free_bytes()
+        if worker.invite is None or free is None:
+            return
+        offered = tx.updates.offered_with(worker.invite)
+        if offered and (offered + 1) * size > INVITE_SHARE * free:
+            raise RefusedError("unavailable", UPLOADS_FULL)
 
     async def receive_chunk(
-        self, caller: Caller, lease_id: str, name: str, parts: AsyncIterator[bytes]
+        self,
+        caller: Caller,
+        lease_id: str,
+        name: str,
+        parts: Callable[[int], AsyncIterator[bytes]],
     ) -> int:
-        """Store a chunk of an offered update; its size."""
+        """Store a chunk of an offered update. Returns its size. `parts` returns the parts of the
+        chunk, and refuses it if it is longer than expected."""
         upload = await self._find_upload(caller, lease_id)
         if isinstance(upload, Receipt):
-            raise RefusedError("conflict", f"this update is {upload.state} already")
-        check_expected(upload, name)
+            size = await run_in_threadpool(self._size_of_revealed, caller, lease_id, name)
+            if size is None:
+                raise RefusedError("conflict", f"this update is already {upload.state}")
+            expected = size
+        else:
+            expected = expected_size(upload, name)
         with self.run.chunks.incoming() as chunk:
             piece = bytearray()
-            async for part in parts:
+            async for part in parts(expected):
                 piece += part
                 if len(piece) >= PIECE_BYTES:  # in a thread, because the disk may be slow
                     await run_in_threadpool(chunk.write, piece)
@@ -175,23 +217,21 @@ class Updates:
         return chunk.size
 
     async def commit(self, caller: Caller, lease_id: str) -> Receipt:
-        """Verify an update that was sent, and settle it. However many requests wait for it, this
-        is done once."""
+        """Verify a sent update and settle it. Concurrent requests for it share one verification."""
         upload = await self._find_upload(caller, lease_id)
         if isinstance(upload, Receipt):
             return upload
 
         async def verify_and_settle() -> Receipt:
-            fault = await self._verifications.run(self.verify, upload)
-            return await self._executor.run(self.settle, caller, upload, fault)
+            finding = await self._verifications.run(self.verify, upload)
+            return await self._settled(caller, upload, finding)
 
-        receipt = await self._verifications.run_once(lease_id, verify_and_settle)
-        self._settled()
-        return receipt
+        return await self._verifications.run_once(lease_id, verify_and_settle)
 
     async def _find_upload(self, caller: Caller, lease_id: str) -> Upload | Receipt:
-        """From memory for a few seconds. It may have been settled since: chunks that come then are
-        collected later."""
+        """The upload of a lease, or its receipt, from a cache that is at most a few seconds old. If
+        the update was settled in these seconds, chunks that still arrive are collected as garbage
+        later."""
         upload = self._uploads.get(lease_id)
         is_own = upload is not None and upload.claim.worker == caller.worker
         if upload and is_own and self.run.clock() - upload.looked_up < UPLOAD_CACHE_SECONDS:
@@ -199,147 +239,169 @@ class Updates:
         return await self._executor.run(self.find_upload, caller, lease_id)
 
     def find_upload(self, caller: Caller, lease_id: str) -> Upload | Receipt:
-        """An offered update, or its receipt if it was settled."""
+        """An offered update, or its receipt if it is settled."""
         with self.run.ledger.read() as tx:
             self.members.check_welcome(tx, caller)
             row = tx.updates.get(lease_id)
             if row is None or row.worker != caller.worker:
-                raise RefusedError("not_found", "no update was offered for this lease; offer it")
+                reason = "no update was offered for this lease; send its offer first"
+                raise RefusedError("not_found", reason)
             if row.state != "offered":
                 return _receipt(row)
+            lease = tx.leases.get(lease_id)
+            assert lease is not None
             base = tx.versions.get(row.block, row.base_version)
-            upload = self._upload(signed_claim(row), row.steps, base)
+            upload = self._upload(signed_claim(row), lease, base)
             self._uploads.put(lease_id, upload)
             return upload
 
-    def verify(self, upload: Upload) -> str:
-        """What is wrong with the numbers that were sent; empty if nothing is."""
+    def verify(self, upload: Upload) -> Finding:
+        """Check that all chunks have arrived, and examine the numbers."""
         claim = upload.claim
-        if missing := self._missing(claim.lease, claim.recipe):
-            raise RefusedError("conflict", f"{len(missing)} chunks are missing; offer it again")
+        if missing := _missing(self.run, claim.lease, claim.recipe):
+            reason = f"chunks of the update are missing ({len(missing)}); offer the update again"
+            raise RefusedError("conflict", reason)
         try:
-            return self._verifier.find_fault(claim.recipe, upload.base, upload.steps)
+            return self._verifier.examine(claim.recipe, upload.lease, upload.base)
         finally:
             self.run.chunks.clear_quarantine(claim.lease)
 
-    # Both ways end here
+    # Settling
+
+    async def _settled(
+        self, caller: Caller, upload: Upload, finding: Finding, offer: UpdateOffer | None = None
+    ) -> Receipt:
+        receipt = await self._executor.run(self.settle, caller, upload, finding, offer)
+        faults.reached("settled")
+        self._on_settled()
+        return receipt
 
     def settle(
-        self, caller: Caller, upload: Upload, fault: str, offer: UpdateOffer | None = None
+        self, caller: Caller, upload: Upload, finding: Finding, offer: UpdateOffer | None = None
     ) -> Receipt:
-        """Accept an update or refuse it, and close its lease. `offer`: of an update that came
-        whole, which is recorded in the same transaction."""
-        now, claim = self.run.clock(), upload.claim
+        """Accept or refuse an update, and close its lease. `offer`: the offer of a whole update,
+        which is recorded in the same transaction."""
+        claim = upload.claim
         self._uploads.pop(claim.lease)
-        self.leases.forget_grant(claim.lease)
+        self.leases.grants.pop(claim.lease)
         with self.run.ledger.write() as tx:
             tx.blocks.lock()
-            self.members.seen(tx, caller, now)
+            self.members.touch(tx, caller, self.run.clock())
             lease = own_lease(tx, caller, claim.lease, claim.fence)
             row = _recorded(tx, claim)
             if row and row.state != "offered":
                 return _receipt(row)
             if row is None:
                 assert offer is not None, "an update in chunks is recorded when it is offered"
-                if lease.state not in HELD:
-                    tx.versions.get(lease.block, lease.base_version)  # it may be gone by now
+                if lease.state not in ACTIVE:
+                    tx.versions.get(lease.block, lease.base_version)  # raises if it was deleted
                 row = _record(tx, offer, lease)
-            return self._close(tx, lease, row, upload, fault, now)
+            return self._close(tx, lease, row, upload, finding)
 
     def _close(
-        self,
-        tx: Transaction,
-        lease: LeaseRow,
-        row: UpdateRow,
-        upload: Upload,
-        fault: str,
-        now: float,
+        self, tx: Transaction, lease: LeaseRow, row: UpdateRow, upload: Upload, finding: Finding
     ) -> Receipt:
-        uploaded = {
-            lease.block: Moved(up=upload.claim.recipe.size, up_raw=upload.base.weights.size)
-        }
-        # A worker that has returned the lease reported its downloads with that.
-        returned = lease.state == "returned"
-        downloads = () if returned else reports.downloads_from_json(row.downloads)
-        reports.count_traffic(tx, lease.worker, uploaded, downloads)
+        now = self.run.clock()
+        moved = Moved(up=upload.claim.recipe.size, up_raw=upload.base.weights.size)
+        # A worker that returned the lease has already reported its downloads.
+        text = row.downloads if lease.state != "returned" else None
+        downloads = DOWNLOADS.validate_json(text) if text else ()
+        reports.count_traffic(tx, lease.worker, {lease.block: moved}, downloads)
         in_time = tx.leases.move(lease.id, "submitted")
-        version, base = tx.blocks.get(lease.block).version, _base_of(tx, lease)
-        weight = merging_rules.update_weight(self.run.config.swarm, version, base)
-        reason = fault or self._lateness(tx, lease, base, version, in_time=in_time)
+        continued = tx.updates.get(lease.continues) if lease.continues else None
+        merged_into = continued.merged_into if continued else None
+        base = merging_rules.effective_base(lease.base_version, merged_into)
+        version = tx.blocks.get(lease.block).version
+        reason = finding.fault or self._lateness(tx, lease, version, base, in_time=in_time)
         if in_time:
             tx.blocks.count_lease(lease.block, met=not reason)
         if reason:
-            return self._refuse(tx, lease, reason, now, in_time=in_time)
-        tx.updates.accept(lease.id, base, weight, now)
-        self.leases.speeds.completed(lease.worker, lease.steps, now - lease.created)
-        kind = "uploaded" if weight == 1.0 else "late"
-        tx.events.add(now, kind, lease.worker, lease.block, f"{lease.steps} steps")
+            refuse_update(tx, lease, reason, now, give_back=in_time)
+            if finding.fault:
+                standing.update_refused(self.run, tx, lease, finding.fault)
+            return Receipt(state="refused", reason=reason, weight=0.0)
+        weight = merging_rules.update_weight(self.run.config.swarm, version, base)
+        norms = finding.move.to_json() if finding.move else None
+        tx.updates.accept(lease.id, base, weight, now, norms)
+        add_event(tx, now, "uploaded" if weight == 1.0 else "late", lease, f"{lease.steps} steps")
+        if tx.checks.required():
+            self._on_pending(tx, lease.id)
+        else:
+            self.leases.speeds.completed(lease.worker, lease.steps, now - lease.created)
         return Receipt(state="pending", reason="", weight=weight)
 
-    def _refuse(
-        self, tx: Transaction, lease: LeaseRow, reason: str, now: float, *, in_time: bool
-    ) -> Receipt:
-        tx.updates.refuse(lease.id, reason)
-        if in_time:
-            tx.blocks.give_back_range(lease.block, lease.first_batch, lease.steps)
-        tx.events.add(now, "refused", lease.worker, lease.block, reason)
-        fields = {"lease": lease.id, "worker": lease.worker, "block": lease.block}
-        log.info("update refused: %s", reason, extra=fields)
-        return Receipt(state="refused", reason=reason, weight=0.0)
-
     def _lateness(
-        self, tx: Transaction, lease: LeaseRow, base: int, version: int, *, in_time: bool
+        self, tx: Transaction, lease: LeaseRow, version: int, base: int, *, in_time: bool
     ) -> str:
-        """Why an update does not count any more; empty if it does."""
-        swarm = self.run.config.swarm
-
-        def reclaim() -> bool:
-            return tx.blocks.reclaim_range(lease.block, lease.first_batch, lease.steps)
-
+        """Why an update comes too late to count; empty if it does not."""
+        swarm, batches = self.run.config.swarm, (lease.block, lease.first_batch, lease.steps)
+        reclaim = partial(tx.blocks.reclaim_range, *batches)
         verdict = merging_rules.judge_update(swarm, version, base, in_time=in_time, reclaim=reclaim)
-        match verdict.refusal:
-            case UpdateRefusal.TOO_STALE:
-                return (
-                    f"it is {version - base} versions behind, more than {swarm.most_stale};"
-                    " request a new lease"
-                )
-            case UpdateRefusal.HANDED_OUT_AGAIN:
-                return (
-                    f"the lease was {lease.state} and its text handed out again;"
-                    " request a new lease, and send heartbeats until the commit is answered"
-                )
-            case None:
-                return ""
+        if verdict.refusal is UpdateRefusal.TOO_STALE:
+            behind = f"the update is {version - base} versions behind, more than"
+            return f"{behind} {swarm.most_stale}; request a new lease"
+        if verdict.refusal is UpdateRefusal.HANDED_OUT_AGAIN:
+            return (
+                f"the lease is {lease.state} and its batches were handed out again;"
+                " request a new lease, and send heartbeats until the commit is answered"
+            )
+        return ""
 
-    def _settled(self) -> None:
-        faults.reached("settled")
-        self._on_settled()
-
-    def _upload(self, claim: UpdateClaim, steps: int, base: Version) -> Upload:
-        return Upload(claim, frozenset(claim.recipe.chunks), steps, base, self.run.clock())
-
-    def _missing(self, lease_id: str, recipe: Recipe) -> tuple[str, ...]:
-        """Chunks that are not here yet, in order. Those in quarantine are checked and admitted."""
-        stored = self.run.chunks.has(recipe.chunks)
-        last = len(recipe.chunks) - 1
-        missing = []
-        for position, name in enumerate(recipe.chunks):
-            size = CHUNK_BYTES if position < last else recipe.size - last * CHUNK_BYTES
-            if name not in stored and not self.run.chunks.admit(lease_id, name, size):
-                missing.append(name)
-        return tuple(dict.fromkeys(missing))
+    def _upload(self, claim: UpdateClaim, lease: LeaseRow, base: Version) -> Upload:
+        return Upload(claim, chunk_sizes(claim.recipe), lease, base, self.run.clock())
 
 
-def check_expected(upload: Upload, name: str) -> None:
+def upload_state(run: Run, lease: str, recipes: Iterable[Recipe]) -> UploadState:
+    """The chunks of files that are not stored yet, and where to send them."""
+    names = [name for recipe in recipes for name in _missing(run, lease, recipe)]
+    missing = tuple(dict.fromkeys(names))
+    urls = {name: url for name in missing if (url := run.chunks.put_url(lease, name, URL_SECONDS))}
+    return UploadState(missing=missing, urls=urls or None)
+
+
+def _missing(run: Run, lease: str, recipe: Recipe) -> list[str]:
+    """Chunks of a file that are not stored yet, in order. Chunks in quarantine are checked, and
+    stored if they are intact."""
+    stored = run.chunks.has(recipe.chunks)
+    return [
+        name
+        for name, size in chunk_sizes(recipe).items()
+        if name not in stored and not run.chunks.admit(lease, name, size)
+    ]
+
+
+def expected_size(upload: Upload, name: str) -> int:
+    """The size of a chunk; refused if it is not part of the update."""
     if name not in upload.chunks:
-        raise RefusedError("forbidden", "this chunk is no part of the update that was offered")
+        raise RefusedError("forbidden", "this chunk is not part of the offered update")
+    return upload.chunks[name]
+
+
+def chunk_sizes(recipe: Recipe) -> dict[str, int]:
+    """The sizes of a file's chunks, by name."""
+    sizes: dict[str, int] = {}
+    for position, name in enumerate(recipe.chunks):
+        sizes.setdefault(name, min(CHUNK_BYTES, recipe.size - position * CHUNK_BYTES))
+    return sizes
 
 
 def signed_claim(row: UpdateRow) -> UpdateClaim:
     return UpdateClaim.model_validate_json(row.offer)
 
 
+def refuse_update(
+    tx: Transaction, lease: LeaseRow, reason: str, now: float, *, give_back: bool
+) -> None:
+    """Refuse an update unless it is merged or refused already. `give_back`: let its batches be
+    handed out again."""
+    if tx.updates.refuse(lease.id, reason):
+        if give_back:
+            give_back_batches(tx, lease)
+        add_event(tx, now, "refused", lease, reason)
+
+
 def _record(tx: Transaction, offer: UpdateOffer, lease: LeaseRow) -> UpdateRow:
+    """Record an offered update in the ledger."""
     row = UpdateRow(
         lease=lease.id,
         worker=lease.worker,
@@ -349,7 +411,7 @@ def _record(tx: Transaction, offer: UpdateOffer, lease: LeaseRow) -> UpdateRow:
         offer=offer.claim.model_dump_json(),
         signature=offer.signature,
         loss=offer.claim.loss,
-        downloads=reports.downloads_to_json(offer.downloads),
+        downloads=DOWNLOADS.dump_json(offer.downloads).decode() if offer.downloads else None,
         continues=lease.continues,
     )
     tx.updates.add(row)
@@ -357,19 +419,11 @@ def _record(tx: Transaction, offer: UpdateOffer, lease: LeaseRow) -> UpdateRow:
 
 
 def _recorded(tx: Transaction, claim: UpdateClaim) -> UpdateRow | None:
-    """The update that was offered for a lease, if any; no other can be offered for it."""
+    """The update offered for a lease, if any. A lease can have only one."""
     row = tx.updates.get(claim.lease)
     if row and row.offer != claim.model_dump_json():
-        raise RefusedError("conflict", "another update was offered for this lease")
+        raise RefusedError("conflict", "another update was offered for this lease before")
     return row
-
-
-def _base_of(tx: Transaction, lease: LeaseRow) -> int:
-    """The version a lease's update counts as trained from."""
-    continued = tx.updates.get(lease.continues) if lease.continues else None
-    return merging_rules.effective_base(
-        lease.base_version, continued.merged_into if continued else None
-    )
 
 
 def _receipt(row: UpdateRow) -> Receipt:

@@ -1,21 +1,24 @@
-"""Blocks, the ranges of text that are handed out of each, and the leases on these ranges."""
+"""The tables of blocks and leases, and the ranges of batches that leases get."""
 
 import math
 from collections import defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
 
-from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
+from sqlalchemy import bindparam, delete, func, insert, or_, select, update
 
 from blocktrain.errors import NotFoundError
-from blocktrain.ledger.rows import BlockRow, LeaseRow, Statements
 from blocktrain.ledger.schema import (
-    HELD,
+    ACTIVE,
+    BlockRow,
+    LeaseRow,
     LeaseStatus,
+    Statements,
     blocks,
     gaps,
     in_state,
     leases,
+    runs,
     the_block,
     the_lease,
     the_worker,
@@ -24,12 +27,12 @@ from blocktrain.ledger.schema import (
 )
 from blocktrain.swarm.state import BlockState, PendingUpdate
 
-# Statements that every request needs are built once, as constants: building one takes five times as
-# long as running it.
+# Frequent statements are built once, as constants: building one takes five times as long as running
+# it.
 
 
 class Range(NamedTuple):
-    """Batches to hand out, and the fencing token of the lease on them."""
+    """The batches of a lease, and its fence."""
 
     first_batch: int
     steps: int
@@ -37,21 +40,14 @@ class Range(NamedTuple):
 
 
 class BlockTable(Statements):
-    def __init__(self, connection: Connection, *, locked: bool) -> None:
-        """`locked`: the transaction began by locking all blocks."""
-        super().__init__(connection)
-        self._locked = locked
-
     ALL = select(blocks).order_by(blocks.c.block)
     LOCK = select(blocks.c.block).order_by(blocks.c.block).with_for_update()
     GET = select(blocks).where(blocks.c.block == the_block)
 
     def lock(self) -> None:
-        """Until this transaction ends no other hands out, takes back or merges. A transaction
-        that needs the lock takes it first, so that no two wait for each other."""
-        if not self._locked:
-            self.connection.execute(self.LOCK)
-            self._locked = True
+        """Prevent other transactions from leasing, returning or merging until this one ends. Take
+        this lock before any other, so that no deadlock is possible."""
+        self.lock_by(self.LOCK)
 
     def add(self, row: BlockRow) -> None:
         self.write(insert(blocks), **vars(row))
@@ -64,46 +60,39 @@ class BlockTable(Statements):
 
     RETURNED = select(gaps.c.block, func.sum(gaps.c.steps)).group_by(gaps.c.block)
     HELD_LEASES = select(
-        leases.c.block,
-        leases.c.worker,
-        leases.c.id,
-        leases.c.steps,
-        leases.c.base_version,
-        leases.c.state,
-        leases.c.expected,
-    ).where(in_state(leases, *HELD))
+        *leases.c["block", "worker", "id", "steps", "base_version", "state", "expected"]
+    ).where(in_state(leases, *ACTIVE))
     PENDING = select(
-        updates.c.block,
-        updates.c.lease,
-        updates.c.worker,
-        updates.c.base_version,
-        updates.c.steps,
-        updates.c.committed,
-        updates.c.continues,
+        *updates.c["block", "lease", "worker", "base_version", "steps", "committed", "continues"],
+        or_(updates.c.checked, ~select(runs.c.requires_checks).scalar_subquery()),
     ).where(in_state(updates, "pending"))
 
     def states(self) -> list[BlockState]:
-        """All blocks in order, with the leases that are held and the updates that wait."""
+        """All blocks in order, with their active leases and pending updates."""
         returned = {block: int(steps) for block, steps in self.connection.execute(self.RETURNED)}
-        held: dict[int, list[_HeldLease]] = defaultdict(list)
+        active: dict[int, list[_ActiveLease]] = defaultdict(list)
         for block, *columns in self.connection.execute(self.HELD_LEASES):
-            held[block].append(_HeldLease(*columns))
+            active[block].append(_ActiveLease(*columns))
         pending: dict[int, list[PendingUpdate]] = defaultdict(list)
-        for block, *columns in self.connection.execute(self.PENDING):
-            pending[block].append(PendingUpdate(*columns))
+        unchecked: dict[int, list[PendingUpdate]] = defaultdict(list)
+        for block, *columns, counts in self.connection.execute(self.PENDING):
+            (pending if counts else unchecked)[block].append(PendingUpdate(*columns))
         return [
-            _state(row, returned.get(row.block, 0), held[row.block], pending[row.block])
+            _state(
+                row,
+                returned.get(row.block, 0),
+                active[row.block],
+                unchecked[row.block],
+                pending[row.block],
+            )
             for row in self.rows(BlockRow, self.ALL)
         ]
 
-    HAND_OUT = (
-        update(blocks)
-        .where(blocks.c.block == the_block)
-        .values(next_batch=bindparam("end"), fence=bindparam("token"))
-    )
+    SET = update(blocks).where(blocks.c.block == the_block)
+    HAND_OUT = SET.values(next_batch=bindparam("end"), fence=bindparam("token"))
 
     def take_range(self, block: int, most: int) -> Range:
-        """Up to `most` batches to hand out: returned ones first, then new ones."""
+        """Take up to `most` batches for a lease: returned ones first, then new ones."""
         row = self.get(block)
         fence, end = row.fence + 1, row.next_batch
         if gap := self._take_gap(block, most):
@@ -122,7 +111,7 @@ class BlockTable(Statements):
     )
 
     def _take_gap(self, block: int, most: int) -> tuple[int, int] | None:
-        """(first batch, steps) of the first returned range; the rest of it stays returned."""
+        """Take up to `most` batches of the first returned range, as (first batch, steps)."""
         gap = self.connection.execute(self.FIRST_GAP, {"the_block": block}).first()
         if gap is None:
             return None
@@ -134,36 +123,37 @@ class BlockTable(Statements):
         return first_batch, steps
 
     def give_back_range(self, block: int, first_batch: int, steps: int) -> None:
+        """Let a range of batches be leased again."""
         self.write(insert(gaps), block=block, first_batch=first_batch, steps=steps)
 
     def reclaim_range(self, block: int, first_batch: int, steps: int) -> bool:
-        """Take back exactly this range; False if any of it was handed out again."""
+        """Take exactly this range from the returned ones. Returns False if it was leased again."""
         same = (gaps.c.block == block, gaps.c.first_batch == first_batch, gaps.c.steps == steps)
         return bool(self.write(delete(gaps).where(*same)))
 
-    COUNT_MET = (
-        update(blocks).where(blocks.c.block == the_block).values(leases_met=blocks.c.leases_met + 1)
-    )
-    COUNT_MISSED = (
-        update(blocks)
-        .where(blocks.c.block == the_block)
-        .values(leases_missed=blocks.c.leases_missed + 1)
-    )
+    COUNT_MET = SET.values(leases_met=blocks.c.leases_met + 1)
+    COUNT_MISSED = SET.values(leases_missed=blocks.c.leases_missed + 1)
 
     def count_lease(self, block: int, *, met: bool) -> None:
         self.write(self.COUNT_MET if met else self.COUNT_MISSED, the_block=block)
 
     def claim_merge(self, block: int, version: int, now: float, seconds: float) -> bool:
-        """Announce a merge, so that other coordinators do not do the same work; False if one is
-        announced already. Only `publish` decides, so a claim that is never released costs no more
-        than these seconds."""
+        """Claim a merge for these seconds, so that other coordinators do not do the same work.
+        Returns False if there is a claim already. Only `publish` is decisive, so a claim that is
+        never released just costs this time."""
         free = update(blocks).where(
             blocks.c.block == block, blocks.c.version == version, blocks.c.merging_until < now
         )
         return bool(self.write(free.values(merging_until=now + seconds)))
 
+    def begin_rollback(self, block: int, now: float, pause: float) -> bool:
+        """Record that an automatic rollback begins; False if the last one was less than this pause
+        ago."""
+        rested = update(blocks).where(blocks.c.block == block, blocks.c.rolled_back < now - pause)
+        return bool(self.write(rested.values(rolled_back=now)))
+
     def release_merge(self, block: int, version: int) -> None:
-        """The merge failed: others need not wait until its announced time is over."""
+        """End a claim early because the merge failed."""
         same = update(blocks).where(blocks.c.block == block, blocks.c.version == version)
         self.write(same.values(merging_until=0.0))
 
@@ -193,12 +183,12 @@ class LeaseTable(Statements):
         same = select(leases).where(leases.c.worker == worker, in_state(leases, *states))
         return self.rows(LeaseRow, same.order_by(leases.c.created))
 
-    ALL_HELD = select(leases).where(in_state(leases, *HELD))
+    ALL_ACTIVE = select(leases).where(in_state(leases, *ACTIVE))
 
-    def held(self) -> list[LeaseRow]:
-        return self.rows(LeaseRow, self.ALL_HELD)
+    def active(self) -> list[LeaseRow]:
+        return self.rows(LeaseRow, self.ALL_ACTIVE)
 
-    OVERDUE = ALL_HELD.where(leases.c.deadline < bindparam("now"))
+    OVERDUE = ALL_ACTIVE.where(leases.c.deadline < bindparam("now"))
 
     def overdue(self, now: float) -> list[LeaseRow]:
         return self.rows(LeaseRow, self.OVERDUE, now=now)
@@ -206,63 +196,75 @@ class LeaseTable(Statements):
     SILENT = (
         select(leases)
         .join(workers, workers.c.id == leases.c.worker)
-        .where(in_state(leases, *HELD), workers.c.seen < bindparam("since"))
+        .where(in_state(leases, *ACTIVE), workers.c.seen < bindparam("since"))
     )
 
     def silent(self, since: float) -> list[LeaseRow]:
-        """Held leases whose worker was last heard of before this time."""
+        """Held leases whose worker was last heard from before this time."""
         return self.rows(LeaseRow, self.SILENT, since=since)
 
-    MOVE = (
-        update(leases)
-        .where(leases.c.id == the_lease, in_state(leases, *HELD))
-        .values(state=bindparam("to"))
-    )
+    SET = update(leases).where(leases.c.id == the_lease)
+    MOVE = SET.where(in_state(leases, *ACTIVE)).values(state=bindparam("to"))
 
     def move(self, lease: str, state: LeaseStatus) -> bool:
-        """Give a held lease another state; False if it is not held any more."""
+        """Change the state of an active lease. Returns False if it is not active any more."""
         return bool(self.write(self.MOVE, the_lease=lease, to=state))
 
-    MARK_TRAINED = (
-        update(leases)
-        .where(
-            leases.c.id == the_lease,
-            leases.c.worker == the_worker,
-            in_state(leases, "open"),
-        )
-        .values(state="sending")
-    )
+    TRAINED = SET.where(leases.c.worker == the_worker, in_state(leases, "open"))
+    MARK_TRAINED = TRAINED.values(state="sending")
 
     def mark_trained(self, lease: str, worker: str) -> None:
-        """The worker has reached the end of its open lease: the update is on its way."""
+        """Record that a worker has trained its open lease to the end, and will send the update."""
         self.write(self.MARK_TRAINED, the_lease=lease, the_worker=worker)
 
-    SET_EXPECTED = update(leases).where(leases.c.id == the_lease).values(expected=bindparam("at"))
+    SET_EXPECTED = SET.values(expected=bindparam("at"))
 
     def set_expected(self, lease: str, at: float) -> None:
-        """When the lease's update is expected, by its progress so far."""
+        """Set when the lease's update is expected, according to its progress."""
         self.write(self.SET_EXPECTED, the_lease=lease, at=at)
 
-    SET_DEADLINE = update(leases).where(leases.c.id == the_lease).values(deadline=bindparam("at"))
+    SHORTEN = SET.where(in_state(leases, "open")).values(steps=bindparam("shorter"))
+
+    def shorten(self, lease: str, steps: int) -> bool:
+        """Reduce an open lease to its first steps. Returns False if it is not open."""
+        return bool(self.write(self.SHORTEN, the_lease=lease, shorter=steps))
+
+    COUNTED = (
+        select(updates.c.lease)
+        .where(updates.c.lease == leases.c.id, in_state(updates, "pending", "merged"))
+        .exists()
+    )
+    LOST = (
+        select(leases.c.block, func.sum(leases.c.steps))
+        .where(in_state(leases, "expired"), ~COUNTED)
+        .group_by(leases.c.block)
+    )
+
+    def steps_lost(self) -> dict[int, int]:
+        """By block, the steps of expired leases whose update does not count."""
+        return {block: int(steps) for block, steps in self.connection.execute(self.LOST)}
+
+    SET_DEADLINE = SET.values(deadline=bindparam("at"))
 
     def set_deadline(self, lease: str, at: float) -> None:
         self.write(self.SET_DEADLINE, the_lease=lease, at=at)
 
     def return_expired(self, lease: str) -> bool:
-        """Mark an expired lease returned; False if it did not expire or was returned before."""
+        """Mark an expired lease as returned. Returns False if it has not expired, or was returned
+        before."""
         expired = update(leases).where(leases.c.id == lease, in_state(leases, "expired"))
         return bool(self.write(expired.values(state="returned")))
 
     def reopen_unsent(self, worker: str) -> None:
-        """Open again the leases of a restarted worker of which no update was offered."""
+        """Reopen the leases of a restarted worker whose updates were never offered."""
         offered = select(updates.c.lease).where(updates.c.lease == leases.c.id).exists()
         unsent = (leases.c.worker == worker, in_state(leases, "sending"), ~offered)
         self.write(update(leases).where(*unsent).values(state="open"))
 
 
-class _HeldLease(NamedTuple):
+class _ActiveLease(NamedTuple):
     worker: str
-    id: str
+    lease: str
     steps: int
     base_version: int
     state: str
@@ -270,12 +272,19 @@ class _HeldLease(NamedTuple):
 
 
 def _state(
-    row: BlockRow, returned: int, held: list[_HeldLease], pending: list[PendingUpdate]
+    row: BlockRow,
+    returned: int,
+    active: list[_ActiveLease],
+    unchecked: list[PendingUpdate],
+    pending: list[PendingUpdate],
 ) -> BlockState:
-    sending = [lease for lease in held if lease.state == "sending"]
-    arriving: list[_HeldLease | PendingUpdate] = [*sending, *pending]
+    """`unchecked`: updates that wait for their checks. Until they are done, an update counts as one
+    that is being sent, and its lease as open."""
+    sending = [lease for lease in active if lease.state == "sending"]
+    unfinished: list[_ActiveLease | PendingUpdate] = [*active, *unchecked]
+    arriving: list[_ActiveLease | PendingUpdate] = [*sending, *unchecked, *pending]
     trained_until = [
-        lease.expected for lease in held if lease.state == "open" and lease.expected is not None
+        lease.expected for lease in active if lease.state == "open" and lease.expected is not None
     ]
     return BlockState(
         index=row.block,
@@ -284,11 +293,12 @@ def _state(
         next_batch=row.next_batch,
         total_batches=row.total_batches,
         returned_batches=returned,
-        leased_batches=sum(lease.steps for lease in held),
-        open_leases=len(held),
-        workers=frozenset({lease.worker for lease in held} | {each.worker for each in pending}),
-        finishing=frozenset(e.worker for e in arriving if e.base_version == row.version),
+        leased_batches=sum(each.steps for each in unfinished),
+        open_leases=len(unfinished),
+        workers=frozenset(each.worker for each in [*unfinished, *pending]),
+        finishing=frozenset(each.worker for each in arriving if each.base_version == row.version),
         pending=tuple(pending),
-        sending=tuple((lease.worker, lease.id, lease.steps) for lease in sending),
+        sending=tuple((each.worker, each.lease, each.steps) for each in sending),
+        unchecked=tuple(unchecked),
         busy_until=max(trained_until, default=-math.inf),
     )

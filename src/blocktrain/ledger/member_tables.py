@@ -1,13 +1,15 @@
 """Invites and workers; events and scores of the run."""
 
 import json
-from collections.abc import Collection
 
-from sqlalchemy import Connection, Insert, bindparam, func, insert, select, update
+from sqlalchemy import Insert, bindparam, func, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from blocktrain.ledger.rows import InviteRow, ScoreRow, Statements, WorkerRow
 from blocktrain.ledger.schema import (
+    InviteRow,
+    ScoreRow,
+    Statements,
+    WorkerRow,
     events,
     in_state,
     invites,
@@ -17,7 +19,7 @@ from blocktrain.ledger.schema import (
     traffic,
     workers,
 )
-from blocktrain.protocol.messages import Event, Moved
+from blocktrain.protocol.status_messages import Event, Moved, Score
 
 
 class MemberTable(Statements):
@@ -31,11 +33,11 @@ class MemberTable(Statements):
         return self.first(InviteRow, select(invites).where(invites.c.secret_hash == secret_hash))
 
     def revoke_invite(self, invite: str) -> bool:
-        """False if there is no such invite."""
+        """Revoke an invite. Returns False if there is no such invite."""
         return bool(self.write(update(invites).where(invites.c.id == invite).values(revoked=True)))
 
     def use_invite(self, invite: str) -> bool:
-        """Count one use; False if none is left."""
+        """Count one use of an invite. Returns False if no use is left."""
         unused = update(invites).where(invites.c.id == invite, invites.c.uses_left > 0)
         return bool(self.write(unused.values(uses_left=invites.c.uses_left - 1)))
 
@@ -44,6 +46,21 @@ class MemberTable(Statements):
 
     WORKER = select(workers).where(workers.c.id == the_worker)
     TOUCH = update(workers).where(workers.c.id == the_worker).values(seen=bindparam("now"))
+
+    LOST = func.count().filter(or_(workers.c.banned, workers.c.excluded))
+    JOINED_WITH = select(func.count(), LOST).where(
+        workers.c.invite == bindparam("the_invite"), workers.c.role == "train"
+    )
+    VALIDATORS = (
+        select(workers)
+        .where(
+            workers.c.role == "validate",
+            ~workers.c.banned,
+            ~workers.c.excluded,
+            workers.c.seen >= bindparam("since"),
+        )
+        .order_by(workers.c.joined)
+    )
 
     def worker(self, worker: str) -> WorkerRow | None:
         return self.first(WorkerRow, self.WORKER, the_worker=worker)
@@ -59,8 +76,14 @@ class MemberTable(Statements):
         joined = select(workers).where(workers.c.invite == invite, ~workers.c.banned)
         return self.rows(WorkerRow, joined.order_by(workers.c.joined))
 
+    def joined_with(self, invite: str) -> tuple[int, int]:
+        """How many workers joined with an invite to train, and how many of them are banned or
+        excluded."""
+        joined, lost = self.connection.execute(self.JOINED_WITH, {"the_invite": invite}).one()
+        return joined, lost
+
     def touch_worker(self, worker: str, now: float) -> None:
-        """Note when a worker was last heard from."""
+        """Record when a worker was last heard from."""
         self.write(self.TOUCH, the_worker=worker, now=now)
 
     def rename_worker(self, worker: str, name: str, device: str) -> None:
@@ -68,22 +91,44 @@ class MemberTable(Statements):
         self.write(same.values(name=name, device=device))
 
     def ban_worker(self, worker: str) -> bool:
-        """False if there is no such worker."""
+        """Ban a worker. Returns False if there is no such worker."""
         return bool(self.write(update(workers).where(workers.c.id == worker).values(banned=True)))
 
+    def record_standing(self, worker: str, **columns: float | bool | None) -> None:
+        """Record what the checks have found about a worker."""
+        self.write(update(workers).where(workers.c.id == worker).values(**columns))
+
+    def count_times(
+        self, worker: str, *, checks: int = 0, check_seconds: float = 0, train_seconds: float = 0
+    ) -> None:
+        """Add to the time that a worker has spent on checks and on training."""
+        self.write(
+            update(workers)
+            .where(workers.c.id == worker)
+            .values(
+                checks=workers.c.checks + checks,
+                check_seconds=workers.c.check_seconds + check_seconds,
+                train_seconds=workers.c.train_seconds + train_seconds,
+            )
+        )
+
+    def validators(self, since: float) -> list[WorkerRow]:
+        """Validators that were heard from since this time, the longest-standing first."""
+        return self.rows(WorkerRow, self.VALIDATORS, since=since)
+
     def lost_workers(self) -> set[str]:
-        """Ids of workers whose lease expired and that were not heard from since."""
+        """Ids of workers whose lease expired and that have been silent since."""
         expired = select(workers.c.id).join(leases, leases.c.worker == workers.c.id)
         silent = leases.c.deadline >= workers.c.seen
         lost = expired.where(in_state(leases, "expired"), silent)
         return set(self.connection.execute(lost).scalars())
 
 
-EVENT_LOCK = 726565  # the number names the lock in PostgreSQL and has no other meaning
+EVENT_LOCK = 726565  # id of the advisory lock in PostgreSQL; arbitrary
 
 
 def _adding_to(row: postgresql.Insert | sqlite.Insert) -> Insert:
-    """Insert a row of traffic, or add its counts to those of the row that is there."""
+    """Insert a row of traffic, or add its counts to the existing row."""
     sums = {count: traffic.c[count] + row.excluded[count] for count in Moved.model_fields}
     return row.on_conflict_do_update(index_elements=list(traffic.primary_key), set_=sums)
 
@@ -95,20 +140,13 @@ COUNT_TRAFFIC = {  # by dialect
 
 
 class EventTable(Statements):
-    def __init__(self, connection: Connection, *, locked: bool) -> None:
-        """`locked`: no other transaction adds an event until this one ends."""
-        super().__init__(connection)
-        self._locked = locked
-
     LOCK = select(func.pg_advisory_xact_lock(EVENT_LOCK))
     ADD = insert(events)
 
     def lock(self) -> None:
-        """Events become visible in the order of their numbers, so that a reader that continues
-        from the last number it saw misses none."""
-        if not self._locked:
-            self.connection.execute(self.LOCK)
-            self._locked = True
+        """Make events visible in the order of their numbers, so that a reader that continues from
+        the last number it saw misses none."""
+        self.lock_by(self.LOCK)
 
     def add(
         self,
@@ -122,44 +160,27 @@ class EventTable(Statements):
         self.write(self.ADD, time=now, kind=kind, worker=worker, block=block, detail=detail[:500])
 
     def after(self, number: int, most: int) -> list[Event]:
-        """The next events after this number, oldest first."""
+        """Up to `most` events after this number, oldest first."""
         later = select(events).where(events.c.number > number)
         return self.rows(Event, later.order_by(events.c.number).limit(most))
 
     def last_number(self) -> int:
-        """0 if there are no events."""
+        """The number of the newest event; 0 if there are no events."""
         return self.connection.execute(select(func.max(events.c.number))).scalar() or 0
 
-    def add_score(
-        self,
-        *,
-        block: int | None,
-        versions: Collection[int],
-        split: str,
-        windows: str,
-        ce: float,
-        worker: str,
-        time: float,
-    ) -> None:
-        self.write(
-            insert(scores),
-            block=block,
-            versions=json.dumps(list(versions)),
-            split=split,
-            windows=windows,
-            ce=ce,
-            worker=worker,
-            time=time,
-        )
+    def add_score(self, score: Score, worker: str, now: float) -> None:
+        row = score.model_dump(exclude={"versions", "downloads"})
+        text = json.dumps(score.versions)
+        self.write(insert(scores), **row, versions=text, worker=worker, time=now)
 
-    def newest_score(self, block: int | None, split: str = "valid") -> ScoreRow | None:
-        """Of a block, or of the assembled model if `block` is None."""
+    def newest_score(self, block: int | None) -> ScoreRow | None:
+        """The newest score on `valid` of a block or, if `block` is None, of the assembled model."""
         same = select(scores).where(scores.c.block.is_not_distinct_from(block))
-        newest = same.where(scores.c.split == split).order_by(scores.c.number.desc())
+        newest = same.where(scores.c.split == "valid").order_by(scores.c.number.desc())
         return self.first(ScoreRow, newest.limit(1))
 
     def count_traffic(self, worker: str, block: int, moved: Moved) -> None:
-        """Add to the bytes that were moved between a worker and the run."""
+        """Add bytes moved between a worker and the run."""
         statement = COUNT_TRAFFIC[self.connection.dialect.name]
         self.write(statement, worker=worker, block=block, **moved.model_dump())
 

@@ -1,7 +1,12 @@
-"""The ledger's tables, for SQLite and PostgreSQL alike. Times are seconds since 1970."""
+"""The ledger's tables, for SQLite and PostgreSQL, and their rows as typed values.
+
+A table with a row class has a column for each field; fields that may be None are nullable. Times
+are seconds since 1970.
+"""
 
 from collections.abc import Collection
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from sqlalchemy import (
     BigInteger,
@@ -9,7 +14,10 @@ from sqlalchemy import (
     Boolean,
     Column,
     ColumnElement,
+    Connection,
+    DefaultClause,
     Double,
+    Executable,
     ForeignKey,
     Index,
     Integer,
@@ -18,29 +26,39 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    UniqueConstraint,
     bindparam,
+    false,
     literal_column,
     or_,
     text,
 )
 
+from blocktrain.protocol.messages import Blob, Role
+from blocktrain.protocol.page_messages import Control
+from blocktrain.protocol.status_messages import Moved
+
 metadata = MetaData()
 
 LeaseStatus = Literal["open", "sending", "submitted", "returned", "expired"]
 UpdateStatus = Literal["offered", "pending", "merged", "refused"]
+CheckMethod = Literal["score", "replay"]
+CheckStatus = Literal["hidden", "waiting", "assigned", "done"]
 
-# Finished leases and updates only grow in number, so the indexes hold the others alone.
-HELD: tuple[LeaseStatus, ...] = ("open", "sending")  # a worker holds the lease
+# Partial indexes contain only these states, since finished leases and updates grow in number.
+ACTIVE: tuple[LeaseStatus, ...] = ("open", "sending")  # a worker holds the lease
 LIVE: tuple[UpdateStatus, ...] = ("offered", "pending")  # the update's chunks are still needed
+DUE: tuple[CheckStatus, ...] = ("hidden", "waiting", "assigned")  # the check has no result yet
 
-# Parameters of statements. None has the name of a column, which a statement may set as well.
+# Parameters of statements. Their names differ from columns', which statements may set as well.
 the_block: BindParameter[int] = bindparam("the_block")
 the_lease: BindParameter[str] = bindparam("the_lease")
 the_worker: BindParameter[str] = bindparam("the_worker")
+the_check: BindParameter[str] = bindparam("the_check")
 
 
 def in_state(table: Table, *states: str) -> ColumnElement[bool]:
-    """A condition with the states as literals: with parameters no plan uses the partial indexes."""
+    """A condition with states as literals: with parameters, no plan would use a partial index."""
     return or_(*(table.c.state == literal_column(f"'{state}'") for state in states))
 
 
@@ -50,33 +68,213 @@ def _index_of(name: str, states: Collection[str], *columns: str) -> Index:
     return Index(name, *columns, sqlite_where=rows, postgresql_where=rows)
 
 
-# One row: a ledger holds one run.
-runs = Table(
-    "runs",
-    metadata,
-    Column("id", String(64), primary_key=True),
-    Column("config", Text, nullable=False),
-    Column("corpus", Text, nullable=False),  # JSON: split -> blob and digest
-    Column("token_secret", LargeBinary, nullable=False),
-    Column("authority_certificate", Text, nullable=False),
-    Column("authority_key", Text, nullable=False),
-    Column("created", Double, nullable=False),
-    Column("finished", Double),
-)
+# Column types that Python's types do not distinguish.
+Id = Annotated[str, String(64)]
+Long = Annotated[int, BigInteger()]
+Number = Annotated[int, BigInteger().with_variant(Integer, "sqlite")]  # assigned by the database
+# Columns that a migration adds have their default in the database, where it fills older rows.
+Added = Annotated[int, BigInteger(), DefaultClause("0")]
+AddedReal = Annotated[float, Double(), DefaultClause("0")]
+AddedFlag = Annotated[bool, Boolean(), DefaultClause(false())]
+TYPES = {str: Text, int: Integer, float: Double, bool: Boolean, bytes: LargeBinary}
 
-blocks = Table(
-    "blocks",
-    metadata,
-    Column("block", Integer, primary_key=True, autoincrement=False),
-    Column("version", Integer, nullable=False),
-    Column("merged_batches", BigInteger, nullable=False),
-    Column("next_batch", BigInteger, nullable=False),  # the first that was never handed out
-    Column("total_batches", BigInteger, nullable=False),
-    Column("fence", BigInteger, nullable=False),
-    Column("leases_met", BigInteger, nullable=False),
-    Column("leases_missed", BigInteger, nullable=False),
-    Column("merging_until", Double, nullable=False),  # until then a coordinator says it is merging
+
+def _table(row: type, name: str, key: str, *constraints: Index | UniqueConstraint) -> Table:
+    """A table for a row class, with the column `key` as its primary key."""
+    columns = []
+    for field, hint in get_type_hints(row, include_extras=True).items():
+        nullable = type(None) in get_args(hint)
+        python_type = get_args(hint)[0] if nullable else hint
+        details = get_args(python_type)[1:] or (TYPES[python_type],)
+        columns.append(
+            Column(
+                field,
+                *details,
+                primary_key=field == key,
+                nullable=nullable,
+                autoincrement=field == key == "number",  # the program assigns other keys
+            )
+        )
+    return Table(name, metadata, *columns, *constraints)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow:
+    id: Id
+    config: str
+    corpus: str  # JSON: split -> blob, digest and, unless tokens are bytes, bytes of text
+    tokenizer: str | None = None  # JSON: file name -> blob; null: tokens are bytes
+    token_secret: bytes
+    authority_certificate: str
+    authority_key: str
+    created: float
+    finished: float | None = None
+    requires_checks: AddedFlag = False  # updates are merged only once validators have checked them
+    control: Annotated[Control, String(16), DefaultClause("running")] = "running"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRow:
+    block: int
+    version: int = 0
+    merged_batches: Long = 0
+    next_batch: Long = 0  # the first batch that was never leased
+    total_batches: Long
+    fence: Long = 0
+    leases_met: Long = 0
+    leases_missed: Long = 0
+    merging_until: float = 0.0  # when a coordinator's claim on the next merge ends
+    rolled_back: AddedReal = 0.0  # when its last automatic rollback began
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRow:
+    id: Id
+    public_key: Annotated[str, String(128)]
+    name: Annotated[str, String(80)]
+    device: Annotated[str, String(80)]
+    role: Annotated[Role, String(16)]
+    joined: float
+    seen: float
+    banned: bool = False
+    batches_merged: Long = 0
+    updates_merged: Long = 0
+    invite: Id | None = None  # the invite that it used; null in ledgers older than the column
+    accepted: Added = 0  # updates that passed their checks
+    refused: Added = 0  # updates that failed a check
+    refused_in_a_row: Added = 0
+    excluded: AddedFlag = False  # gets no leases and no checks any more
+    excluded_until: float | None = None  # gets no leases before this time
+    suspicion: AddedReal = 0.0  # evidence that it is dishonest: a log likelihood ratio, 0 or more
+    replayed: Added = 0  # checks by replay that agreed with its updates
+    speed: float | None = None  # steps per second of its fastest update that passed its checks
+    checks: Added = 0  # checks that it has done as a validator
+    check_seconds: AddedReal = 0.0  # time it has spent on checks
+    train_seconds: AddedReal = 0.0  # time its settled leases have lasted
+
+
+@dataclass(frozen=True, kw_only=True)
+class InviteRow:
+    id: Id
+    secret_hash: Id
+    role: Annotated[Role, String(16)]
+    uses_left: int
+    expires: float
+    revoked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseRow:
+    """A lease. States: open -> sending -> submitted; open, sending -> returned | expired; expired
+    -> returned."""
+
+    id: Id
+    worker: Annotated[str, String(64), ForeignKey("workers.id")]
+    block: Annotated[int, Integer, ForeignKey("blocks.block")]
+    base_version: int
+    first_batch: Long
+    steps: int
+    schedule_start: Long
+    schedule_stride: int
+    continues: Id | None = None  # the lease whose end it starts from
+    fence: Long
+    deadline: float
+    expected: float | None = None  # when its update is expected, at its worker's speed
+    state: Annotated[LeaseStatus, String(16)] = "open"
+    created: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRow:
+    """An update. States: offered -> pending | refused; pending -> merged | refused; merged ->
+    refused, if it is removed from its block again."""
+
+    lease: Annotated[str, String(64), ForeignKey("leases.id")]
+    worker: Id
+    block: int
+    base_version: int
+    steps: int
+    offer: str  # JSON of the signed claim
+    signature: Annotated[str, String(128)]
+    state: Annotated[UpdateStatus, String(16)] = "offered"
+    reason: Annotated[str, String(500)] = ""
+    weight: float = 0.0
+    loss: float | None = None
+    committed: float | None = None
+    merged_into: int | None = None
+    downloads: str | None = None  # JSON: downloads that the worker reported
+    continues: Id | None = None  # as in its lease; a copy for requests that read all updates
+    norms: str | None = None  # JSON of a Move (swarm/bounds.py); as merged, once it is
+    sketch: str | None = None  # a small random projection of the change, to find copies
+    gain: float | None = None  # nats per token by which it lowers the loss on hidden text
+    own_gain: float | None = None  # the same on the text of its lease
+    checked: AddedFlag = False  # its checks are done, and it counts
+    clip: float | None = None  # the smallest factor by which a tensor of its change was scaled
+    merged_as: str | None = None  # JSON of how it was merged (coordinator/merger.py)
+    removed_in: int | None = None  # the first version from which it was removed again
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRow:
+    """A check of an update by a validator. States: hidden -> waiting (the update's worker has sent
+    the files that a replay needs) -> assigned -> done; assigned -> waiting, if its validator does
+    not answer in time."""
+
+    id: Id
+    lease: Annotated[str, String(64), ForeignKey("leases.id")]
+    method: Annotated[CheckMethod, String(16)]
+    state: Annotated[CheckStatus, String(16)] = "waiting"
+    segment: int | None = None  # of the lease, to replay
+    validator: Id | None = None
+    version: int | None = None  # of the block, that a score compares the update with
+    deadline: float | None = None  # of the validator, or of the worker that sends files
+    created: float
+    seconds: float | None = None  # that the validator has spent
+    result: str | None = None  # JSON
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRow:
+    number: Number
+    block: int | None  # null: the assembled model
+    versions: str  # JSON
+    split: Annotated[str, String(8)]
+    windows: Id
+    ce: float
+    worker: Id
+    time: float
+
+
+runs = _table(RunRow, "runs", "id")  # one row: a ledger has one run
+blocks = _table(BlockRow, "blocks", "block")
+workers = _table(WorkerRow, "workers", "id", UniqueConstraint("public_key"))
+invites = _table(InviteRow, "invites", "id", UniqueConstraint("secret_hash"))
+leases = _table(
+    LeaseRow,
+    "leases",
+    "id",
+    _index_of("leases_by_worker", ACTIVE, "worker", "state"),
+    _index_of("leases_by_deadline", ACTIVE, "state", "deadline"),
+    _index_of("leases_expired", ("expired",), "worker", "deadline"),
 )
+SCORED, REMOVED = text("gain IS NOT NULL"), text("removed_in IS NOT NULL")
+updates = _table(
+    UpdateRow,
+    "updates",
+    "lease",
+    _index_of("updates_by_state", LIVE, "state", "worker"),
+    _index_of("updates_merged", ("merged",), "block", "merged_into"),
+    Index("updates_scored", "committed", sqlite_where=SCORED, postgresql_where=SCORED),
+    Index("updates_removed", "block", sqlite_where=REMOVED, postgresql_where=REMOVED),
+)
+checks = _table(
+    CheckRow,
+    "checks",
+    "id",
+    _index_of("checks_due", DUE, "state", "created"),
+    Index("checks_by_lease", "lease"),
+)
+scores = _table(ScoreRow, "scores", "number")
 
 versions = Table(
     "versions",
@@ -87,13 +285,13 @@ versions = Table(
     Column("weights_size", BigInteger, nullable=False),
     Column("velocity", String(64)),
     Column("velocity_size", BigInteger),
-    Column("owed", String(64)),  # the residual: what its compression left out
+    Column("owed", String(64)),  # the residual: what its delta left out
     Column("owed_size", BigInteger),
     Column("merged_batches", BigInteger, nullable=False),
     Column("created", Double, nullable=False),
 )
 
-# The delta that leads to a version from the one before; it may outlive the version.
+# The delta from the version before to a version. It may outlive the version.
 differences = Table(
     "differences",
     metadata,
@@ -103,7 +301,7 @@ differences = Table(
     Column("size", BigInteger, nullable=False),
 )
 
-# Blobs of forgotten versions and deltas, kept for workers that still fetch them.
+# Blobs of deleted versions and deltas, kept for workers that are still downloading them.
 retired = Table(
     "retired",
     metadata,
@@ -112,59 +310,7 @@ retired = Table(
     Column("until", Double, nullable=False),
 )
 
-workers = Table(
-    "workers",
-    metadata,
-    Column("id", String(64), primary_key=True),
-    Column("public_key", String(128), nullable=False, unique=True),
-    Column("name", String(80), nullable=False),
-    Column("device", String(80), nullable=False),
-    Column("role", String(16), nullable=False),
-    Column("joined", Double, nullable=False),
-    Column("seen", Double, nullable=False),
-    Column("banned", Boolean, nullable=False),
-    Column("batches_merged", BigInteger, nullable=False),
-    Column("updates_merged", BigInteger, nullable=False),
-    Column(
-        "invite", String(64)
-    ),  # that it joined with; null if it joined before this column was added
-)
-
-invites = Table(
-    "invites",
-    metadata,
-    Column("id", String(64), primary_key=True),
-    Column("secret_hash", String(64), nullable=False, unique=True),
-    Column("role", String(16), nullable=False),
-    Column("uses_left", Integer, nullable=False),
-    Column("expires", Double, nullable=False),
-    Column("revoked", Boolean, nullable=False),
-)
-
-# open -> sending -> submitted; until then also -> returned | expired;  expired -> returned
-leases = Table(
-    "leases",
-    metadata,
-    Column("id", String(64), primary_key=True),
-    Column("worker", String(64), ForeignKey("workers.id"), nullable=False),
-    Column("block", Integer, ForeignKey("blocks.block"), nullable=False),
-    Column("base_version", Integer, nullable=False),
-    Column("first_batch", BigInteger, nullable=False),
-    Column("steps", Integer, nullable=False),
-    Column("schedule_start", BigInteger, nullable=False),
-    Column("schedule_stride", Integer, nullable=False),
-    Column("continues", String(64)),  # the lease from whose end it is trained on
-    Column("fence", BigInteger, nullable=False),
-    Column("deadline", Double, nullable=False),
-    Column("expected", Double),  # when its update is expected, by its worker's speed
-    Column("state", String(16), nullable=False),
-    Column("created", Double, nullable=False),
-    _index_of("leases_by_worker", HELD, "worker", "state"),
-    _index_of("leases_by_deadline", HELD, "state", "deadline"),
-    _index_of("leases_expired", ("expired",), "worker", "deadline"),
-)
-
-# Returned ranges of batches: handed out again before new ones.
+# Returned ranges of batches, which are leased again before new ones.
 gaps = Table(
     "gaps",
     metadata,
@@ -173,39 +319,22 @@ gaps = Table(
     Column("steps", Integer, nullable=False),
 )
 
-# offered -> pending | refused;  pending -> merged
-updates = Table(
-    "updates",
-    metadata,
-    Column("lease", String(64), ForeignKey("leases.id"), primary_key=True),
-    Column("worker", String(64), nullable=False),
-    Column("block", Integer, nullable=False),
-    Column("base_version", Integer, nullable=False),
-    Column("steps", Integer, nullable=False),
-    Column("offer", Text, nullable=False),  # JSON of the signed claim
-    Column("signature", String(128), nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("reason", String(500), nullable=False),
-    Column("weight", Double, nullable=False),
-    Column("loss", Double),
-    Column("committed", Double),
-    Column("merged_into", Integer),
-    Column("downloads", Text),  # JSON: what the worker reported to have downloaded
-    Column("continues", String(64)),  # as in its lease, for requests that read all updates
-    _index_of("updates_by_state", LIVE, "state", "worker"),
-)
-
-# Bytes moved between a worker and the run, by block: `protocol.messages.Moved`.
+# Bytes moved between a worker and the run, by block.
 traffic = Table(
     "traffic",
     metadata,
     Column("worker", String(64), ForeignKey("workers.id"), primary_key=True),
     Column("block", Integer, ForeignKey("blocks.block"), primary_key=True),
-    Column("up", BigInteger, nullable=False),
-    Column("up_raw", BigInteger, nullable=False),
-    Column("down_whole", BigInteger, nullable=False),
-    Column("down_differences", BigInteger, nullable=False),
-    Column("down_raw", BigInteger, nullable=False),
+    *(Column(count, BigInteger, nullable=False) for count in Moved.model_fields),
+)
+
+# Batches of a block that a worker has trained, of updates that passed their checks.
+trained = Table(
+    "trained",
+    metadata,
+    Column("worker", String(64), ForeignKey("workers.id"), primary_key=True),
+    Column("block", Integer, ForeignKey("blocks.block"), primary_key=True),
+    Column("steps", BigInteger, nullable=False),
 )
 
 events = Table(
@@ -221,17 +350,44 @@ events = Table(
     Column("detail", String(500), nullable=False),
 )
 
-scores = Table(
-    "scores",
-    metadata,
-    Column(
-        "number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True
-    ),
-    Column("block", Integer),  # null: the assembled model
-    Column("versions", Text, nullable=False),  # JSON
-    Column("split", String(8), nullable=False),
-    Column("windows", String(64), nullable=False),
-    Column("ce", Double, nullable=False),
-    Column("worker", String(64), nullable=False),
-    Column("time", Double, nullable=False),
-)
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """A row of `versions`, with names and sizes combined to blobs."""
+
+    block: int
+    version: int
+    weights: Blob
+    velocity: Blob | None = None
+    residual: Blob | None = None  # what its delta left out
+    merged_batches: int
+    created: float
+
+
+Row = TypeVar("Row")
+
+
+class Statements:
+    """Base class of the ledger's statements, by table."""
+
+    def __init__(self, connection: Connection, *, locked: bool = False) -> None:
+        """`locked`: the transaction began by taking the lock of these statements."""
+        self.connection, self._locked = connection, locked
+
+    def lock_by(self, statement: Executable) -> None:
+        """Take this lock: until this transaction ends, no other can take it."""
+        if not self._locked:
+            self.connection.execute(statement)
+            self._locked = True
+
+    def rows(self, row: type[Row], statement: Executable, **parameters: Any) -> list[Row]:
+        result = self.connection.execute(statement, parameters)
+        return [row(**columns) for columns in result.mappings()]
+
+    def first(self, row: type[Row], statement: Executable, **parameters: Any) -> Row | None:
+        columns = self.connection.execute(statement, parameters).mappings().first()
+        return row(**columns) if columns is not None else None
+
+    def write(self, statement: Executable, **parameters: Any) -> int:
+        """Execute a statement that writes. Returns the number of changed rows."""
+        return self.connection.execute(statement, parameters).rowcount

@@ -1,34 +1,44 @@
-"""What all kinds of block share: an embedding, layers, rotary tables; and the frozen target table.
+"""What all kinds of blocks share (embedding, layers, rotary tables), the target table, and causal
+blocks.
 
-Knows neither losses nor how blocks are joined.
+A causal block that reads ids and has no tail is an ordinary language model: the end-to-end
+reference. In a cascade the first block reads ids, and every later one reads the features of the
+block before it. Each block predicts the next token through its own tail and head; other blocks read
+only its trunk. model/stack.py joins blocks to a model.
+
+Shapes: B batch, T positions, D width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TypeVar, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from blocktrain.config import Config, ModelConfig
-from blocktrain.model.layer import Layer, Rotation, rotation
-from blocktrain.model.two_stream import TwoStreamLayer
-from blocktrain.vocabulary import BYTE_VOCABULARY
+from blocktrain.config import BYTE_VOCABULARY, Config, ModelConfig
+from blocktrain.model.cache import BlockCache, LayerCache
+from blocktrain.model.layer import Layer, Rotation, layer_class
+from blocktrain.model.linear import Linear, linear_cross_entropy
 
-EMBED_STD = 0.1
-TABLE_STREAM = 0x7AB1E  # keeps the table's randomness apart from every other use of the seed
-# The layers that model.layer can choose.
-LAYERS: dict[str, type[Layer]] = {"two_stream": TwoStreamLayer}
+EMBED_STD, TIED_EMBED_STD = 0.1, 0.02
+# Multiplies the logits, so that under AdamW a zero-initialised head learns as fast as the layers.
+CAUSAL_GAIN = 8.0
+TABLE_STREAM = 0x7AB1E  # separates the table's random stream from other uses of the seed
 
 T = TypeVar("T")
+# Computes a block's logits (B x t x V) at some of a batch's positions; all of them may not fit in
+# memory.
+LogitsAt = Callable[[slice], Tensor]
 
 
 @lru_cache(maxsize=4)
 def target_table(seed: int, dimensions: int, tokens: int = BYTE_VOCABULARY.size) -> Tensor:
-    """One unit-norm row per token, drawn from the run's seed and never trained; the rows are
-    orthonormal if there are at least as many dimensions.
+    """One unit-norm row per token, drawn from the run's seed and never trained. With at least as
+    many dimensions as tokens the rows are orthonormal.
 
     Computed in float64 and rounded once, so that machines with different linear algebra libraries
     get the same float32 numbers.
@@ -37,7 +47,7 @@ def target_table(seed: int, dimensions: int, tokens: int = BYTE_VOCABULARY.size)
     rows = draws.standard_normal((tokens, dimensions))
     if dimensions >= tokens:
         q, r = np.linalg.qr(rows.T)
-        rows = (q * np.sign(np.diag(r))).T  # the sign of a QR factor is the library's choice
+        rows = (q * np.sign(np.diag(r))).T  # libraries choose different signs
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     return torch.from_numpy(rows.astype(np.float32))
 
@@ -49,7 +59,7 @@ def run_targets(config: Config, device: torch.device) -> Tensor:
 
 
 class Block(nn.Module):
-    """The parts that every kind of block has: an embedding if it reads ids, and layers."""
+    """What every kind of block has: layers, and an embedding if it reads ids."""
 
     def __init__(self, config: Config, index: int) -> None:
         super().__init__()
@@ -59,18 +69,19 @@ class Block(nn.Module):
         self.recompute = False
         self.embed = nn.Embedding(config.vocabulary.ids, model.width) if reads_ids else None
         if self.embed is not None:
-            nn.init.normal_(self.embed.weight, std=EMBED_STD)
+            std = TIED_EMBED_STD if model.tied_embeddings else EMBED_STD
+            nn.init.normal_(self.embed.weight, std=std)
         self.layers = new_layers(model, config.depths[index])
-        # Stored, since a compiler would compute every cosine again for every sequence, head and
-        # layer: a third of the whole step. On the CPU even under the meta device, since no
-        # checkpoint holds them.
+        # Stored, since a compiled model would recompute every cosine for every sequence, head and
+        # layer, a third of a step's time. On the CPU even under the meta device, since checkpoints
+        # do not contain them.
         positions = torch.arange(model.window, device="cpu")
-        tables = rotation(layer_class(model).rotary_width(model), positions)
+        tables = layer_class(model).rotation(model, positions)
         self.register_buffer("cos_TR", tables.cos_TR, persistent=False)
         self.register_buffer("sin_TR", tables.sin_TR, persistent=False)
 
     def undecayed(self) -> Iterator[nn.Parameter]:
-        """Parameters of the block itself, not of its layers, without weight decay."""
+        """Parameters without weight decay, except those of the block's layers."""
         return iter(())
 
     def embedded(self, ids_BT: Tensor) -> Tensor:
@@ -78,21 +89,20 @@ class Block(nn.Module):
         out: Tensor = self.embed(ids_BT.long()).to(self.compute_dtype)
         return out
 
-    def rotation(self, at: slice | Tensor) -> Rotation:
+    def rotation(self, count: int, caches: Sequence[LayerCache] | None = None) -> Rotation:
+        """Rotary tables of the first `count` positions or, with caches, of each sequence's next
+        `count` positions."""
         tables = Rotation(cast("Tensor", self.cos_TR), cast("Tensor", self.sin_TR))
-        if isinstance(at, slice) and at.stop > tables.cos_TR.size(0):
-            raise ValueError(f"position {at.stop} is past the model's window")
+        if not caches and count > tables.cos_TR.size(0):
+            raise ValueError(f"{count} positions exceed the model's window; shorten the input")
+        at = caches[0].positions(count) if caches else slice(count)
         return Rotation(*(table[at].to(self.compute_dtype) for table in tables))
 
     def apply_layer(self, function: Callable[..., T], *inputs: object) -> T:
-        if self.recompute and self.training:
+        if self.recompute and torch.is_grad_enabled():
             out: T = checkpoint(function, *inputs, use_reentrant=False)
             return out
         return function(*inputs)
-
-
-def layer_class(model: ModelConfig) -> type[Layer]:
-    return LAYERS[model.layer]
 
 
 def new_layers(model: ModelConfig, count: int) -> nn.ModuleList:
@@ -101,3 +111,92 @@ def new_layers(model: ModelConfig, count: int) -> nn.ModuleList:
 
 def typed(layers: nn.ModuleList) -> list[Layer]:
     return cast("list[Layer]", list(layers))
+
+
+def with_caches(
+    layers: nn.ModuleList, caches: Sequence[LayerCache] | None
+) -> Iterator[tuple[Layer, LayerCache | None]]:
+    each: Sequence[LayerCache | None] = caches or [None] * len(layers)
+    return zip(typed(layers), each, strict=True)
+
+
+class Trunk(Block):
+    """The part of a causal block that later blocks read."""
+
+    def features(self, inputs: Tensor, cache: BlockCache | None = None) -> Tensor:
+        """The output of the block's layers. With a cache, inputs are new positions only.
+
+        Inputs are ids (B x T) if the block has an embedding, else features (B x T x D).
+        """
+        x = self.embedded(inputs) if self.embed is not None else inputs.to(self.compute_dtype)
+        return self.run(self.layers, x, cache.layers if cache else None)
+
+    def run(
+        self, layers: nn.ModuleList, x_BTD: Tensor, caches: Sequence[LayerCache] | None
+    ) -> Tensor:
+        by = self.rotation(x_BTD.size(1), caches)
+        for layer, cache in with_caches(layers, caches):
+            x_BTD = self.apply_layer(_step, layer, x_BTD, by, cache)
+        return x_BTD
+
+
+class CausalBlock(Trunk):
+    def __init__(self, config: Config, index: int) -> None:
+        super().__init__(config, index)
+        model, tokens = config.model, config.vocabulary.size
+        self.tokens, self.gain = tokens, logit_gain(model)
+        self.tail = new_layers(model, config.tail_layers(index))
+        self.norm: nn.Module | None = None
+        self.head: Linear | None = None
+        if config.has_head(index):
+            self.norm = layer_class(model).norm(model, model.width)
+            if not (model.tied_embeddings and self.embed):
+                self.head = Linear(model.width, tokens, zero=True)
+
+    def forward(
+        self, inputs: Tensor, targets_BT: Tensor | None = None, shares_BT: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the next token at every position. With targets, their mean cross entropy
+        instead (or its sum with these shares), computed without storing all logits."""
+        private = self.private(self.features(inputs))
+        if targets_BT is None:
+            return self.predict(private)
+        x_ND = self.normed(private).flatten(0, 1)
+        shares_N = None if shares_BT is None else shares_BT.flatten()
+        targets_N = targets_BT.flatten()
+        return linear_cross_entropy(x_ND, self.head_weight, targets_N, self.gain, shares_N)[0]
+
+    def private(self, features_BTD: Tensor, cache: BlockCache | None = None) -> Tensor:
+        """The output of the tail, which only the head reads."""
+        return self.run(self.tail, features_BTD, cache.tail if cache else None)
+
+    def predict(self, private: Tensor) -> Tensor:
+        weight = self.head_weight.to(private.dtype)
+        return self.gain * F.linear(self.normed(private), weight).float()
+
+    def logits_of(self, features_BTD: Tensor) -> LogitsAt:
+        private_BTD = self.private(features_BTD)
+        return lambda at: self.predict(private_BTD[:, at])
+
+    def normed(self, private: Tensor) -> Tensor:
+        """The input of the head."""
+        assert self.norm is not None, "only blocks with a head predict"
+        out: Tensor = self.norm(private)
+        return out
+
+    @property
+    def head_weight(self) -> Tensor:
+        """V x D: the head's own weight, or the embedding's if they are tied."""
+        if self.head is not None:
+            return self.head.weight
+        assert self.embed is not None
+        return self.embed.weight[: self.tokens]
+
+
+def logit_gain(model: ModelConfig) -> float:
+    """The factor by which a head's output is multiplied to give logits."""
+    return model.logit_gain or (1.0 if model.tied_embeddings else CAUSAL_GAIN)
+
+
+def _step(layer: Layer, x_BTD: Tensor, by: Rotation, cache: LayerCache | None) -> Tensor:
+    return layer.clean(x_BTD, by, cache)[0]

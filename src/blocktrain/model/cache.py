@@ -1,15 +1,16 @@
-"""The key-value cache: every layer has a pool, and every sequence a slot in all pools.
+"""The key-value cache: every layer has a pool, and a sequence has the same slot in all pools.
 
-A batch is a view of some slots: rows that start at different positions and have different lengths,
-padded to the longest. A row overwrites its slot from its start on, which is how drafts are rolled
-back. Pools grow by doubling. Knows nothing of requests, limits or time.
+A batch is a view of some slots. Its rows may start at different positions and differ in length;
+they are padded to the longest. A row overwrites its slot from its start on, which is how drafts are
+rolled back. Pools grow by doubling. Limits, and which request has which slot, are up to the caller.
 
-Shapes: S slots, T positions of room, B rows, Q new positions of the longest row, N new positions
+Shapes: S slots, T positions per slot, B rows, Q new positions of the longest row, N new positions
 of all rows, D width, H heads, K = D / H.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import add
 from typing import NamedTuple
 
@@ -21,13 +22,13 @@ FIRST_SLOTS, FIRST_ROOM = 1, 64
 
 
 class CacheShape(NamedTuple):
-    """What a layer caches of each position."""
+    """What a layer caches per position."""
 
-    heads: int  # of keys and values; there may be fewer of them than of queries
+    heads: int  # of keys and values; there may be more heads of queries
     key_width: int  # of one head
     value_width: int
-    input_width: int = 0  # of the layer's own inputs, if it reads earlier ones; 0: none are cached
-    inputs_before: int = 0  # how many earlier inputs each position reads
+    input_width: int = 0  # of the local filter's inputs; 0: there is no filter
+    inputs_before: int = 0  # how many earlier inputs the filter reads at each position
 
     @property
     def numbers(self) -> int:
@@ -35,42 +36,39 @@ class CacheShape(NamedTuple):
 
 
 class CachedPositions(NamedTuple):
-    """Keys and values that the queries of new positions read, and which of them each may see."""
+    """Keys and values, and which of them the query of each new position may attend to."""
 
     k_BHTK: Tensor
     v_BHTK: Tensor
     causal: bool  # queries and keys cover the same positions
-    mask: Tensor | None  # B x 1 x Q x T; None: all that `causal` leaves
+    mask: Tensor | None  # B x 1 x Q x T; None: a causal mask if `causal`, else no mask
 
 
 @dataclass(frozen=True)
 class BatchPlaces:
-    """Where a batch's new positions are written and what they see; the same for every layer."""
+    """Where a batch's new positions are stored and what they attend to; the same in every layer."""
 
     slots: slice | Tensor
-    end: int  # positions of the row that ends last
+    end: int  # length of the longest sequence, new positions included
     positions_BQ: Tensor
-    given_N: Tensor | None  # indices of the B x Q inputs that are no padding; None: all
+    unpadded_N: Tensor | None  # indices of the B x Q inputs that are not padding; None: all
     written_N: Tensor  # their indices in a pool of keys or values
     inputs_N: Tensor  # their indices in the pool of the local filter's inputs
     before_BC: Tensor  # indices of the filter inputs just before each row
     causal: bool
     mask_B1QT: Tensor | None
 
-    def chosen(self, pool_STD: Tensor) -> Tensor:
-        """The batch's slots up to `end`; consecutive slots are not copied."""
-        return pool_STD[:, : self.end][self.slots]
-
     def write(self, pool_STD: Tensor, places_N: Tensor, new_BQD: Tensor) -> None:
         width = pool_STD.size(-1)
         flat = new_BQD.reshape(-1, width)
-        if self.given_N is not None:
-            flat = flat[self.given_N]
+        if self.unpadded_N is not None:
+            flat = flat[self.unpadded_N]
         pool_STD.view(-1, width).index_copy_(0, places_N, flat)
 
 
 class LayerPool:
-    """One layer's pools; zeros stand before the first of the inputs that it reads again."""
+    """One layer's pools: keys, values, and inputs of the local filter. Zeros stand before the first
+    input."""
 
     def __init__(self, shape: CacheShape, device: torch.device, dtype: torch.dtype) -> None:
         def pool(room: int, width: int) -> Tensor:
@@ -87,27 +85,28 @@ class LayerPool:
         self.h_SID = _grown(self.h_SID, slots, self.before + room if self.before else 0)
 
 
+@dataclass(frozen=True)
 class LayerCache:
-    """One layer's cache as one batch sees it."""
+    """One layer's cache, for one batch."""
 
-    def __init__(self, pool: LayerPool, places: BatchPlaces) -> None:
-        self.pool = pool
-        self.places = places
+    pool: LayerPool
+    places: BatchPlaces
 
     def positions(self, count: int) -> Tensor:
-        """B x `count` positions of the next inputs in their sequences."""
+        """The positions of each sequence's next `count` inputs, B x `count`."""
         assert count == self.places.positions_BQ.size(1)
         return self.places.positions_BQ
 
     def extend_inputs(self, h_BTD: Tensor) -> Tensor:
-        """Store the local filter's new inputs; returns them behind the inputs before."""
+        """Store new inputs of the local filter. Returns the stored inputs just before them,
+        followed by the new ones."""
         pool = self.pool.h_SID
         before = pool.view(-1, pool.size(-1))[self.places.before_BC]
         self.places.write(pool, self.places.inputs_N, h_BTD)
         return torch.cat([before, h_BTD], dim=1)
 
     def append(self, k_BHTK: Tensor, v_BHTK: Tensor) -> CachedPositions:
-        """Store new keys and values; returns all that the batch reads."""
+        """Store new keys and values. Returns these and the earlier ones."""
         places, pool = self.places, self.pool
         places.write(pool.k_STD, places.written_N, k_BHTK.transpose(1, 2))
         places.write(pool.v_STD, places.written_N, v_BHTK.transpose(1, 2))
@@ -115,21 +114,22 @@ class LayerCache:
         return CachedPositions(k, v, places.causal, places.mask_B1QT)
 
     def _by_head(self, pool_STD: Tensor) -> Tensor:
-        chosen = self.places.chosen(pool_STD)
-        return chosen.view(*chosen.shape[:2], self.pool.heads, -1).transpose(1, 2)
+        # A view if the slots are consecutive, else a copy.
+        rows = pool_STD[:, : self.places.end][self.places.slots]
+        return rows.view(*rows.shape[:2], self.pool.heads, -1).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class BlockCache:
-    """The caches of a block's layers and of its private tail's, as one batch sees them."""
+    """The caches of a block's layers and of its tail's, for one batch."""
 
     layers: list[LayerCache]
     tail: list[LayerCache]
 
 
 class SlotCache:
-    """The pools of consecutive blocks; `shapes` are each block's numbers of layers and of tail
-    layers, `layer` is what each of them caches."""
+    """The pools of consecutive blocks. `shapes` are each block's numbers of layers and of tail
+    layers; `layer` is what each layer caches."""
 
     def __init__(
         self,
@@ -141,36 +141,32 @@ class SlotCache:
     ) -> None:
         self.window, self.layer, self.device = window, layer, device
         self.slots = self.room = 0
-        self._blocks = [
-            ([LayerPool(layer, device, dtype) for _ in range(layers)],
-             [LayerPool(layer, device, dtype) for _ in range(tail)])
-            for layers, tail in shapes
-        ]  # fmt: skip
+        self._shapes = shapes
+        self._pools = [LayerPool(layer, device, dtype) for _ in range(_layer_count(shapes))]
 
     @staticmethod
     def slot_bytes(
         window: int, layer: CacheShape, shapes: Sequence[tuple[int, int]], dtype: torch.dtype
     ) -> int:
-        """Bytes of a slot that holds a whole window."""
-        layers = sum(depth + tail for depth, tail in shapes)
-        return layer.numbers * layers * window * dtype.itemsize
+        """Size of a slot for a whole window."""
+        return layer.numbers * _layer_count(shapes) * window * dtype.itemsize
 
     def view(
         self, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
     ) -> list[BlockCache]:
-        """Each block's cache for one batch: rows of `lengths` new positions from `starts` on."""
+        """Each block's cache for a batch: its rows add `lengths` positions from `starts` on."""
         end = max(map(add, starts, lengths))
         if end > self.window:
-            raise ValueError(f"position {end} is past the model's window")
+            raise ValueError(
+                f"{end} positions exceed the model's window of {self.window}; shorten the input"
+            )
         self._make_room(max(slots) + 1, end)
         self._wipe([slot for slot, start in zip(slots, starts, strict=True) if not start])
         places = self._places(slots, starts, lengths, end)
+        caches = iter([LayerCache(pool, places) for pool in self._pools])
         return [
-            BlockCache(
-                [LayerCache(pool, places) for pool in layers],
-                [LayerCache(pool, places) for pool in tail],
-            )
-            for layers, tail in self._blocks
+            BlockCache(list(islice(caches, layers)), list(islice(caches, tail)))
+            for layers, tail in self._shapes
         ]
 
     def _make_room(self, slots: int, room: int) -> None:
@@ -178,19 +174,17 @@ class SlotCache:
             return
         self.slots = _doubled(self.slots, slots, FIRST_SLOTS)
         self.room = min(_doubled(self.room, room, FIRST_ROOM), self.window)
-        for layers, tail in self._blocks:
-            for layer in (*layers, *tail):
-                layer.grow(self.slots, self.room)
+        for pool in self._pools:
+            pool.grow(self.slots, self.room)
 
     def _wipe(self, slots: Sequence[int]) -> None:
-        """Zero slots before a new context: a mask hides old numbers, but not an old NaN."""
+        """Zero the slots of new sequences: a mask hides old numbers, but not an old NaN."""
         if not slots:
             return
         chosen = self._consecutive(slots)
-        for layers, tail in self._blocks:
-            for layer in (*layers, *tail):
-                layer.k_STD[chosen] = 0
-                layer.v_STD[chosen] = 0
+        for pool in self._pools:
+            pool.k_STD[chosen] = 0
+            pool.v_STD[chosen] = 0
 
     def _places(
         self, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int], end: int
@@ -198,20 +192,20 @@ class SlotCache:
         count, taps = max(lengths), self.layer.inputs_before
         rows_B1, starts_B1 = np.array(slots)[:, None], np.array(starts)[:, None]
         offsets_Q = np.arange(count)
-        given = None
+        unpadded = None
         positions_BQ = starts_B1 + offsets_Q
         written = rows_B1 * self.room + positions_BQ
         inputs = written + (rows_B1 + 1) * taps
         if min(lengths) < count:
-            given_BQ = offsets_Q < np.array(lengths)[:, None]
-            given = self._tensor(np.flatnonzero(given_BQ))
-            written, inputs = written[given_BQ], inputs[given_BQ]
+            unpadded_BQ = offsets_Q < np.array(lengths)[:, None]
+            unpadded = self._tensor(np.flatnonzero(unpadded_BQ))
+            written, inputs = written[unpadded_BQ], inputs[unpadded_BQ]
         before_BC = rows_B1 * (taps + self.room) + starts_B1 + np.arange(taps)
         return BatchPlaces(
             self._consecutive(slots),
             end,
             self._tensor(np.minimum(positions_BQ, self.window - 1)),
-            given,
+            unpadded,
             self._tensor(written.reshape(-1)),
             self._tensor(inputs.reshape(-1)),
             self._tensor(before_BC),
@@ -226,14 +220,19 @@ class SlotCache:
         return self._tensor(np.array(slots))
 
     def _mask(self, starts: Sequence[int], positions_BQ: np.ndarray, end: int) -> Tensor | None:
-        """A query sees positions up to its own; padding sees more, and is never read."""
+        """Which positions each query attends to: those up to its own. None if no mask is needed.
+        What the queries of padding compute is never read."""
         if not any(starts) or min(starts) == end - 1:
-            return None  # all causal, or one new position each, which sees everything
-        seen_BQT = np.arange(end) <= positions_BQ[:, :, None]
-        return self._tensor(seen_BQT[:, None])
+            return None  # all rows are causal, or each has one new position at the end
+        visible_BQT = np.arange(end) <= positions_BQ[:, :, None]
+        return self._tensor(visible_BQT[:, None])
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+def _layer_count(shapes: Sequence[tuple[int, int]]) -> int:
+    return sum(layers + tail for layers, tail in shapes)
 
 
 def _doubled(size: int, needed: int, first: int) -> int:

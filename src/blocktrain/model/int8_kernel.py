@@ -1,7 +1,5 @@
 """A Triton kernel for a linear map with weights in 8 bits: it reads each weight once, as a byte.
 
-Only for CUDA devices; knows nothing of modules.
-
 Shapes: M rows of x, N outputs, K inputs.
 """
 
@@ -10,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-OUTPUTS = 64  # of one program: the least that Hopper's matrix unit takes
+OUTPUTS = 64  # per program; the smallest tile of Hopper's tensor cores
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -18,7 +16,7 @@ def _linear(  # type: ignore[no-untyped-def]
     x_ptr, levels_ptr, scale_ptr, y_ptr, rows, outputs, eighths,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # In eighths, so that the compiler knows a multiple of 8 and loads several bytes at a time.
+    # Passed in eighths: the compiler then knows a multiple of 8 and loads several bytes at a time.
     inputs = eighths * 8
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -40,8 +38,7 @@ def _linear(  # type: ignore[no-untyped-def]
 
 
 def tiles(rows: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Rows and inputs of a tile, and the number of tiles that are loaded ahead: as many bytes of
-    weights as fit into shared memory beside x."""
+    """Rows and inputs of a tile, and the number of pipeline stages. They fill the shared memory."""
     tile = next(size for size in (16, 32, 64, 128) if size >= min(rows, 128))
     inputs = 256 if tile == 16 else 128 if tile < 128 else 64
     if dtype == torch.float32:
@@ -50,7 +47,8 @@ def tiles(rows: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 def linear(x_MK: Tensor, levels_NK: Tensor, scale_N: Tensor) -> Tensor:
-    """All contiguous; K is a multiple of 8."""
+    """The product of x and the transposed weights, which are levels times scale. The arguments must
+    be contiguous, and K a multiple of 8."""
     rows, inputs = x_MK.shape
     outputs = levels_NK.size(0)
     y_MN = x_MK.new_empty(rows, outputs)

@@ -1,8 +1,7 @@
 """The noise mathematics of denoising blocks: partition, EDM preconditioning, Euler step.
 
-Knows no tensors library: the partition is plain floats, the EDM coefficients come from plain
-floats, and the Euler step is arithmetic that any array type understands. Who owns which sigma
-is written down here and nowhere else: `Partition.train_range` and `Partition.block_of`.
+Works on plain floats; the Euler step takes arrays and tensors too. Only `Partition.train_range` and
+`Partition.block_of` decide which block owns which sigma.
 """
 
 import itertools
@@ -18,7 +17,7 @@ STANDARD_NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class LogNormal:
-    """The distribution sigma is drawn from: ln(sigma) ~ Normal(mean, std)."""
+    """The distribution that sigma is drawn from: ln(sigma) ~ Normal(mean, std)."""
 
     mean: float = -1.2
     std: float = 1.2
@@ -30,9 +29,12 @@ class LogNormal:
         return math.exp(self.mean + self.std * STANDARD_NORMAL.inv_cdf(probability))
 
 
+EDM_PRIOR = LogNormal()
+
+
 @dataclass(frozen=True)
 class Partition:
-    """The range of sigma cut into one interval per block.
+    """The range of sigma, cut into one interval per block.
 
     `bounds` ascend from sigma_min to sigma_max. Block 0 runs first at inference and owns the
     HIGHEST interval; the last block owns the lowest.
@@ -40,7 +42,7 @@ class Partition:
 
     bounds: tuple[float, ...]
     overlap: float = 0.0
-    prior: LogNormal = LogNormal()
+    prior: LogNormal = EDM_PRIOR
 
     @property
     def blocks(self) -> int:
@@ -59,13 +61,13 @@ class Partition:
         return self.bounds[top - 1], self.bounds[top]
 
     def train_range(self, block: int) -> tuple[float, float]:
-        """The owned interval, widened on each side by `overlap` of its log-width, clamped."""
+        """The owned interval, widened on each side by `overlap` of its log-width, within bounds."""
         low, high = self.owned_range(block)
         widening = (high / low) ** self.overlap
         return max(low / widening, self.sigma_min), min(high * widening, self.sigma_max)
 
     def block_of(self, sigma: float) -> int:
-        """The block that owns sigma; an inner bound belongs to the block below it."""
+        """The block that owns sigma; an inner bound belongs to the interval below it."""
         if not self.sigma_min <= sigma <= self.sigma_max:
             raise ValueError(f"sigma {sigma} is outside [{self.sigma_min}, {self.sigma_max}]")
         return self.blocks - max(bisect_left(self.bounds, sigma), 1)
@@ -78,9 +80,8 @@ class Partition:
         return [min(max(sigma, low), high) for sigma in draws]
 
     def inference_sigmas(self) -> list[tuple[float, float]]:
-        """For each block in order: the sigma it is asked at and the sigma it steps down to."""
-        descending = self.bounds[::-1]
-        return list(itertools.pairwise(descending))
+        """For each block in order: sigma of the z that it reads, and of the z that it returns."""
+        return list(itertools.pairwise(self.bounds[::-1]))
 
 
 def lognormal_partition(
@@ -88,10 +89,9 @@ def lognormal_partition(
     sigma_min: float,
     sigma_max: float,
     overlap: float = 0.0,
-    prior: LogNormal | None = None,
+    prior: LogNormal = EDM_PRIOR,
 ) -> Partition:
     """Cut [sigma_min, sigma_max] into intervals of equal probability under the prior."""
-    prior = prior or LogNormal()
     q_min, q_max = prior.cdf(sigma_min), prior.cdf(sigma_max)
     inner = [prior.quantile(q_min + j / blocks * (q_max - q_min)) for j in range(1, blocks)]
     return Partition((sigma_min, *inner, sigma_max), overlap, prior)
@@ -102,13 +102,13 @@ def fitted_partition(
     sigmas: Sequence[float],
     losses: Sequence[float],
     overlap: float = 0.0,
-    prior: LogNormal | None = None,
+    prior: LogNormal = EDM_PRIOR,
 ) -> Partition:
-    """Cut so that each block answers for an equal share of the measured change in loss.
+    """Cut so that each block gets an equal share of the measured change in loss.
 
-    The loss as a function of sigma rises from the leak at the bottom to the plain language
-    model's at the top; where it changes fast, sigma matters and intervals become narrow. Half
-    of the mass stays uniform in ln(sigma), so that a flat stretch never collapses an interval.
+    At low sigma z gives the answer away and the loss is small; at high sigma the loss is a plain
+    language model's. Intervals are narrow where the loss changes fast. Half of the mass is uniform
+    in ln(sigma), so that the cuts are well defined where the loss is flat.
     """
     logs = [math.log(s) for s in sigmas]
     rises = [abs(b - a) for a, b in itertools.pairwise(losses)]
@@ -119,12 +119,10 @@ def fitted_partition(
         0.5 * rise / total_rise + 0.5 * width / total_width
         for rise, width in zip(rises, widths, strict=True)
     ]
-    mass = [0.0]
-    for share in shares:
-        mass.append(mass[-1] + share)
+    mass = list(itertools.accumulate(shares, initial=0.0))
     inner = [_interpolate(mass[-1] * j / blocks, mass, logs) for j in range(1, blocks)]
     bounds = (sigmas[0], *(math.exp(x) for x in inner), sigmas[-1])
-    return Partition(bounds, overlap, prior or LogNormal())
+    return Partition(bounds, overlap, prior)
 
 
 def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -158,7 +156,7 @@ def precondition(sigma: float, sigma_data: float) -> Preconditioning:
 
 
 def mean_weight(partition: Partition, block: int, sigma_data: float, points: int = 256) -> float:
-    """The mean of the loss weight over the block's training range, to normalise it to 1."""
+    """The mean loss weight over the block's training range; losses are divided by it."""
     middles = [(i + 0.5) / points for i in range(points)]
     sigmas = partition.sample(block, middles)
     return sum(precondition(s, sigma_data).weight for s in sigmas) / points
@@ -168,5 +166,6 @@ A = TypeVar("A")
 
 
 def euler_step(z: A, guess: A, sigma: float, sigma_next: float) -> A:
-    """One step down the probability-flow ODE: z + (s' - s) (z - g) / s."""
+    """One step down the probability-flow ODE, from sigma s to s' towards the guess g: z + (s' - s)
+    (z - g) / s."""
     return z + ((sigma_next - sigma) / sigma) * (z - guess)  # type: ignore[operator, no-any-return]

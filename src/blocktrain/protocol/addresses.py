@@ -1,4 +1,4 @@
-"""HOST:PORT as text, and listening sockets. Knows nothing of what is spoken over them."""
+"""HOST:PORT as text, and listening sockets. Knows nothing of the protocols spoken over them."""
 
 import re
 import socket
@@ -12,10 +12,10 @@ BACKLOG = 512
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A listening socket: its real port is known before anything is announced."""
+    """A listening socket. Its port is known before any address is announced."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets created with IPPROTO_TCP; without it an answer in two
-    # pieces would wait 40 ms between them.
+    # asyncio sets TCP_NODELAY only on sockets created with IPPROTO_TCP. Without it, a response in
+    # two parts would be delayed by 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -31,13 +31,12 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def split_host_port(address: str, default_host: str = "") -> tuple[str, int]:
-    """Host and port of `host:port` or `[ipv6]:port`; `:port` means `default_host`, if given."""
+    """Host and port of `host:port` or `[ipv6]:port`; for `:port` the host is `default_host`."""
     parts = _HOST_PORT.fullmatch(address)
     host = (parts["ipv6"] or parts["host"] or default_host) if parts else ""
     if not parts or not host or int(parts["port"]) > 65535:
         raise ConfigError(
-            f"{address!r} is not HOST:PORT, with a port from 0 to 65535"
-            " and an IPv6 host in brackets"
+            f"{address!r} is not HOST:PORT; the port is 0 to 65535, and an IPv6 host needs brackets"
         )
     return host, int(parts["port"])
 
@@ -54,7 +53,7 @@ def split_url(url: str) -> tuple[str, str, int]:
 
 
 def as_url(address: str, scheme: str, port: int) -> str:
-    """A URL from `host`, `host:port` or a URL; scheme and port fill in for what is missing."""
+    """A URL from `host`, `host:port` or a URL. `scheme` and `port` are the defaults."""
     if "://" in address:
         return address
     has_port = "]:" in address or address.count(":") == 1

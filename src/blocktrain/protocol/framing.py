@@ -1,17 +1,17 @@
-"""Frames: bytes in, messages out. Knows no sockets, no clock, and no meaning of messages.
+"""Encodes messages as binary frames, and decodes them. Knows neither sockets nor meanings.
 
     head     44 bytes, little endian: magic, version, kind, count of arrays, request, sequence,
              bytes of meta, bytes of payload, CRC-32 of all that follows, CRC-32 of the head
     table    20 bytes for every array: type, dimensions, shape
     meta     a JSON object, padded with zeros to a multiple of 8
-    payload  the arrays in order, each padded likewise, so that all are aligned
+    payload  the arrays in order, padded in the same way, so that all are aligned
 
-The head has its own checksum, so that a damaged length is found at once and not after waiting for
-bytes that never come. It covers the other checksum; together they cover the frame. CRC-32 finds
-accidents; TLS protects against tampering.
+The head has its own checksum, so that a corrupt length is detected before the decoder waits for
+bytes that never come. The head's checksum covers that of the rest too. CRC-32 detects accidental
+corruption; TLS protects against tampering.
 
 Input is untrusted: every declared size is checked against the limit and the other sizes before
-memory is allocated for it, and anything wrong is a `FrameError`.
+memory is allocated. Any fault raises a `FrameError`.
 """
 
 import json
@@ -36,13 +36,13 @@ _Shape = tuple[np.dtype[Any], tuple[int, ...]]  # type and dimensions
 MAGIC = b"BTfr"
 VERSION = 1
 HEAD = struct.Struct("<4sBBHQQIQII")
-CHECKSUM_BYTES = 4  # of the head, at its end
+CHECKSUM_BYTES = 4  # at the end of the head
 ENTRY = struct.Struct("<BBxx4I")
 MAX_META = 256 * 1024
 MAX_ARRAYS = 64
 MAX_DIMENSIONS = 4
 MAX_ELEMENTS = 2**48
-NUMBER_END = 2**64  # requests and sequences are less
+NUMBER_END = 2**64  # request and sequence numbers are below this
 LIMIT = 64 * 1024 * 1024
 STAGING_BYTES = 64 * 1024
 
@@ -53,6 +53,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
     4: np.dtype("<i4"),
     5: np.dtype("<i8"),
     6: np.dtype("<f4"),
+    7: np.dtype("<u4"),
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -76,7 +77,7 @@ KINDS = frozenset(map(int, FrameKind))
 
 @dataclass(frozen=True, eq=False)
 class FrameMessage:
-    """`size` is that of a received message's frame."""
+    """A message of the ring. `size`: bytes of its frame; 0 if the message was not received."""
 
     kind: FrameKind
     request: int = 0
@@ -87,7 +88,7 @@ class FrameMessage:
 
 
 def largest_frame(limit: int) -> int:
-    """Bytes of a frame whose meta and payload take `limit`."""
+    """The largest frame in bytes if meta and payload have `limit` bytes."""
     return HEAD.size + MAX_ARRAYS * ENTRY.size + limit
 
 
@@ -130,16 +131,16 @@ class _Head(NamedTuple):
 
 
 class FrameDecoder:
-    """Takes a stream in pieces of any size. After a `FrameError` it cannot be used any more.
+    """Decodes a byte stream that arrives in pieces of any size. Unusable after a `FrameError`.
 
-    `limit` bounds meta and payload of one frame; a change holds for frames that begin afterwards.
-    Either `feed` it, or receive into `get_buffer` and call `buffer_updated`: large arrays are then
-    received in place.
+    `limit` bounds meta and payload of one frame; a change applies from the next frame on. Either
+    call `feed`, or receive into `get_buffer` and call `buffer_updated`, which avoids copying large
+    arrays.
     """
 
-    _target: memoryview  # what is being filled
+    _target: memoryview  # the part of the frame being received
     _filled: int
-    _complete: Callable[[], None]  # what to do when it is full
+    _complete: Callable[[], None]  # called when the target is full
     _head: _Head
     _table: memoryview
     _shapes: list[_Shape]
@@ -155,10 +156,10 @@ class FrameDecoder:
     def feed(self, data: Buffer) -> None:
         rest = memoryview(data)
         while rest:
-            taken = min(len(rest), len(self._target) - self._filled)
-            self._target[self._filled : self._filled + taken] = rest[:taken]
-            rest = rest[taken:]
-            self._advance(taken)
+            count = min(len(rest), len(self._target) - self._filled)
+            self._target[self._filled : self._filled + count] = rest[:count]
+            rest = rest[count:]
+            self._advance(count)
 
     def get_buffer(self, size_hint: int = -1) -> memoryview:
         missing = self._target[self._filled :]
@@ -172,7 +173,7 @@ class FrameDecoder:
             self.feed(self._staging[:count])
 
     def messages(self) -> Iterator[FrameMessage]:
-        """Complete messages, each once."""
+        """Yields each complete message once."""
         while self._messages:
             yield self._messages.popleft()
 
@@ -197,14 +198,14 @@ class FrameDecoder:
         self._shapes = [_parsed_entry(*entry) for entry in ENTRY.iter_unpack(self._table)]
         declared = sum(_padded_size(_bytes_of(*shape)) for shape in self._shapes)
         if declared != self._head.payload:
-            _refuse(f"arrays of {declared} bytes in a payload of {self._head.payload}")
+            _refuse(f"its arrays need {declared} bytes, but its payload has {self._head.payload}")
         self._body = np.empty(_padded_size(self._head.meta) + declared, np.uint8)
         self._expect(self._body.data, self._take_body)
 
     def _take_body(self) -> None:
         head, body = self._head, self._body
         if _checksum(self._table, body.data) != head.checksum:
-            _refuse("the body is damaged")
+            _refuse("the body's checksum is wrong")
         meta = _decoded_meta(body[: head.meta].tobytes())
         arrays, start = [], _padded_size(head.meta)
         for dtype, shape in self._shapes:
@@ -223,17 +224,17 @@ def _parsed_head(data: Buffer, limit: int) -> _Head:
         data
     )
     if magic != MAGIC:
-        _refuse("wrong magic bytes")
+        _refuse("it does not begin with the magic bytes of a frame")
     if version != VERSION:
-        _refuse(f"version {version}, expected {VERSION}")
+        _refuse(f"it has version {version}; expected {VERSION}")
     if _checksum(data[:-CHECKSUM_BYTES]) != own:
-        _refuse("the head is damaged")
+        _refuse("the head's checksum is wrong")
     if kind not in KINDS:
-        _refuse(f"unknown kind {kind}")
+        _refuse(f"its kind {kind} is unknown")
     if arrays > MAX_ARRAYS or meta > MAX_META:
-        _refuse(f"{arrays} arrays and {meta} bytes of meta are too many")
+        _refuse(f"{arrays} arrays and {meta} bytes of meta exceed the limits")
     if _padded_size(meta) + payload > limit:
-        _refuse(f"{meta + payload} bytes; the limit is {limit}")
+        _refuse(f"meta and payload have {meta + payload} bytes; the limit is {limit}")
     return _Head(FrameKind(kind), arrays, request, sequence, meta, payload, body_sum)
 
 
@@ -246,12 +247,14 @@ def _entry(array: Array) -> bytes:
 
 def _parsed_entry(code: int, dimensions: int, *sizes: int) -> _Shape:
     if code not in DTYPES:
-        _refuse(f"an array of the unknown type {code}")
-    if dimensions > MAX_DIMENSIONS or any(sizes[dimensions:]):
-        _refuse(f"an array of {dimensions} dimensions and sizes {sizes}")
+        _refuse(f"an array has the unknown type {code}")
+    if dimensions > MAX_DIMENSIONS:
+        _refuse(f"an array has {dimensions} dimensions; the limit is {MAX_DIMENSIONS}")
+    if any(sizes[dimensions:]):
+        _refuse(f"an array of {dimensions} dimensions has sizes for more of them: {sizes}")
     # numpy limits the shape of empty arrays too.
     if math.prod(size for size in sizes if size) > MAX_ELEMENTS:
-        _refuse(f"an array of the impossible shape {sizes[:dimensions]}")
+        _refuse(f"an array has the impossible shape {sizes[:dimensions]}")
     return DTYPES[code], sizes[:dimensions]
 
 
@@ -289,7 +292,7 @@ def _padding(count: int) -> bytes:
 
 def _number(number: int) -> int:
     if not 0 <= number < NUMBER_END:
-        raise FrameError(f"{number} is out of range for a request or a sequence")
+        raise FrameError(f"{number} is out of range for a request or sequence number")
     return number
 
 
@@ -301,7 +304,7 @@ def _checksum(*parts: Buffer) -> int:
 
 
 def _refuse(why: str) -> NoReturn:
-    raise FrameError(f"not a frame: {why}")
+    raise FrameError(f"the frame is invalid: {why}")
 
 
 _TO_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)

@@ -4,10 +4,11 @@
 
 It contains the coordinators' addresses, the join secret, the fingerprint of the run's certificate
 authority and the run's name; docs/PROTOCOL.md describes the bytes. The checksum is at the same
-place in every version, so that a typo and an invite of a newer version get different errors. Does
-not know whether the secret is still valid.
+place in every version, so that a typo and an invite of a newer version raise different errors. The
+coordinator decides whether the secret is still valid.
 """
 
+import io
 import ipaddress
 import re
 import struct
@@ -22,12 +23,12 @@ VERSION = 1
 MOST_ADDRESSES = 16
 CHECKSUM_BYTES = 4
 MISTYPED = "this invite is incomplete or mistyped; copy all of it again"
-NEWER = "this invite is of a newer version of blocktrain; update blocktrain and try again"
+NEWER = "a newer version of blocktrain made this invite; update blocktrain and try again"
 
 _SCHEMES = ("http", "https")  # an address's first byte is its index here
 _HAS_FINGERPRINT = 1
 
-_WRITTEN = re.compile(r"bt([1-9][0-9]{0,3})_([A-Za-z0-9_-]+)")
+_FORMAT = re.compile(r"bt([1-9][0-9]{0,3})_([A-Za-z0-9_-]+)")
 _HOST = re.compile(r"[A-Za-z0-9._-]+")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _RUN = re.compile(r"[0-9a-z]{8,64}")
@@ -36,7 +37,7 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Invite:
-    """`addresses` are http(s)://host:port; plain http only if there is no fingerprint."""
+    """`addresses` are http(s)://host:port. Plain http is allowed only without a fingerprint."""
 
     addresses: tuple[str, ...]
     secret: str = field(repr=False)
@@ -45,17 +46,17 @@ class Invite:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.addresses) <= MOST_ADDRESSES:
-            raise InviteError(f"an invite has 1 to {MOST_ADDRESSES} addresses")
+            raise InviteError(f"an invite needs 1 to {MOST_ADDRESSES} addresses")
         for address in self.addresses:
             scheme, _ = _parts(address)
             if scheme == "http" and self.fingerprint is not None:
-                raise InviteError(f"{address} is not encrypted, but the run has a certificate")
+                raise InviteError(f"{address} is not encrypted, but the run uses TLS; use https")
         if not _SECRET.fullmatch(self.secret):
-            raise InviteError("an invite's secret is 1 to 128 of A-Z a-z 0-9 - _")
+            raise InviteError("an invite's secret must be 1 to 128 characters of A-Z a-z 0-9 - _")
         if not _RUN.fullmatch(self.run):
-            raise InviteError("a run's name is 8 to 64 of 0-9 a-z")
+            raise InviteError("a run's name must be 8 to 64 characters of 0-9 a-z")
         if self.fingerprint is not None and not _FINGERPRINT.fullmatch(self.fingerprint):
-            raise InviteError("a fingerprint is 64 hex digits")
+            raise InviteError("a fingerprint must be 64 hex digits")
 
     def encode(self) -> str:
         prefix = f"bt{VERSION}_"
@@ -64,15 +65,15 @@ class Invite:
 
     @classmethod
     def decode(cls, text: str) -> "Invite":
-        """Read an invite as people paste it: spaces and line breaks in it do not count."""
-        written = _WRITTEN.fullmatch("".join(text.split()))
-        if not written:
+        """Decode an invite as people paste it: whitespace in it is ignored."""
+        match = _FORMAT.fullmatch("".join(text.split()))
+        if not match:
             raise InviteError(MISTYPED)
-        version, body = written.groups()
+        version, body = match.groups()
         payload = _checked(f"bt{version}_", body)
         if int(version) != VERSION:
             raise InviteError(NEWER)
-        return _Reader(payload).invite()
+        return _parsed(payload)
 
     def _payload(self) -> bytes:
         fingerprint = self.fingerprint
@@ -86,57 +87,51 @@ class Invite:
         return b"".join(parts)
 
 
-class _Reader:
-    """Reads a payload from the front. Its checksum was right, so this is not about typos."""
+def _parsed(payload: bytes) -> Invite:
+    """Parse an invite whose checksum is correct, so that a fault in it is not a typo."""
+    rest = io.BytesIO(payload)
 
-    def __init__(self, payload: bytes) -> None:
-        self.rest = payload
+    def take(size: int) -> bytes:
+        data = rest.read(size)
+        if len(data) < size:
+            raise InviteError("this invite is malformed: it ends too early; ask for a new one")
+        return data
 
-    def invite(self) -> Invite:
-        flags = self.byte()
-        if flags & ~_HAS_FINGERPRINT:
+    def byte(below: int) -> int:
+        value = take(1)[0]
+        if value >= below:
             raise InviteError(NEWER)
-        fingerprint = self.take(32).hex() if flags & _HAS_FINGERPRINT else None
-        run, secret = self.short(), self.short()
-        addresses = tuple(self.address() for _ in range(self.byte()))
-        if self.rest:
-            raise InviteError("this invite is malformed: there are bytes after its end")
-        return Invite(addresses, secret, fingerprint, run)
+        return value
 
-    def take(self, size: int) -> bytes:
-        if size > len(self.rest):
-            raise InviteError("this invite is malformed: it ends too early")
-        taken, self.rest = self.rest[:size], self.rest[size:]
-        return taken
+    def text() -> str:
+        return take(byte(256)).decode("ascii")
 
-    def byte(self) -> int:
-        return self.take(1)[0]
-
-    def short(self) -> str:
-        try:
-            return self.take(self.byte()).decode("ascii")
-        except UnicodeDecodeError:
-            raise InviteError(
-                "this invite is malformed: it contains text that is not ASCII"
-            ) from None
-
-    def address(self) -> str:
-        scheme = self.byte()
-        if scheme >= len(_SCHEMES):
-            raise InviteError(NEWER)
-        return f"{_SCHEMES[scheme]}://{self.short()}"
+    try:
+        fingerprint = take(32).hex() if byte(2 * _HAS_FINGERPRINT) else None
+        run, secret = text(), text()
+        count = byte(256)
+        addresses = tuple(f"{_SCHEMES[byte(len(_SCHEMES))]}://{text()}" for _ in range(count))
+    except UnicodeDecodeError:
+        raise InviteError(
+            "this invite is malformed: it contains non-ASCII text; ask for a new one"
+        ) from None
+    if rest.read():
+        raise InviteError(
+            "this invite is malformed: it has extra bytes at its end; ask for a new one"
+        )
+    return Invite(addresses, secret, fingerprint, run)
 
 
 def _parts(address: str) -> tuple[str, str]:
-    """Scheme, and host with port; an IPv6 host stays in its brackets."""
+    """Scheme and host:port of an address; an IPv6 host keeps its brackets."""
     scheme, _, place = address.partition("://")
     if scheme not in _SCHEMES or not _is_place(place):
-        raise InviteError(f"{address!r} is not an address like https://host:port")
+        raise InviteError(f"{address!r} is not an address; write it like https://host:port")
     return scheme, place
 
 
 def _is_place(place: str) -> bool:
-    """Whether it is HOST:PORT in canonical spelling."""
+    """Whether a text is HOST:PORT in canonical form."""
     try:
         host, port = split_host_port(place)
         is_host = _HOST.fullmatch(host) or ("%" not in host and ipaddress.IPv6Address(host))
@@ -150,7 +145,7 @@ def _short(text: str) -> bytes:
 
 
 def _checksum(prefix: str, payload: bytes) -> bytes:
-    """CRC-32 in little-endian order, which detects every change of a single character."""
+    """Little-endian CRC-32, which detects every change of a single character."""
     return struct.pack("<I", zlib.crc32(prefix.encode("ascii") + payload))
 
 

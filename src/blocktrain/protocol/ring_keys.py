@@ -1,11 +1,11 @@
-"""A ring's certificate authority, and the certificates of its members: routers and stages.
+"""The certificate authority of a ring, and the certificates of its members: routers and stages.
 
-    FOLDER/ca.pem, ca.key        the authority; keep its key where it was made
-    FOLDER/NAME.pem, NAME.key    a member; its machine needs these two and ca.pem
+    FOLDER/ca.pem, ca.key        the authority; its key stays on the machine that made it
+    FOLDER/NAME.pem, NAME.key    a member; its machine needs both files and ca.pem
 
-A certificate names its member's role and name in the URI `blocktrain:ROLE/NAME`. Both sides of a
-connection trust this authority alone, over TLS 1.3. Host names are not checked, because members
-move between addresses; `serve.ring.handshake` checks the role instead.
+A certificate contains its member's role and name as the URI `blocktrain:ROLE/NAME`. Both sides of a
+connection trust only this authority, over TLS 1.3. Host names are not checked, because members move
+between addresses; `serve.ring.handshake` checks the role instead.
 """
 
 import re
@@ -28,7 +28,7 @@ ROUTER = "router"
 STAGE = "stage"
 AUTHORITY = "ca"
 RENEWED_BEFORE = timedelta(days=30)
-# A router dials and is never dialled; stages do both.
+# A router only opens connections; a stage also accepts them.
 PURPOSES = {
     ROUTER: [ExtendedKeyUsageOID.CLIENT_AUTH],
     STAGE: [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH],
@@ -42,18 +42,18 @@ _URI = re.compile(rf"blocktrain:({ROUTER}|{STAGE})/({_NAME.pattern})")
 
 
 class Keyring:
-    """A folder with an authority and the members it has signed."""
+    """A folder with an authority and the members whose certificates it has signed."""
 
     def __init__(self, folder: Path, clock: Clock = time.time) -> None:
         self.folder = folder
         self._clock = clock
-        self._issuer = self._loaded() if self._exists() else self._founded()
+        self._issuer = self._load_or_create()
 
     def add(self, role: str, name: str) -> bool:
-        """Make a member's certificate; False if there is one that is valid for a while."""
+        """Make a member's certificate. Returns False if it has one that stays valid for a while."""
         if not _NAME.fullmatch(name) or name == AUTHORITY:
             raise ConfigError(
-                f"{name!r} cannot be the name of a {role}; use a-z, 0-9, dots and dashes"
+                f"{name!r} is not a valid name for a {role}; use a-z, 0-9, dots and dashes"
             )
         if self._has_valid(role, name):
             return False
@@ -68,53 +68,48 @@ class Keyring:
         certificate = read_certificate(self.folder / f"{name}.pem")
         if _own_member(certificate)[0] != role:
             raise ConfigError(
-                f"{name} is the name of a member that is not a {role}; choose another"
+                f"{name} already belongs to a member that is not a {role}; choose another name"
             )
         soon = datetime.fromtimestamp(self._clock(), UTC) + RENEWED_BEFORE
         return certificate.not_valid_after_utc > soon
 
-    def _exists(self) -> bool:
-        exist = [(self.folder / f"{AUTHORITY}.{kind}").exists() for kind in ("pem", "key")]
-        if any(exist) and not all(exist):
+    def _load_or_create(self) -> Issuer:
+        paths = [self.folder / f"{AUTHORITY}.{kind}" for kind in ("pem", "key")]
+        existing = [path.read_text() for path in paths if path.exists()]
+        if len(existing) == 1:
             raise ConfigError(
-                f"{self.folder} has only one of ca.pem and ca.key; add members in the folder where"
-                " both were made"
+                f"{self.folder} has only one of ca.pem and ca.key; run `blocktrain keys` on the"
+                " folder that has both"
             )
-        return all(exist)
-
-    def _loaded(self) -> Issuer:
-        cert_pem, key_pem = (
-            (self.folder / f"{AUTHORITY}.{kind}").read_text() for kind in ("pem", "key")
-        )
-        return Issuer.load(cert_pem, key_pem, f"{self.folder}: the ring's")
-
-    def _founded(self) -> Issuer:
+        if existing:
+            cert_pem, key_pem = existing
+            return Issuer.load(cert_pem, key_pem, f"{self.folder}: the ring's")
         issuer = Issuer.create("a serving ring", self._clock())
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write(AUTHORITY, issuer.certificate_pem, issuer.key_pem)
         return issuer
 
     def _write(self, name: str, cert_pem: str, key_pem: str) -> None:
-        # If interrupted, leave no certificate rather than one with another key.
+        # If interrupted, leave no certificate rather than one with a wrong key.
         (self.folder / f"{name}.pem").unlink(missing_ok=True)
         write_bytes(self.folder / f"{name}.key", key_pem.encode(), mode=0o600)
         write_bytes(self.folder / f"{name}.pem", cert_pem.encode(), mode=0o644)
 
 
 def server_context(folder: Path, name: str, clock: Clock = time.time) -> ssl.SSLContext:
-    """For a stage that listens."""
+    """TLS for a stage that accepts connections."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, folder, name, [STAGE], clock)
-    context.num_tickets = 0  # connections are kept, not resumed
+    context.num_tickets = 0  # connections are long-lived and not resumed
     return context
 
 
 def client_context(folder: Path, name: str, clock: Clock = time.time) -> ssl.SSLContext:
-    """For a router or a stage that dials."""
+    """TLS for a router or a stage that opens connections."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, folder, name, [ROUTER, STAGE], clock)
 
 
 def member_of(certificate: dict[str, Any]) -> Member:
-    """The member named by a verified certificate, as the ssl module returns it."""
+    """The member that a verified certificate names, in the form that the ssl module returns."""
     alternatives = certificate.get("subjectAltName", ())
     return _member([value for kind, value in alternatives if kind == "URI"])
 
@@ -122,7 +117,9 @@ def member_of(certificate: dict[str, Any]) -> Member:
 def _member(uris: Sequence[str]) -> Member:
     matches = [_URI.fullmatch(uri) for uri in uris]
     if len(matches) != 1 or not matches[0]:
-        raise UntrustedError("the certificate names no role in a ring")
+        raise UntrustedError(
+            "the certificate names no role in a ring; use one made by `blocktrain keys`"
+        )
     return matches[0][1], matches[0][2]
 
 
@@ -139,7 +136,10 @@ def _context(
     )
     for file in (authority, certificate, key):
         if not file.exists():
-            raise ConfigError(f"{file} is missing; make it with `blocktrain keys`")
+            raise ConfigError(
+                f"{file} is missing; copy it from the machine where it was made, or make it with"
+                " `blocktrain keys FOLDER`"
+            )
     _check(certificate, read_certificate(authority), roles, clock)
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -150,27 +150,35 @@ def _context(
         context.load_verify_locations(authority)
         context.load_cert_chain(certificate, key)
     except ssl.SSLError:
-        raise ConfigError(f"{key} is not the key of {certificate}") from None
+        raise ConfigError(
+            f"{key} is not the key of {certificate}; make both again with `blocktrain keys FOLDER`"
+        ) from None
     return context
 
 
 def _check(path: Path, authority: x509.Certificate, roles: Sequence[str], clock: Clock) -> None:
-    """Report in words what other members would refuse without a reason."""
+    """Raise an error that explains a certificate which other members would refuse without a
+    reason."""
     certificate = read_certificate(path)
     try:
         certificate.verify_directly_issued_by(authority)
     except (InvalidSignature, ValueError, TypeError):
-        raise ConfigError(f"{path} is not signed by the ca.pem in its folder") from None
+        raise ConfigError(
+            f"{path} is not signed by the ca.pem in its folder; copy all files from one folder"
+        ) from None
     role, _ = _own_member(certificate)
     if role not in roles:
-        raise ConfigError(f"{path} belongs to a {role}; this needs one of a {' or a '.join(roles)}")
+        expected = " or a ".join(roles)
+        raise ConfigError(f"{path} belongs to a {role}; use the certificate of a {expected}")
     if certificate.not_valid_after_utc <= datetime.fromtimestamp(clock(), UTC):
         ended = f"{certificate.not_valid_after_utc:%Y-%m-%d}"
-        raise ConfigError(f"{path} expired on {ended}; renew it with `blocktrain keys`")
+        raise ConfigError(f"{path} expired on {ended}; renew it with `blocktrain keys FOLDER`")
 
 
 def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError:
-        raise ConfigError(f"{path} is not a certificate in PEM") from None
+        raise ConfigError(
+            f"{path} is not a PEM certificate; make it again with `blocktrain keys FOLDER`"
+        ) from None

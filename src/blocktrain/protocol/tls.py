@@ -1,7 +1,7 @@
-"""Certificates of a private authority: issuing them, and trusting only them.
+"""Certificates of a private authority: issuing them, and trusting no others.
 
-A run and a serving ring each have an authority of their own. Keeps no files: everything is PEM
-text. Reads no clock: times are passed in, in seconds since 1970.
+A run and a serving ring each have their own authority. Keeps no files: everything is PEM text.
+Reads no clock: callers pass times in seconds since 1970.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from blocktrain.errors import ConfigError, CorruptFileError, ProtocolError, Untr
 AUTHORITY_LIFE = timedelta(days=3652)
 CERTIFICATE_LIFE = timedelta(days=365)
 CLOCK_SKEW = timedelta(hours=1)  # how far a peer's clock may be behind
-COORDINATOR = "a coordinator of the run"  # has spaces: no run can have this name
+COORDINATOR = "a coordinator of the run"  # the spaces keep it distinct from any run's name
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
@@ -36,7 +36,7 @@ class Certificate:
 
 
 class Issuer:
-    """An authority: its own certificate, which signs others, and its key."""
+    """A certificate authority: its own certificate and its key."""
 
     def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self._certificate = certificate
@@ -55,16 +55,22 @@ class Issuer:
 
     @classmethod
     def load(cls, cert_pem: str, key_pem: str, whose: str = "the run's") -> Self:
-        """`whose`: for error messages."""
+        """An authority from PEM text. `whose`: its owner, for error messages."""
         try:
             certificate = x509.load_pem_x509_certificate(cert_pem.encode())
             key = serialization.load_pem_private_key(key_pem.encode(), password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm):
-            raise CorruptFileError(f"{whose} certificate or its key is damaged") from None
+            raise CorruptFileError(
+                f"{whose} certificate or its key is damaged; restore them from a backup"
+            ) from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise CorruptFileError(f"the key of {whose} certificate is not an EC key")
+            raise CorruptFileError(
+                f"the key of {whose} certificate is not an EC key; restore both from a backup"
+            )
         if certificate.public_key() != key.public_key():
-            raise CorruptFileError(f"{whose} certificate and its key do not belong together")
+            raise CorruptFileError(
+                f"{whose} certificate and key do not match; restore both from a backup"
+            )
         return cls(certificate, key)
 
     @property
@@ -86,7 +92,7 @@ class Issuer:
         purposes: Sequence[x509.ObjectIdentifier],
         now: float,
     ) -> Certificate:
-        """A certificate with a new key. It cannot sign others, and ends with the authority."""
+        """A certificate with a new key. It cannot sign others, and expires with the authority."""
         key = ec.generate_private_key(ec.SECP256R1())
         ends = min(_time(now) + CERTIFICATE_LIFE, self._certificate.not_valid_after_utc)
         certificate = (
@@ -105,31 +111,32 @@ class Issuer:
 
 
 class Authority(Issuer):
-    """The authority of a run, named after it. It issues certificates to coordinators only."""
+    """The authority of a run, named after it. Issues certificates only to coordinators."""
 
     def issue_server(self, hosts: Sequence[str], now: float) -> Certificate:
-        """A certificate for a coordinator that is reached at these names and addresses."""
-        purposes = [ExtendedKeyUsageOID.SERVER_AUTH]
-        return self.issue(COORDINATOR, _alternatives(hosts), purposes, now)
+        """A certificate for a coordinator with these names and addresses."""
+        if not hosts:
+            raise ConfigError("a coordinator's certificate needs at least one host")
+        alternatives = [_alternative(host) for host in dict.fromkeys(hosts)]
+        return self.issue(COORDINATOR, alternatives, [ExtendedKeyUsageOID.SERVER_AUTH], now)
 
 
 def pinned_context(ca_pem: str, fingerprint: str) -> ssl.SSLContext:
-    """For connections to the run's coordinators. `ca_pem` may come from anyone: the fingerprint
-    decides."""
+    """TLS for connections to the run's coordinators. `ca_pem` may come from anyone, because it must
+    match the fingerprint."""
     certificate = _der(ca_pem)
     if hashlib.sha256(certificate).hexdigest() != fingerprint:
         raise UntrustedError(
-            "the run's certificate is not the one the invite names; ask for a new invite"
+            "the coordinator's certificate does not match the invite; ask for a new invite"
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # A coordinator may be reached through a tunnel, a forwarded port or a new address. Host names
-    # need not be checked, because this authority issues certificates only to coordinators of this
-    # run, and the worker may talk to any of them.
+    # Host names need not be checked: this authority certifies only coordinators of this run, and a
+    # worker may talk to any of them, also through a tunnel or at a new address.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_X509_STRICT
-    # The bytes that were checked, not the text around them.
+    # Load exactly the bytes that were checked, not the text around them.
     context.load_verify_locations(cadata=certificate)
     return context
 
@@ -140,13 +147,9 @@ def _der(pem: str) -> bytes:
             raise ValueError("not one certificate")
         return ssl.PEM_cert_to_DER_cert(pem)
     except ValueError:
-        raise ProtocolError("the coordinator sent something else than one certificate") from None
-
-
-def _alternatives(hosts: Sequence[str]) -> list[x509.GeneralName]:
-    if not hosts:
-        raise ConfigError("a coordinator's certificate needs at least one host")
-    return [_alternative(host) for host in dict.fromkeys(hosts)]
+        raise ProtocolError(
+            "the coordinator sent no valid certificate; check its address"
+        ) from None
 
 
 def _alternative(host: str) -> x509.GeneralName:
@@ -154,7 +157,9 @@ def _alternative(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
         if not _HOST_NAME.fullmatch(host):
-            raise ConfigError(f"{host!r} is neither a host name nor an address") from None
+            raise ConfigError(
+                f"{host!r} is neither a host name nor an IP address; correct this address"
+            ) from None
     return x509.DNSName(host)
 
 

@@ -1,43 +1,43 @@
-"""Trains the updates of a simulation that count, one after another, on this machine.
+"""Real training in a simulation.
 
-A lease is trained when its update is merged, from the weights it started with. Two things differ
-from a real run: a worker's last update of a block has no larger share of its residual than others,
-and versions are not compressed on their way down.
+The simulation decides which updates are merged. Each of these is trained on this machine when it is
+merged, from the weights that its lease started with. Unlike in a real run, versions are not
+encoded, and a worker's final update of a block is encoded like the others.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from blocktrain.codec.frames import UpdateDecoder, encode_with_residual
-from blocktrain.codec.registry import Codec, update_codec
+from blocktrain.codec import Codec, update_codec
+from blocktrain.codec.frames import UpdateDecoder, encode
 from blocktrain.config import Config, SwarmConfig
-from blocktrain.data.corpus import Corpus, load_corpus
-from blocktrain.data.windows import evaluation_windows
+from blocktrain.data.corpus import Corpus, evaluation_windows
+from blocktrain.data.run_text import new_text
 from blocktrain.model.stack import assemble, new_block
-from blocktrain.numerics.merge import Contribution, finite_floats, merge_rule
-from blocktrain.numerics.quantization import Floats
+from blocktrain.numerics import Floats
+from blocktrain.numerics.merge import Contribution, finite_floats
 from blocktrain.simulate.report import Report
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import new_coordinator, simulate
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
+from blocktrain.simulate.virtual_coordinator import Learner
+from blocktrain.storage.inheritance import inherited
 from blocktrain.storage.tensor_file import Tensors
 from blocktrain.swarm import merging_rules
-from blocktrain.train.device import Compute, resolve
-from blocktrain.train.evaluate import evaluate
-from blocktrain.train.stored_models import load_block
-from blocktrain.train.trainer import BlockTrainer
+from blocktrain.training.device import Compute, resolve
+from blocktrain.training.evaluate import evaluate
+from blocktrain.training.stored_models import load_block
+from blocktrain.training.trainer import BlockTrainer
 
 
 @dataclass(frozen=True)
 class SimulatedUpdate:
-    """What the coordinator receives of an update: weights and, if the version they were trained
-    from is not the current one any more, that version. With a codec: the change of the weights."""
+    """What the coordinator merges. Without a codec: the weights and, if their base is not the
+    current version any more, that base. With a codec: the change of the weights."""
 
     values: Tensors
     start: Tensors | None
@@ -45,8 +45,8 @@ class SimulatedUpdate:
 
 
 class SimulatedUpdates:
-    """Encodes updates with the run's codec. What is left out of an update, the residual, is part of
-    the same worker's next update of the block, as in worker/local_block.py."""
+    """Encodes updates with the run's codec. The residual of an update is added to the same worker's
+    next update of the block, as in worker/local_block.py."""
 
     def __init__(self, swarm: SwarmConfig) -> None:
         self._codec = update_codec(swarm)
@@ -54,20 +54,20 @@ class SimulatedUpdates:
         self._last_sent: dict[tuple[str, int], tuple[str, Tensors]] = {}  # lease and its update
 
     def starting_weights(self, lease: VirtualLease, base: Tensors) -> Tensors:
-        """What a worker starts from: its base, and what it has learned but not sent."""
+        """The weights that a worker starts from: its base plus its residual."""
         base = self._base(lease, base)
         residual = self._residuals.get((lease.worker, lease.block.index))
         return {name: base[name] + residual[name] for name in base} if residual else base
 
     def _base(self, lease: VirtualLease, version: Tensors) -> Tensors:
-        """A version; for a lease that continues another, with the update of that one added."""
-        last_lease, sent = self._last_sent.get((lease.worker, lease.block.index), (None, {}))
+        """A lease's version plus, if it continues another lease, that lease's update."""
+        last_lease, delta = self._last_sent.get((lease.worker, lease.block.index), (None, {}))
         if lease.continues is None or lease.continues != last_lease:
             return version
-        return {name: version[name] + sent[name] for name in version}
+        return {name: version[name] + delta[name] for name in version}
 
     def send(self, lease: VirtualLease, version: Tensors, end: Tensors) -> SimulatedUpdate:
-        """`end`: the weights after training a lease that started from a version."""
+        """The update of a lease that started from `version`. `end`: the weights after training."""
         if self._codec:
             delta = self._through_codec(lease, self._base(lease, version), end, self._codec)
             self._last_sent[lease.worker, lease.block.index] = (lease.lease, delta)
@@ -78,18 +78,18 @@ class SimulatedUpdates:
     def _through_codec(
         self, lease: VirtualLease, base: Tensors, end: Tensors, codec: Codec
     ) -> Tensors:
-        """The change of the weights as it arrives; remembers what is left out."""
+        """The change of the weights after encoding and decoding. Stores the residual."""
         count = sum(array.size for array in end.values())
         residual: list[Floats] = []
         delta = (np.subtract(end[name], base[name]) for name in sorted(end))
-        data = b"".join(encode_with_residual(codec, delta, residual.append))
+        data = b"".join(encode(delta, codec, residual.append))
         decoder = UpdateDecoder(lambda offset, size: data[offset : offset + size], len(data), count)
         self._residuals[lease.worker, lease.block.index] = _split(np.concatenate(residual), end)
         return _split(np.concatenate(list(decoder.frames())), end)
 
 
 def _split(numbers: Floats, like: Tensors) -> Tensors:
-    """Numbers of all tensors, in the order of their names, as tensors."""
+    """Cut one array into tensors like these, in the order of their names."""
     names = sorted(like)
     parts = np.split(numbers, np.cumsum([like[name].size for name in names])[:-1])
     return {name: part.reshape(like[name].shape) for name, part in zip(names, parts, strict=True)}
@@ -102,7 +102,7 @@ class VirtualVersion:
 
 
 class FrozenVersions:
-    """The current versions of all blocks before a block, at one time."""
+    """The versions of a block's predecessors at one time."""
 
     def __init__(self, versions: Sequence[VirtualVersion]) -> None:
         self._versions = tuple(versions)
@@ -110,22 +110,21 @@ class FrozenVersions:
     def version(self, block: int) -> int:
         return self._versions[block].number
 
-    def weights(self, block: int) -> Mapping[str, Tensor]:
-        weights = self._versions[block].weights
-        return {name: torch.from_numpy(array) for name, array in weights.items()}
+    def weights(self, block: int) -> Tensors:
+        return self._versions[block].weights
 
 
 @dataclass(frozen=True)
 class LeaseBase:
-    """What a lease is trained from."""
+    """What the training of a lease starts from."""
 
     version: VirtualVersion
     predecessors: FrozenVersions  # read in a cascade
-    memory_losses: int  # of its worker and block so far
+    memory_losses: int  # how often its worker has lost the block's moments
 
 
 class VirtualTrainer:
-    """Trains the leases of all workers on a block. Each worker has optimizer moments of its own."""
+    """Trains all workers' leases of a block. Each worker has optimizer moments of its own."""
 
     def __init__(
         self,
@@ -135,22 +134,22 @@ class VirtualTrainer:
         compute: Compute,
         predecessors: FrozenVersions,
     ) -> None:
-        # A captured CUDA graph would always use the moments of the first worker.
+        # A captured CUDA graph would always use the first worker's moments.
         plain = config.with_settings(train__cuda_graph=False)
         self._trainer = BlockTrainer(plain, block, corpus, compute, None, predecessors)
         self._trainer.restore()
-        self._reads_predecessors = self._trainer.predecessors is not None
+        self._reads_others = bool(config.frozen_blocks(block))
         self._moments: dict[str, tuple[int, Tensors]] = {}  # by worker, with its memory losses
 
     def weights(self) -> Tensors:
-        """After the last lease; before any, the run's initial weights."""
+        """The weights after the last lease, or the run's initial weights."""
         return {name: array.copy() for name, array in self._trainer.weights().items()}
 
     def train(self, lease: VirtualLease, base: LeaseBase) -> Tensors:
         trainer = self._trainer
         load_block(trainer.module, base.version.weights, f"version {base.version.number}")
         self._load_moments(lease.worker, base.memory_losses)
-        if self._reads_predecessors:
+        if self._reads_others:
             trainer.build_on(base.predecessors, lease.first_batch + lease.steps)
         steps = range(lease.steps)
         positions = [lease.schedule_start + step * lease.schedule_stride for step in steps]
@@ -168,14 +167,13 @@ class VirtualTrainer:
             self._trainer.optimizer.state.clear()
 
 
-class SimulatedLearning:
-    """The learner of a simulation (see virtual_coordinator.Learner)."""
-
+class SimulatedLearning(Learner):
     def __init__(self, config: Config, corpus: Corpus, compute: Compute, windows: int) -> None:
-        """`windows`: how many of the valid split a score is measured on."""
+        """`windows`: number of windows of `valid` per score."""
         window = config.model.window
         self.config, self._compute = config, compute
         self._valid = evaluation_windows(corpus.split("valid", window), window, windows)
+        self._valid_bytes = corpus.bytes_of(self._valid)
         self._trainers: list[VirtualTrainer] = []
         self.versions: list[VirtualVersion] = []
         for block in range(config.block_count):
@@ -193,7 +191,7 @@ class SimulatedLearning:
         index = lease.block.index
         before = self._bases.get(lease)
         version = before.version if before else self.versions[index]
-        predecessors = FrozenVersions(self.versions[:index])
+        predecessors = FrozenVersions(self.versions)
         losses = self._memory_losses[lease.worker, index]
         self._bases[lease] = LeaseBase(version, predecessors, losses)
 
@@ -204,7 +202,7 @@ class SimulatedLearning:
         updates = {lease: self._update(lease) for lease in leases}
         factors = merging_rules.chain_factors(leases)
         current, velocity = self.versions[block.index], self._velocities[block.index]
-        rule = merge_rule(self.config.swarm)
+        rule = merging_rules.merge_rule(self.config.swarm)
         weights: Tensors = {}
         for name, before in current.weights.items():
             contributions = [
@@ -215,8 +213,14 @@ class SimulatedLearning:
             weights[name] = finite_floats(target)
         self.versions[block.index] = VirtualVersion(block.version + 1, weights)
 
+    def inherited(self, block: VirtualBlock) -> None:
+        index = block.index
+        before, initial = self.versions[index - 1].weights, self.versions[index].weights
+        weights = inherited(self.config, index, initial, before)
+        self.versions[index] = VirtualVersion(block.version + 1, weights)
+
     def score(self) -> float:
-        """Always on the same windows, with the reading that a user gets by default."""
+        """The cross entropy of the default readout, always on the same windows."""
         numbers = tuple(version.number for version in self.versions)
         if self._last_score is None or self._last_score[0] != numbers:
             self._last_score = (numbers, self._measured())
@@ -252,12 +256,14 @@ class SimulatedLearning:
             load_block(block, version.weights, f"version {version.number} of block {index}")
             block.compute_dtype = self._compute.dtype
             blocks.append(block.to(self._compute.device))
-        return evaluate(assemble(self.config, blocks), self._valid, draws=0).default.ce
+        stack = assemble(self.config, blocks)
+        return evaluate(stack, self._valid, draws=0, text_bytes=self._valid_bytes).default.ce
 
 
 def simulate_learning(scenario: Scenario) -> Report:
-    """A simulation that trains, with the data and on the device of the scenario's settings."""
+    """Run a simulation that really trains, with the scenario's data and device."""
     compute = resolve(scenario.train.device, scenario.train.precision)
-    corpus = load_corpus(scenario.data)
-    learner = SimulatedLearning(scenario, corpus, compute, scenario.simulate.score_windows)
+    text = new_text(scenario)
+    scenario = replace(scenario, vocab=text.config.vocab)
+    learner = SimulatedLearning(scenario, text.corpus, compute, scenario.simulate.score_windows)
     return simulate(scenario, new_coordinator(scenario, learner))

@@ -1,16 +1,22 @@
-"""What is counted during a simulation, and the report made of it."""
+"""The counters of a simulation, the report on it, and plots of reports."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from blocktrain.figures import write_figure
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
 from blocktrain.simulate.virtual_worker import Activity, VirtualWorker
 
+MOST_POINTS = 40  # per line
+SMOOTHED = 8  # counts are averaged over 1/8 of the line
+UNITS = ((7200.0, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+
 
 @dataclass(frozen=True)
 class Sample:
-    """The state of the run at one time; counts are from the beginning."""
+    """The state of the run at one time, with counts since its start."""
 
     seconds: float
     present: int
@@ -50,7 +56,7 @@ class Tally:
         )
 
     def count(self, worker: VirtualWorker, now: float) -> None:
-        """Add a worker's time in its current activity, and the steps it trained in that time."""
+        """Add a worker's time in its current activity, and the steps that it trained meanwhile."""
         if worker.activity is None:
             return
         seconds = now - worker.activity_since
@@ -75,9 +81,9 @@ class Report:
     versions: tuple[int, ...]  # of each block
     merged_batches: tuple[int, ...]
     slowest_progress: float
-    utilisation: dict[str, float]  # by activity, the share of the workers' time
+    utilisation: dict[str, float]  # share of the workers' time, by activity
     steps_trained: float
-    useful_share: float  # of the steps trained, those that were merged
+    useful_share: float  # share of the trained steps that were merged
     leases_given: int
     leases_met: int
     leases_missed: int
@@ -91,14 +97,14 @@ class Report:
 
     @property
     def participation(self) -> float:
-        """The share of leases met in time, of all that have ended and were not given back."""
+        """The share of leases met in time, of those met or missed."""
         return _participation(self.leases_met, self.leases_missed)
 
     @property
     def seconds_per_version(self) -> float:
-        """Mean time that a block takes for a version; infinite if there is none."""
-        made = sum(self.versions)
-        return self.virtual_seconds * len(self.versions) / made if made else float("inf")
+        """Mean time between versions of a block; infinite if there is none."""
+        total = sum(self.versions)
+        return self.virtual_seconds * len(self.versions) / total if total else float("inf")
 
     @property
     def ce(self) -> float | None:
@@ -152,3 +158,89 @@ def make_report(
 
 def _participation(met: int, missed: int) -> float:
     return met / (met + missed) if met + missed else 1.0
+
+
+# Plots against virtual time
+
+Value = Callable[[Sample, Sample], float | None]  # over the time between two samples
+
+
+@dataclass(frozen=True)
+class Plot:
+    title: str
+    value: Value
+    lowest: float | None = 0.0
+    highest: float | None = None
+    fits_from: float = 0.0  # share of the line, from its start, that does not scale the y axis
+
+
+def write_plots(folder: Path, varied: str, reports: Mapping[str, Report]) -> None:
+    """Write one PNG per plot, with one line per report. `varied`: the setting that differs, if any;
+    `reports` are by its value."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, plot in PLOTS.items():
+        lines = {label: _points(report, plot.value) for label, report in reports.items()}
+        if any(lines.values()):
+            _write_plot(folder / f"{name}.png", plot, varied, lines)
+
+
+def _points(report: Report, value: Value) -> list[tuple[float, float]]:
+    """(seconds, value) of the samples that have a value."""
+    *early, last = report.samples
+    shown = [*early[:: 1 + len(early) // MOST_POINTS], last]
+    back = 1 + len(shown) // SMOOTHED
+    points = [
+        (now.seconds, value(shown[max(0, number - back)], now)) for number, now in enumerate(shown)
+    ]
+    return [(seconds, height) for seconds, height in points if height is not None]
+
+
+def _write_plot(
+    path: Path, plot: Plot, varied: str, lines: Mapping[str, list[tuple[float, float]]]
+) -> None:
+    longest = max(seconds for points in lines.values() for seconds, _ in points)
+    size, unit = next((size, unit) for least, size, unit in UNITS if longest >= least)
+    scaled = {
+        label: [(seconds / size, height) for seconds, height in points]
+        for label, points in lines.items()
+    }
+    top = plot.highest or _top(plot, lines)
+    x_label = f"virtual {unit}"
+    write_figure(path, plot.title, x_label, scaled, legend=varied, lowest=plot.lowest, highest=top)
+
+
+def _top(plot: Plot, lines: Mapping[str, list[tuple[float, float]]]) -> float | None:
+    """The upper end of the y axis; None: automatic."""
+    if not plot.fits_from:
+        return None
+    shown = [points[int(plot.fits_from * len(points)) :] for points in lines.values()]
+    heights = [height for points in shown for _, height in points]
+    return max(heights) + 0.05 * (max(heights) - min(heights))
+
+
+def _ce(then: Sample, now: Sample) -> float | None:
+    return now.ce
+
+
+def _progress(then: Sample, now: Sample) -> float:
+    return 100.0 * now.slowest_progress
+
+
+def _recent_participation(then: Sample, now: Sample) -> float | None:
+    met, missed = now.leases_met - then.leases_met, now.leases_missed - then.leases_missed
+    return 100.0 * met / (met + missed) if met + missed else None
+
+
+def _staleness(then: Sample, now: Sample) -> float | None:
+    updates = now.updates_merged - then.updates_merged
+    return (now.versions_behind - then.versions_behind) / updates if updates else None
+
+
+PLOTS = {
+    "ce": Plot("Cross entropy on valid, nats per byte", _ce, None, fits_from=0.15),
+    "progress": Plot("Merged batches of the slowest block, %", _progress, 0.0, 103.0),
+    "participation": Plot(
+        "Leases met in time, % of those that ended", _recent_participation, 0, 103
+    ),
+    "staleness": Plot("Mean versions that merged updates were behind", _staleness),
+}

@@ -1,55 +1,47 @@
-"""A block's state and its leases, kept in memory and updated in place.
+"""A block's state and its leases, in memory and updated in place.
 
 `VirtualBlock` is a `BlockView` (swarm/state.py), like the `BlockState` that a ledger builds from
-its rows for every request. Rebuilding it a million times would take too long here.
+its rows for every request. Building one for each of a million requests would take too long here.
 """
 
 import heapq
 import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 Counted = TypeVar("Counted", bound=Hashable)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class VirtualLease:
     """A lease, and later the update that was trained in it."""
 
-    __slots__ = (
-        "__weakref__", "base_version", "block", "committed", "continued", "created", "deadline",
-        "expected", "first_batch", "lease", "merged_into", "reported_at", "schedule_start",
-        "schedule_stride", "state", "steps", "steps_done", "worker",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        lease: str,
-        worker: str,
-        block: "VirtualBlock",
-        first_batch: int,
-        steps: int,
-        deadline: float,
-        continued: "VirtualLease | None" = None,
-    ) -> None:
-        """`continued`: the lease from whose end it was trained, until this update is merged."""
-        self.lease, self.worker, self.block = lease, worker, block
-        self.continued = continued
-        self.merged_into: int | None = None
-        self.base_version = block.version
-        self.first_batch, self.steps, self.deadline = first_batch, steps, deadline
-        self.steps_done, self.reported_at = 0, 0.0  # by the last heartbeat with progress
-        self.schedule_start, self.schedule_stride = 0, 1
-        self.state = "open"
-        self.created = self.committed = 0.0
-        self.expected: float | None = None
+    lease: str
+    worker: str
+    block: "VirtualBlock"
+    first_batch: int
+    steps: int
+    base_version: int
+    deadline: float
+    created: float = 0.0
+    continued: "VirtualLease | None" = None  # the lease whose end it starts from; None once merged
+    schedule_start: int = 0
+    schedule_stride: int = 1
+    expected: float | None = None
+    steps_done: int = 0  # by the last heartbeat with progress
+    reported_at: float = 0.0
+    state: str = "open"
+    committed: float = 0.0
+    merged_into: int | None = None
 
     @property
     def continues(self) -> str | None:
         return self.continued.lease if self.continued else None
 
     @property
-    def held(self) -> bool:
+    def is_active(self) -> bool:
         return self.state in ("open", "sending")
 
 
@@ -59,27 +51,27 @@ class VirtualBlock:
         self.version = self.merged_batches = self.next_batch = self.open_leases = 0
         self.to_hand_out, self.under_way = total_batches, 0
         self.leases_met = self.leases_missed = 0
-        self.gaps: dict[int, int] = {}  # ranges that were given back: steps by first batch
-        self._gap_starts: list[int] = []  # a heap, from which closed gaps are removed later
-        # By worker, how many leases and pending updates it has: of any kind, and of the current
-        # version with training completed.
+        self.gaps: dict[int, int] = {}  # returned ranges: steps by first batch
+        self._gap_starts: list[int] = []  # a heap; starts of closed gaps are removed later
+        # Numbers of leases and pending updates, by worker: of all, and of those from the current
+        # version whose training is complete.
         self.workers: defaultdict[str, int] = defaultdict(int)
         self.finishing: defaultdict[str, int] = defaultdict(int)
         self._unmerged: defaultdict[str, dict[str, int]] = defaultdict(dict)
         self.pending: list[VirtualLease] = []  # in the order of their arrival
         self.fresh_since: list[float] = []
         self._fresh_workers: set[str] = set()
-        self._expected: dict[str, float] = {}  # arrival of each worker's update, of open leases
-        self._arrivals: defaultdict[float, int] = defaultdict(int)  # leases by that time
-        self._last_arrivals: list[float] = []  # a heap of them, negated; some are over
+        self._expected: dict[str, float] = {}  # arrival of the open lease's update, by worker
+        self._arrivals: defaultdict[float, int] = defaultdict(int)  # number of leases, by arrival
+        self._last_arrivals: list[float] = []  # a heap of arrivals, negated; some are outdated
         self.merging = False
-        self.made_from: VirtualLease | None = None  # the update that is exactly this version
-        self._delta_sums = [0.0]  # by version: sizes of all deltas up to it, as shares of a block
+        self.made_from: VirtualLease | None = None  # an update with exactly this version's weights
+        self._delta_sums = [0.0]  # by version: size of all deltas up to it, as a share of a block
 
-    # Text
+    # Batches
 
     def take(self, most: int) -> tuple[int, int]:
-        """(first batch, steps): given back text first, then text that was never handed out."""
+        """Take (first batch, steps) for a lease: returned batches first, then new ones."""
         while self._gap_starts and self._gap_starts[0] not in self.gaps:
             heapq.heappop(self._gap_starts)
         if self._gap_starts:
@@ -100,7 +92,7 @@ class VirtualBlock:
         self._count_handed_out(-steps)
 
     def reclaim(self, first_batch: int, steps: int) -> bool:
-        """Take exactly this range, if it is still there as it was given back."""
+        """Take exactly this range from the returned ones. Returns False if it was leased again."""
         if self.gaps.get(first_batch) != steps:
             return False
         del self.gaps[first_batch]
@@ -157,23 +149,23 @@ class VirtualBlock:
         return self.pending[0].committed if self.pending else math.inf
 
     def add_unmerged(self, lease: VirtualLease) -> None:
-        """A lease was trained."""
+        """Record a trained lease."""
         self._unmerged[lease.worker][lease.lease] = lease.steps
 
     def remove_unmerged(self, lease: VirtualLease) -> None:
-        """A lease's update was merged, or never will be."""
+        """Remove a lease whose update was merged, or never will be."""
         unmerged = self._unmerged[lease.worker]
         unmerged.pop(lease.lease, None)
         if not unmerged:
             del self._unmerged[lease.worker]
 
     def add_pending(self, lease: VirtualLease) -> None:
-        """An update has arrived, after all others that are pending."""
+        """Add an update that arrived after all other pending ones."""
         self.pending.append(lease)
         self._count_fresh(lease)
 
     def publish(self, pending: list[VirtualLease], delta_share: float) -> None:
-        """Make the next version current. `pending`: the updates left for the version after it.
+        """Make the next version current. `pending`: the updates for the version after it.
         `delta_share`: the size of the version's delta as a share of the block's size."""
         self.version += 1
         self._delta_sums.append(self._delta_sums[-1] + delta_share)
@@ -182,8 +174,8 @@ class VirtualBlock:
             self._count_fresh(lease)
 
     def share_to_fetch(self, cached_version: int, version: int) -> float:
-        """What a worker with an older version fetches, as a share of the block's size: all deltas
-        since then, or the whole block if that is smaller."""
+        """The download of a worker with an older version, as a share of the block's size: all
+        deltas since then, or the whole block if that is smaller."""
         return min(self._delta_sums[version] - self._delta_sums[cached_version], 1.0)
 
     def _count_fresh(self, lease: VirtualLease) -> None:

@@ -1,11 +1,12 @@
-"""Blobs: files of any size as recipes of chunks; the recipe is a chunk too, and names the blob.
+"""Blobs: files of any size, stored as chunks. A recipe lists a blob's chunks; its hash is the
+blob's name.
 
-A recipe is canonical JSON ({"size":N,"chunks":[...]}), so equal files have equal names. No blob is
-ever assembled: writing and reading hold a chunk or two in memory. A recipe from elsewhere may lie
-about its chunks; reading through it raises a ProtocolError then.
+A recipe is a chunk too, of canonical JSON ({"size":N,"chunks":[...]}), so equal files have equal
+names. Reading and writing hold a chunk or two in memory, never a whole blob. A recipe from another
+machine may be wrong about its chunks; reading the blob then raises ProtocolError.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Self
@@ -17,25 +18,33 @@ from pydantic import ValidationError
 
 from blocktrain.errors import ConfigError, ProtocolError, RunError
 from blocktrain.protocol.messages import CHUNK_BYTES, MOST_CHUNKS, Blob, Recipe
-from blocktrain.storage.chunks import Buffer, ChunkStore, IncomingChunk, LocalChunks, altered
+from blocktrain.storage.chunks import (
+    Buffer,
+    ChunkStore,
+    IncomingChunk,
+    LocalChunks,
+    altered,
+    name_of,
+)
 from blocktrain.storage.s3_chunks import open_s3
 
-SKIPPED_BYTES = 256 * 1024  # at a time, of what is only hashed
-KEPT_AT_ONCE = 4  # chunks of one file that are on their way to the disk
+SKIPPED_BYTES = 256 * 1024  # read at a time, of bytes that are only hashed
+KEPT_AT_ONCE = 4  # chunks of one file that are being synced to the disk
 
 
-def open_chunks(url: str) -> ChunkStore:
-    """The store at a path, a file:// URL, or s3://BUCKET/PREFIX?endpoint=URL&region=NAME."""
+def open_chunks(url: str, reserved: int = 0) -> ChunkStore:
+    """The store at a path, a file:// URL, or s3://BUCKET/PREFIX?endpoint=URL&region=NAME.
+    `reserved`: bytes of a disk that are left to others."""
     scheme, separator, _ = url.partition("://")
     if not url:
-        raise ConfigError("the chunk store needs a path or an s3:// address")
+        raise ConfigError("the address of the chunk store is empty; use a path or s3://BUCKET/...")
     if not separator:
-        return LocalChunks(Path(url).expanduser())
+        return LocalChunks(Path(url).expanduser(), reserved=reserved)
     if scheme == "file":
-        return LocalChunks(_path_of_file_url(url))
+        return LocalChunks(_path_of_file_url(url), reserved=reserved)
     if scheme == "s3":
         return open_s3(url)
-    raise ConfigError(f"a chunk store is a path, file:// or s3://, not {scheme}://")
+    raise ConfigError(f"{scheme}:// is not a chunk store; use a path, file:// or s3://")
 
 
 class Blobs:
@@ -54,7 +63,7 @@ class Blobs:
         return BlobWriter(self)
 
     def add_recipe(self, recipe: Recipe) -> Blob:
-        """Name the file that these chunks make, whether or not they are stored yet."""
+        """Store a recipe and return its blob. The chunks need not be stored yet."""
         _check_fit(recipe)
         return Blob(name=self.chunks.put(_canonical(recipe)), size=recipe.size)
 
@@ -63,37 +72,41 @@ class Blobs:
         try:
             recipe = Recipe.model_validate_json(data)
         except ValidationError:
-            raise ProtocolError(f"chunk {name} is not a recipe") from None
+            raise ProtocolError(
+                f"chunk {name} is not a recipe; check the name of the blob"
+            ) from None
         if _canonical(recipe) != data:
             raise ProtocolError(f"recipe {name} is not in its canonical form")
         _check_fit(recipe)
         return recipe
 
-    def reader(self, blob: Blob | Recipe | str) -> "BlobReader":
-        """A file by its name, by its name and the size it must have, or by its recipe."""
+    def reader(self, blob: Blob | Recipe) -> "BlobReader":
+        """A reader of a file, by its name and expected size or by its recipe."""
         return BlobReader(self.chunks, self._recipe_of(blob))
 
-    def forward_reader(self, blob: Blob | Recipe | str) -> "ForwardReader":
+    def forward_reader(self, blob: Blob | Recipe) -> "ForwardReader":
         return ForwardReader(self.chunks, self._recipe_of(blob))
 
     def chunks_of(self, name: str) -> set[str]:
-        """Every chunk the file needs, with its recipe."""
+        """The names of a file's chunks and of its recipe."""
         return {name, *self.recipe(name).chunks}
 
-    def _recipe_of(self, blob: Blob | Recipe | str) -> Recipe:
+    def _recipe_of(self, blob: Blob | Recipe) -> Recipe:
         if isinstance(blob, Recipe):
             _check_fit(blob)
             return blob
-        name = blob if isinstance(blob, str) else blob.name
-        recipe = self.recipe(name)
-        if isinstance(blob, Blob) and blob.size != recipe.size:
-            raise ProtocolError(f"blob {name} has {recipe.size} bytes, not {blob.size}")
+        recipe = self.recipe(blob.name)
+        if blob.size != recipe.size:
+            raise ProtocolError(
+                f"blob {blob.name} has {recipe.size} bytes by its recipe, but {blob.size} were"
+                " announced"
+            )
         return recipe
 
 
 class BlobWriter:
-    """Writes a file in parts of any length; `finish` names it. While parts arrive, earlier chunks
-    are synced to the disk. Nothing is left of a chunk that was not finished."""
+    """Writes a file in parts of any length; `finish` names it. Earlier chunks are synced to the
+    disk while later parts arrive. An unfinished chunk is discarded."""
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
@@ -115,9 +128,9 @@ class BlobWriter:
         self._size += len(view)
         while view:
             self._chunk = self._chunk or self._new_chunk()
-            taken = view[: CHUNK_BYTES - self._chunk.size]
-            self._chunk.write(taken)
-            view = view[len(taken) :]
+            piece = view[: CHUNK_BYTES - self._chunk.size]
+            self._chunk.write(piece)
+            view = view[len(piece) :]
             if self._chunk.size == CHUNK_BYTES:
                 self._store(self._chunk)
 
@@ -129,24 +142,24 @@ class BlobWriter:
 
     def _new_chunk(self) -> IncomingChunk:
         if len(self._names) == MOST_CHUNKS:
-            raise ProtocolError(f"a blob has at most {MOST_CHUNKS} chunks")
+            raise ProtocolError(f"a blob has at most {MOST_CHUNKS} chunks; use smaller blocks")
         if len(self._names) > KEPT_AT_ONCE:  # wait for a store that is slower than the writer
             self._names[-1 - KEPT_AT_ONCE].result()
         return self._blobs.chunks.incoming()
 
     def _store(self, chunk: IncomingChunk) -> None:
-        self._names.append(self._keeping.submit(_kept, chunk))
+        self._names.append(self._keeping.submit(_keep, chunk))
         self._chunk = None
 
 
-def _kept(chunk: IncomingChunk) -> str:
+def _keep(chunk: IncomingChunk) -> str:
     with chunk:
         return chunk.keep()
 
 
 class BlobReader:
-    """Reads a file in any order, each chunk checked before a byte of it is returned. Remembers the
-    last chunk. For one thread at a time."""
+    """Reads a file in any order. Each chunk is verified before any of its bytes is returned, and
+    the last chunk is cached. For one thread at a time."""
 
     def __init__(self, chunks: ChunkStore, recipe: Recipe) -> None:
         self.size = recipe.size
@@ -155,9 +168,9 @@ class BlobReader:
         self._last: tuple[int, bytes] | None = None
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly these bytes, which must be inside the file."""
+        """Read exactly `length` bytes, which must be inside the file."""
         if offset < 0 or length < 0 or offset + length > self.size:
-            raise ValueError(f"bytes {offset} to {offset + length} of a file of {self.size}")
+            raise ValueError(f"bytes {offset} to {offset + length} exceed a file of {self.size}")
         parts = []
         while length:
             index, start = divmod(offset, CHUNK_BYTES)
@@ -167,42 +180,32 @@ class BlobReader:
             length -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def stream(self, start: int = 0) -> Iterator[bytes]:
-        """The file from byte `start` on."""
-        while start < self.size:
-            index, skipped = divmod(start, CHUNK_BYTES)
-            part = self.chunk(index)[skipped:]
-            yield part
-            start += len(part)
-
     def chunk(self, index: int) -> bytes:
-        """One chunk, which is not remembered."""
+        """Read one chunk without caching it."""
         data = self._chunks.get(self._recipe.chunks[index])
-        self._check_size(index, len(data))
+        if len(data) != self._length(index):
+            raise ProtocolError(
+                f"chunk {index} of a blob has {len(data)} bytes, but its recipe says"
+                f" {self._length(index)}; send the blob again"
+            )
         return data
 
     def _part(self, index: int, start: int, length: int) -> bytes:
-        """Bytes of one chunk."""
+        """Read bytes of one chunk."""
         if not self._last or self._last[0] != index:
-            self._last = None  # so that there is only one chunk in memory
+            self._last = None  # first, so that only one chunk is in memory
             self._last = (index, self.chunk(index))
         return self._last[1][start : start + length]
-
-    def _check_size(self, index: int, size: int) -> None:
-        if size != self._length(index):
-            raise ProtocolError(
-                f"chunk {index} of a blob has {size} bytes, its recipe says {self._length(index)}"
-            )
 
     def _length(self, index: int) -> int:
         return min(CHUNK_BYTES, self.size - index * CHUNK_BYTES)
 
 
 class ForwardReader(BlobReader):
-    """Reads a file from its start to its end. Only what is asked for is in memory, so a chunk is
-    checked when its last byte is read, and the last chunk by `finish`: what was made of the bytes
-    may not count until then. Going back reads the chunk again from its start. Holds a file open
-    until it is closed."""
+    """Reads a file from start to end, with only the requested bytes in memory. A chunk is verified
+    when its last byte is read, and the last chunk by `finish`; results made from the bytes must not
+    be used before. Going back reads the chunk again from its start. Keeps a file open until
+    `close`."""
 
     def __init__(self, chunks: ChunkStore, recipe: Recipe) -> None:
         super().__init__(chunks, recipe)
@@ -216,7 +219,7 @@ class ForwardReader(BlobReader):
         self.close()
 
     def finish(self) -> None:
-        """Check the chunk that was read last."""
+        """Verify the chunk that was read last."""
         if self._file:
             self._skip_to(self._length(self._index))
 
@@ -232,7 +235,7 @@ class ForwardReader(BlobReader):
             self._file, size = self._chunks.open(self._recipe.chunks[index])
             self._index, self._place, self._hash = index, 0, blake3()
             if size != self._length(index):
-                self.chunk(index)  # raises: it was altered, or the recipe lies about it
+                self.chunk(index)  # raises: the chunk was altered, or the recipe is wrong
         elif start < self._place:
             self.finish()
             self._file.seek(0)
@@ -259,7 +262,12 @@ def _read(file: IO[bytes], length: int) -> bytes:
     try:
         return file.read(length)
     except OSError as error:
-        raise RunError(f"cannot read a chunk: {error.strerror}") from None
+        raise RunError(f"cannot read a chunk: {error.strerror}; check the store's disk") from None
+
+
+def blob_of(recipe: Recipe) -> Blob:
+    """The blob that a recipe names, whether or not it is stored."""
+    return Blob(name=name_of(_canonical(recipe)), size=recipe.size)
 
 
 def _canonical(recipe: Recipe) -> bytes:
@@ -277,5 +285,5 @@ def _check_fit(recipe: Recipe) -> None:
 def _path_of_file_url(url: str) -> Path:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.strip("/"):
-        raise ConfigError(f"{url} names no folder of this machine; write file:///PATH")
+        raise ConfigError(f"{url} is not a folder of this machine; write file:///PATH")
     return Path(url2pathname(parts.path))

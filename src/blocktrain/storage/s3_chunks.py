@@ -1,7 +1,7 @@
-"""Chunks as objects of S3-compatible storage. Credentials come from the usual AWS_* variables.
+"""Chunks as objects in S3-compatible storage. Credentials come from the usual AWS_* variables.
 
-Workers put and get objects themselves, by presigned URLs. If workers reach the storage at another
-address than the coordinator, the URLs are signed for that one (`public`).
+Workers put and get objects directly, by presigned URLs. If workers reach the storage at another
+address than the coordinator does, URLs are signed for that one (`public`).
 """
 
 import re
@@ -12,12 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from tempfile import SpooledTemporaryFile, TemporaryFile, gettempdir
-from typing import IO, TYPE_CHECKING, Literal, Self
+from typing import IO, TYPE_CHECKING, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from blocktrain.errors import (
     ConfigError,
-    CorruptFileError,
     NotFoundError,
     ProtocolError,
     RunError,
@@ -27,6 +26,9 @@ from blocktrain.protocol.messages import CHUNK_BYTES
 from blocktrain.storage.chunks import (
     NAME,
     Buffer,
+    ChunkStore,
+    IncomingChunk,
+    altered,
     check_size,
     checked_name,
     name_of,
@@ -39,9 +41,9 @@ if TYPE_CHECKING:
     from obstore.store import S3Config, S3Store
 
 UPLOAD = re.compile(r"[0-9A-Za-z_-]{1,128}")
-REQUESTS = 16  # at a time, to look up many chunks
-UPLOADS = threading.Semaphore(8)  # chunks that are in memory as a whole, to be uploaded
-SPOOL_BYTES = 64 * 1024  # of an incoming chunk in memory; the rest is on disk
+REQUESTS = 16  # parallel requests when looking up many chunks
+UPLOADS = threading.Semaphore(8)  # limits the whole chunks in memory during uploads
+SPOOL_BYTES = 64 * 1024  # size up to which an incoming chunk stays in memory instead of on disk
 OPTIONS = ("endpoint", "public", "region")
 
 
@@ -49,17 +51,19 @@ def open_s3(url: str) -> "S3Chunks":
     parts = urlsplit(url)
     options = parse_qs(parts.query, keep_blank_values=True)
     if unknown := sorted(options.keys() - set(OPTIONS)):
-        raise ConfigError(f"unknown in {url}: {', '.join(unknown)} (known: {', '.join(OPTIONS)})")
+        raise ConfigError(
+            f"unknown option {', '.join(unknown)} in {url}; use one of {', '.join(OPTIONS)}"
+        )
     if not parts.netloc or "@" in parts.netloc or parts.fragment:
-        raise ConfigError(f"{url} is not s3://BUCKET/PREFIX")
+        raise ConfigError(f"{url} is not of the form s3://BUCKET/PREFIX?endpoint=URL&region=NAME")
     chosen = {name: values[-1] for name, values in options.items()}
     for name in ("endpoint", "public"):
         if name in chosen and not re.match(r"https?://[^/]", chosen[name]):
-            raise ConfigError(f"the {name} in {url} is not http://HOST or https://HOST")
+            raise ConfigError(f"the {name} in {url} must be http://HOST or https://HOST")
     return S3Chunks(parts.netloc, parts.path.strip("/"), **chosen)
 
 
-class S3Chunks:
+class S3Chunks(ChunkStore):
     has_presigned_urls = True
 
     def __init__(
@@ -79,7 +83,7 @@ class S3Chunks:
 
     def put(self, data: Buffer, name: str | None = None) -> str:
         check_size(len(data))
-        name = name or name_of(data)
+        name = checked_name(name_of(data), name)
         with self._errors():
             self._store.put(place_of(name), data, use_multipart=False)
         return name
@@ -98,7 +102,7 @@ class S3Chunks:
     def get(self, name: str) -> bytes:
         data = self._read(place_of(name), name, CHUNK_BYTES)
         if data is None:
-            raise CorruptFileError(f"chunk {name} in {self} was altered: it is longer than a chunk")
+            raise altered(name, self)
         return verified(data, name, self)
 
     def has(self, names: Iterable[str]) -> set[str]:
@@ -111,7 +115,7 @@ class S3Chunks:
         self._delete([place_of(name)])
 
     def stored(self) -> Iterator[tuple[str, float]]:
-        for path, changed in self._list(None):
+        for path, changed in self.objects():
             name = path.replace("/", "", 1)
             if NAME.fullmatch(name):
                 yield name, changed
@@ -127,8 +131,8 @@ class S3Chunks:
         uploaded_size = self._size(uploaded)
         if uploaded_size is None:
             return name in self.has([name])
-        # The uploader can still change the object through its URL. What is checked is a copy that
-        # no URL reaches.
+        # The uploader can still change the object through its URL, so check a copy that no URL
+        # reaches.
         copy = f"{uploaded}-{secrets.token_hex(16)}"
         try:
             return uploaded_size == size <= CHUNK_BYTES and self._admit(uploaded, copy, name, size)
@@ -137,10 +141,10 @@ class S3Chunks:
 
     def clear_quarantine(self, upload: str) -> None:
         _check_upload(upload)
-        self._delete([path for path, _ in self._list(f"quarantine/{upload}")])
+        self._delete([path for path, _ in self.objects(f"quarantine/{upload}")])
 
     def clear_leftovers(self, before: float) -> None:
-        listed = self._list("quarantine")
+        listed = self.objects("quarantine")
         self._delete([path for path, changed in listed if changed < before])
 
     def _admit(self, uploaded: str, copy: str, name: str, size: int) -> bool:
@@ -157,7 +161,7 @@ class S3Chunks:
         return True
 
     def _read(self, path: str, name: str, most: int) -> bytes | None:
-        """An object's bytes; None, without reading it, if there are more than `most`."""
+        """Read an object; None, without reading it, if it is larger than `most` bytes."""
         with self._errors(name):
             result = self._store.get(path)
             return bytes(result.bytes()) if result.meta["size"] <= most else None
@@ -169,7 +173,8 @@ class S3Chunks:
         except NotFoundError:
             return None
 
-    def _list(self, prefix: str | None) -> Iterator[tuple[str, float]]:
+    def objects(self, prefix: str | None = None) -> Iterator[tuple[str, float]]:
+        """The paths of the objects below a prefix, and when they changed."""
         with self._errors():
             for batch in self._store.list(prefix, chunk_size=1000):
                 for entry in batch:
@@ -195,50 +200,55 @@ class S3Chunks:
         try:
             yield
         except FileNotFoundError:
-            raise not_found(name, self) if name else ConfigError(f"no bucket {self}") from None
+            raise (
+                not_found(name, self)
+                if name
+                else ConfigError(
+                    f"the bucket of {self} does not exist; create it, or correct its name"
+                )
+            ) from None
         except refusals:
             raise ConfigError(
-                f"{self} refuses these credentials; see AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
+                f"{self} refuses the credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             ) from None
         except exceptions.BaseError as error:
             reason = str(error).partition("\n")[0]
-            raise UnreachableError(f"the chunk store {self}: {reason}") from None
+            raise UnreachableError(
+                f"the chunk store {self} failed: {reason}; check its address and that it runs"
+            ) from None
 
 
-class _IncomingObject:
-    """On disk while it arrives, so that a slow line takes up no memory."""
+class _IncomingObject(IncomingChunk):
+    """A chunk that is on disk while it arrives, so that slow connections take no memory."""
 
     def __init__(self, store: S3Chunks) -> None:
-        self.size = 0
         self._store = store
-        self._arrived = SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115
-
-    def __enter__(self) -> Self:
-        return self
+        self._file = SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115
 
     def __exit__(self, *exception: object) -> None:
-        self._arrived.close()
+        self._file.close()
 
-    def write(self, part: Buffer) -> None:
-        check_size(self.size + len(part))
-        self.size += len(part)
+    def _append(self, part: Buffer) -> None:
         with _disk_errors():
-            self._arrived.write(part)
+            self._file.write(part)
 
     def keep(self, name: str | None = None) -> str:
         with UPLOADS:
-            self._arrived.seek(0)
-            data = self._arrived.read()
-            return self._store.put(data, checked_name(name_of(data), name))
+            self._file.seek(0)
+            data = self._file.read()
+            return self._store.put(data, name)
 
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """Chunks pass through temporary files on their way in and out."""
+    """Turn a full or unwritable folder for temporary files into a RunError: chunks pass through
+    such files on their way in and out."""
     try:
         yield
     except OSError as error:
-        raise RunError(f"{gettempdir()} has no room for a chunk: {error.strerror}") from None
+        raise RunError(
+            f"cannot write a chunk to {gettempdir()}: {error.strerror}; free space or set TMPDIR"
+        ) from None
 
 
 def _store(bucket: str, prefix: str, endpoint: str | None, region: str | None) -> "S3Store":

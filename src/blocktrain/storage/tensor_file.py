@@ -1,25 +1,27 @@
 """The safetensors format, read and written in parts, because files are stored in chunks.
 
-    8 bytes    length of the header, little endian
+    8 bytes    length of the header, little-endian
     header     JSON: name -> dtype, shape, data_offsets; padded with spaces to a multiple of 8
     data       the tensors, end to end
 
-Files written here are canonical: tensors sorted by name, no metadata. So equal tensors make equal
-bytes, and equal hashes, everywhere. Files that are read come from untrusted machines: every number
-in a header is checked before anything is allocated for it, and every error is a ProtocolError.
+Files written here are canonical: tensors are sorted by name, without metadata. So equal tensors
+have equal bytes and hashes on every machine. Files to read come from untrusted machines: every
+number in a header is checked before anything is allocated for it, and every fault raises
+ProtocolError.
 """
 
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import BufferedReader
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from blocktrain.codec.dense import from_bf16
 from blocktrain.errors import ProtocolError
-from blocktrain.numerics.quantization import from_bf16
 
 Array = npt.NDArray[Any]
 Tensors = dict[str, Array]
@@ -28,7 +30,7 @@ Buffer = bytes | bytearray | memoryview
 LARGEST_HEADER = 16 * 1024 * 1024
 LONGEST_NAME = 256  # characters
 MOST_DIMENSIONS = 32
-MOST_MARKS = 1 << 18  # commas and brackets of a header: about ten a tensor
+MOST_MARKS = 1 << 18  # commas and brackets in a header: about ten per tensor
 MOST_ELEMENTS = 2**53
 PIECE_BYTES = 4 * 1024 * 1024
 METADATA = "__metadata__"
@@ -36,7 +38,7 @@ METADATA = "__metadata__"
 DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),  # numpy has none: its bits; `decode` widens them to float32
+    "BF16": np.dtype("<u2"),  # as bits, since numpy has no bfloat16; `decode` makes them float32
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
     "I16": np.dtype("<i2"),
@@ -49,7 +51,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "BF16"}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of a file, and its place there: bytes start .. end - 1."""
+    """A tensor in a file, at bytes start .. end - 1."""
 
     name: str
     dtype: str
@@ -59,13 +61,13 @@ class TensorSpec:
 
 
 def parse_header(read: Callable[[int, int], bytes], size: int) -> list[TensorSpec]:
-    """The tensors of a file of `size` bytes in the order of the file; `read(offset, length)` is
-    only called for bytes inside the file."""
+    """The tensors of a file of `size` bytes, in the file's order. `read(offset, length)` is only
+    called for bytes inside the file."""
     if size < 8:
         raise ProtocolError(f"a file of {size} bytes is too short for safetensors")
     length = int.from_bytes(read(0, 8), "little")
     if length > min(LARGEST_HEADER, size - 8):
-        raise ProtocolError(f"a header of {length} bytes is too long for a file of {size}")
+        raise ProtocolError(f"a header of {length} bytes is too long for a file of {size} bytes")
     entries = _parse_json(read(8, length))
     start = 8 + length
     specs = [_spec(name, entry, start) for name, entry in entries.items() if name != METADATA]
@@ -75,13 +77,17 @@ def parse_header(read: Callable[[int, int], bytes], size: int) -> list[TensorSpe
             raise ProtocolError(f"{spec.name!r} does not begin where the tensor before it ends")
         start = spec.end
     if start != size:
-        raise ProtocolError(f"the tensors end at byte {start} of a file of {size}")
+        raise ProtocolError(f"the tensors end at byte {start}, but the file has {size} bytes")
     return specs
 
 
-def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """The canonical header of a file with tensors of these (name, dtype, shape)."""
-    entries: dict[str, Any] = {}
+def header_bytes(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """The canonical header of a file whose tensors have these names, dtypes and shapes. With
+    `metadata`, which other programs may need, it is not canonical."""
+    entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     start = 0
     for name, dtype, shape in sorted(tensors):
         if name in entries:
@@ -111,34 +117,53 @@ def encode(tensors: Mapping[str, Array]) -> Iterator[bytes | memoryview]:
 
 
 def decode(data: Buffer) -> dict[str, Array]:
-    """The tensors of a whole file: views of `data`, and writable where it is. BF16 becomes
-    float32."""
+    """The tensors of a whole file, as views of `data`, writable if `data` is. BF16 becomes float32,
+    which is a copy."""
     view = memoryview(data).cast("B")
     specs = parse_header(lambda start, length: bytes(view[start : start + length]), len(view))
     return {spec.name: _array(spec, view) for spec in specs}
 
 
-def check_like(found: Iterable[TensorSpec], expected: Iterable[TensorSpec]) -> None:
-    """Refuse a file that does not hold the expected tensors and no others."""
-    by_name = {spec.name: spec for spec in found}
-    wanted = {spec.name: spec for spec in expected}
-    for name in sorted(by_name.keys() | wanted.keys()):
-        if name not in by_name:
+def read_specs(file: BufferedReader, size: int) -> list[TensorSpec]:
+    """The tensors of an open file, in the file's order."""
+
+    def read(offset: int, length: int) -> bytes:
+        file.seek(offset)
+        return file.read(length)
+
+    return parse_header(read, size)
+
+
+def read_tensor(file: BufferedReader, spec: TensorSpec) -> Array:
+    """One tensor of an open file, writable. BF16 becomes float32."""
+    data = bytearray(spec.end - spec.start)
+    file.seek(spec.start)
+    if file.readinto(data) != len(data):
+        raise ProtocolError(f"the file ends inside tensor {spec.name!r}")
+    return _array(replace(spec, start=0, end=len(data)), memoryview(data))
+
+
+def check_like(actual: Iterable[TensorSpec], expected: Iterable[TensorSpec]) -> None:
+    """Raise ProtocolError unless a file has exactly the expected tensors."""
+    actual_by_name = {spec.name: spec for spec in actual}
+    expected_by_name = {spec.name: spec for spec in expected}
+    for name in sorted(actual_by_name.keys() | expected_by_name.keys()):
+        if name not in actual_by_name:
             raise ProtocolError(f"tensor {name!r} is missing")
-        if name not in wanted:
+        if name not in expected_by_name:
             raise ProtocolError(f"tensor {name!r} does not belong here")
-        here, there = by_name[name], wanted[name]
-        if (here.dtype, here.shape) != (there.dtype, there.shape):
+        spec, model = actual_by_name[name], expected_by_name[name]
+        if (spec.dtype, spec.shape) != (model.dtype, model.shape):
             raise ProtocolError(
-                f"tensor {name!r} is {here.dtype}{list(here.shape)},"
-                f" not {there.dtype}{list(there.shape)}"
+                f"tensor {name!r} is {spec.dtype}{list(spec.shape)},"
+                f" not {model.dtype}{list(model.shape)}"
             )
 
 
 def _parse_json(text: bytes) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise ProtocolError("a safetensors header begins with {")
-    # A parsed value takes many times the memory of its text: count before parsing.
+    # Count before parsing: a parsed value takes many times the memory of its text.
     if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MOST_MARKS:
         raise ProtocolError("the header names too many tensors")
     try:
@@ -164,7 +189,7 @@ def _spec(name: str, entry: Any, data_start: int) -> TensorSpec:
         raise ProtocolError(f"{name!r} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
-        raise ProtocolError(f"shape and data_offsets of {name!r} are not lists of counts")
+        raise ProtocolError(f"shape and data_offsets of {name!r} must be lists of whole numbers")
     start, end = offsets
     if end - start != _byte_count(name, dtype, shape):
         raise ProtocolError(f"data_offsets of {name!r} do not fit its shape")
@@ -173,7 +198,7 @@ def _spec(name: str, entry: Any, data_start: int) -> TensorSpec:
 
 def _check_name(name: str) -> None:
     if len(name) > LONGEST_NAME or name == METADATA:
-        raise ProtocolError(f"a tensor may not be named {name[:40]!r}")
+        raise ProtocolError(f"{name[:40]!r} is not a valid name of a tensor")
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -190,9 +215,9 @@ def _byte_count(name: str, dtype: Any, shape: Iterable[int]) -> int:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ProtocolError(f"tensor {name!r} has an unknown dtype")
     sizes = list(shape)
-    # Zeros aside, so that a tensor without elements has no side numpy cannot hold.
+    # Zeros count as ones, so that no other dimension is too large for numpy.
     if len(sizes) > MOST_DIMENSIONS or math.prod(size or 1 for size in sizes) > MOST_ELEMENTS:
-        raise ProtocolError(f"tensor {name!r} has an impossible shape")
+        raise ProtocolError(f"tensor {name!r} has too many dimensions or elements")
     return math.prod(sizes) * DTYPES[dtype].itemsize
 
 
@@ -208,5 +233,5 @@ def _array(spec: TensorSpec, data: memoryview) -> Array:
     if spec.dtype == "BF16":
         flat = from_bf16(flat)
     if spec.dtype == "BOOL" and (flat.view(np.uint8) > 1).any():
-        raise ProtocolError(f"tensor {spec.name!r} holds booleans that are neither 0 nor 1")
+        raise ProtocolError(f"tensor {spec.name!r} contains booleans that are neither 0 nor 1")
     return np.require(flat.reshape(spec.shape), requirements="A")

@@ -10,15 +10,16 @@ from typing import Any
 from blocktrain.config import SwarmConfig
 from blocktrain.swarm.state import BlockView, LeaseView
 
-SHORTEST_SHARE = 0.1  # of a lease time: less time than this is not worth a lease of its own
-SLOWEST_LEASES = 10.0  # lease times: the most that training or transfers are taken to need
-LONGEST_LEASES = 30.0  # usual deadlines: after these no lease is extended
-TRANSFER_ROOM = 10.0  # how many times its measured speed, transfers included, a worker may claim
-MICROSTEP = 1e-6  # speeds are summed as whole numbers of these, because such sums stay exact
+TAKEOVER_FACTOR = 2.0  # how much faster a worker must be to take over another's lease
+SHORTEST_SHARE = 0.1  # share of a lease time; less is not worth a lease of its own
+SLOWEST_LEASES = 10.0  # longest training or transfer time that is assumed, in lease times
+LONGEST_LEASES = 30.0  # longest time that a lease can last, in usual deadlines
+TRANSFER_ROOM = 10.0  # factor by which claims may exceed a measured speed, which includes transfers
+MICROSTEP = 1e-6  # of a step; speeds are summed as integers of this unit, so that sums stay exact
 
 LONGEST_HEARTBEAT = 10.0  # seconds
 SHORTEST_HEARTBEAT = 0.2
-HEARTBEAT_SHARE = 0.25  # of the time a lease has left
+HEARTBEAT_SHARE = 0.25  # of a lease's remaining time
 
 
 # Size of a lease
@@ -27,8 +28,8 @@ HEARTBEAT_SHARE = 0.25  # of the time a lease has left
 def trusted_speed(
     swarm: SwarmConfig, claimed: float | None, measured: float | None
 ) -> float | None:
-    """The part of a claimed speed that is believed. `measured`: steps per second from lease to
-    commit, transfers included. Before the first measurement a worker gets a first lease only."""
+    """A claimed speed, limited to what can be trusted. `measured`: steps per second from lease to
+    commit, transfers included. Before the first measurement a worker gets only a first lease."""
     if claimed is None:
         return None
     if measured is None:
@@ -36,14 +37,15 @@ def trusted_speed(
     return min(claimed, TRANSFER_ROOM * measured)
 
 
-def trusted_transfer(swarm: SwarmConfig, claimed: float) -> float:
-    """The part of a claimed transfer time that is believed: it lengthens deadlines."""
-    return min(claimed, SLOWEST_LEASES * swarm.lease_seconds)
+def trusted_transfer(swarm: SwarmConfig, claimed: float, *, proven: bool = True) -> float:
+    """A claimed transfer time, limited because it lengthens deadlines. `proven`: the worker has
+    completed a lease; the deadline of a first lease is short."""
+    return min(claimed, (SLOWEST_LEASES if proven else 1.0) * swarm.lease_seconds)
 
 
 def earliest_useful_end(swarm: SwarmConfig, now: float, transfer_seconds: float) -> float:
-    """If the other workers of a block end before this time, there is too little left to train
-    something and send it by then."""
+    """The time after which the block's other workers must end for a new lease to be worth it. If
+    they end earlier, too little time is left to train and send an update."""
     return now + transfer_seconds + SHORTEST_SHARE * swarm.lease_seconds
 
 
@@ -53,14 +55,18 @@ def run_seconds_left(
     now: float,
     steps_per_second: float | None,
     other_speeds: Mapping[int | None, int],
+    steps_left: int | None = None,
 ) -> float:
-    """Time until all text is trained if this worker and all others end together. Infinite if the
-    worker's speed is unknown, or if it is longer than a lease. `other_speeds`: of the other
-    workers together, by the block they train (None: they wait), in microsteps per second."""
+    """Time until the run's last batch is trained, if all workers end together. `steps_left`: that
+    can be leased; by default all, in turns those of this turn. Infinite if it is
+    longer than a lease or this worker's speed is unknown. `other_speeds`: summed over the other
+    workers, by the block they train (None: they wait), in units of MICROSTEP per second."""
     if steps_per_second is None:
         return math.inf
     together = steps_per_second + MICROSTEP * sum(other_speeds.values())
-    steps = float(sum([block.to_hand_out for block in blocks]))
+    if steps_left is None:
+        steps_left = sum([block.to_hand_out for block in blocks])
+    steps = float(steps_left)
     if steps > together * swarm.lease_seconds:
         return math.inf
     for block in blocks:
@@ -78,10 +84,10 @@ def training_seconds(
 ) -> float:
     """How long a lease should train.
 
-    Its update should arrive together with the last one of the workers that train the block now, so
-    that no worker waits for another. If they end too soon for that, or there are none, it lasts a
-    usual lease time, which is also the most. If only `run_seconds` of the run are left it lasts no
-    longer, so that the others are not left idle, but never so short that transfers dominate.
+    Its update should arrive together with the last one of the block's other workers, so that no
+    worker waits for another. If they end too soon for that, or there are none, the lease lasts a
+    usual lease time, which is also the maximum. Near the end of the run it lasts at most
+    `run_seconds`, so that other workers do not idle, but never so short that transfers dominate.
     """
     shortest = max(SHORTEST_SHARE * swarm.lease_seconds, transfer_seconds)
     longest = min(swarm.lease_seconds, max(run_seconds, shortest))
@@ -93,7 +99,7 @@ def training_seconds(
 def lease_steps(
     swarm: SwarmConfig, seconds: float, steps_per_second: float | None, available: int
 ) -> int:
-    """As many steps as the worker trains in this time; a few if its speed is unknown."""
+    """The number of steps that a worker trains in this time; a few if its speed is unknown."""
     fitting = swarm.first_steps
     if steps_per_second is not None:
         fitting = round(seconds * steps_per_second)
@@ -110,9 +116,9 @@ def expected_arrival(
     steps_per_second: float | None,
     transfer_seconds: float,
 ) -> float | None:
-    """When a new lease's update should arrive, judging by the worker's last lease. If rounding to
-    whole steps put it just after the others, it counts as arriving with them: otherwise many
-    workers, each rounded past the one before, would push the end further and further."""
+    """When a new lease's update should arrive, at the speed of the worker's last lease. If rounding
+    to whole steps puts it just after the others, it counts as arriving with them. Otherwise many
+    workers, each rounded past the one before, would move the end further and further."""
     if steps_per_second is None:
         return None
     arrival = now + transfer_seconds + steps / steps_per_second
@@ -123,8 +129,8 @@ def expected_arrival(
 def arrival_after_progress(
     swarm: SwarmConfig, lease: LeaseView, steps_done: int, now: float
 ) -> float | None:
-    """When the update should arrive, judging by the progress of the lease itself; unchanged if
-    progress is about as expected."""
+    """When the update should arrive, at the lease's own pace; unchanged if the pace is about as
+    expected."""
     before = lease.expected
     if steps_done == 0:
         return before
@@ -133,14 +139,37 @@ def arrival_after_progress(
     return before if is_near else arrival
 
 
+def may_take_over(
+    swarm: SwarmConfig,
+    lease: LeaseView,
+    steps_per_second: float,
+    now: float,
+    *,
+    measured: float | None,
+    is_newcomer: bool,
+) -> bool:
+    """Whether an idle worker of this speed should train a lease's batches again from the start,
+    because it would finish them much sooner than the lease's own worker.
+
+    What that worker reports is not believed if none of its updates was merged yet, or as soon as it
+    takes much longer than its speed, as `measured` before, lets expect."""
+    overhead = SHORTEST_SHARE * swarm.lease_seconds
+    usual = lease.steps / measured + overhead if measured else math.inf
+    is_late = now - lease.created > TAKEOVER_FACTOR * usual
+    arrival = lease.expected
+    if arrival is None or arrival < now or is_late or (is_newcomer and measured is None):
+        arrival = lease.deadline
+    return arrival - now > TAKEOVER_FACTOR * (lease.steps / steps_per_second + overhead)
+
+
 # Deadlines
 
 
 def deadline_seconds(
     swarm: SwarmConfig, steps: int, steps_per_second: float | None, transfer_seconds: float = 0.0
 ) -> float:
-    """Time until the deadline of a new lease: a multiple of the time that training and transfers
-    should take, within the run's bounds."""
+    """Time until a new lease's deadline: a multiple of the expected time for training and
+    transfers, within the run's limits."""
     training = steps / steps_per_second if steps_per_second else swarm.lease_seconds
     training = min(training, SLOWEST_LEASES * swarm.lease_seconds)
     seconds = swarm.deadline_factor * (training + trusted_transfer(swarm, transfer_seconds))
@@ -148,7 +177,7 @@ def deadline_seconds(
 
 
 def longest_lease_seconds(swarm: SwarmConfig) -> float:
-    """The longest a lease can last, whatever its worker reports."""
+    """The longest time that a lease can last, whatever its worker reports."""
     usual = swarm.deadline_factor * swarm.lease_seconds
     return max(swarm.shortest_deadline, min(swarm.longest_deadline, LONGEST_LEASES * usual))
 
@@ -156,8 +185,8 @@ def longest_lease_seconds(swarm: SwarmConfig) -> float:
 def deadline_after_steps(
     swarm: SwarmConfig, lease: LeaseView, steps_done: int, last_report: float, now: float
 ) -> float:
-    """The deadline after a worker has reported more steps than at the time `last_report`. The next
-    steps may take several times as long as these; but a lease that could not be completed at this
+    """The deadline after a worker reported progress for the first time since `last_report`. The
+    next steps may take several times as long as these. A lease that cannot be completed at this
     pace is not extended."""
     done = min(steps_done, lease.steps)
     needed = (now - lease.created) * (lease.steps - done) / done
@@ -175,8 +204,8 @@ def deadline_after_chunk(
 
 
 def _extended(swarm: SwarmConfig, lease: LeaseView, seconds: float, now: float) -> float:
-    """Leaves this much time until the deadline, if less than half of it is left: every extension
-    is a write to the ledger."""
+    """Extend the deadline to this many seconds from now. Every extension is a write to the ledger,
+    so there is none while at least half of that time is left."""
     seconds = max(swarm.shortest_deadline, seconds)
     if lease.deadline - now >= 0.5 * seconds:
         return lease.deadline
@@ -184,11 +213,11 @@ def _extended(swarm: SwarmConfig, lease: LeaseView, seconds: float, now: float) 
 
 
 def silence_deadline(swarm: SwarmConfig, last_heard: float) -> float:
-    """When the leases of a worker expire if it sends nothing more, whatever their deadlines."""
+    """When a silent worker's leases expire, whatever their deadlines."""
     return last_heard + swarm.heartbeat_timeout
 
 
 def heartbeat_interval(seconds_left: float) -> float:
-    """Seconds between a worker's heartbeats: several per lease, so that it soon learns of a lease
-    that was taken back."""
+    """Seconds between a worker's heartbeats: several per lease, so that it soon learns when a lease
+    has expired."""
     return max(SHORTEST_HEARTBEAT, min(LONGEST_HEARTBEAT, HEARTBEAT_SHARE * seconds_left))

@@ -1,4 +1,4 @@
-"""When updates are merged into a version, which of them count, and how much.
+"""When updates are merged into a version, which of them count, and by how much.
 
 Pure decisions: no clock, no files.
 """
@@ -9,24 +9,24 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
 
-from blocktrain.codec import registry
-from blocktrain.codec.registry import Codec
-from blocktrain.config import SwarmConfig, TrainConfig
+from blocktrain import codec
+from blocktrain.codec import Codec
+from blocktrain.config import SwarmConfig
+from blocktrain.numerics.merge import MergeRule
 from blocktrain.swarm.state import BlockView, UpdateView
 
-MOST_MERGED = 256  # updates in one merge, which keeps their files open
-QUORUM_LEASES = 2.0  # lease times that the first update waits for a quorum
+QUORUM_LEASES = 2.0  # longest wait of the first update for a quorum, in lease times
 
 Update = TypeVar("Update", bound=UpdateView)
 
 
 class UpdateRefusal(StrEnum):
     TOO_STALE = "too many versions behind"
-    HANDED_OUT_AGAIN = "its text was handed out again"
+    HANDED_OUT_AGAIN = "its batches were handed out again"
 
 
 class Verdict(NamedTuple):
-    """Whether an update that has arrived counts."""
+    """Whether an update counts, and by how much."""
 
     weight: float
     refusal: UpdateRefusal | None
@@ -40,40 +40,41 @@ def judge_update(
     in_time: bool,
     reclaim: Callable[[], bool],
 ) -> Verdict:
-    """Whether an update that was trained from `base_version` counts. If its lease had ended before
-    it arrived, it counts only if its text can be reclaimed: no other worker has got it since."""
+    """Whether an update that was trained from `base_version` counts. If its lease ended before it
+    arrived, it counts only if its batches can be reclaimed because no other lease has them."""
     weight = update_weight(swarm, version, base_version)
     if weight == 0.0:
         return Verdict(weight, UpdateRefusal.TOO_STALE)
-    owns_text = in_time or reclaim()
-    return Verdict(weight, None if owns_text else UpdateRefusal.HANDED_OUT_AGAIN)
+    owns_batches = in_time or reclaim()
+    return Verdict(weight, None if owns_batches else UpdateRefusal.HANDED_OUT_AGAIN)
 
 
 def update_weight(swarm: SwarmConfig, version: int, base_version: int) -> float:
-    """The factor by which an update is scaled: 1 if it is based on the current version, less for
-    every version it is behind, 0 if it is refused."""
+    """The factor of an update: 1 if its base is the current version, less for each version it is
+    behind, 0 if it is too far behind."""
     behind = version - base_version
     return swarm.late_discount**behind if behind <= swarm.most_stale else 0.0
 
 
 def effective_base(base_version: int, continued_into: int | None) -> int:
-    """The version an update counts as trained from. If it continued another update, it has seen
-    all of its worker's training up to the version which that one was merged into."""
+    """The version that an update counts as trained from. If the update continues another one, that
+    is at least the version that the other one was merged into."""
     return base_version if continued_into is None else max(base_version, continued_into)
 
 
 def due_updates(block: BlockView[Update], swarm: SwarmConfig, now: float) -> Sequence[Update]:
-    """The updates to merge now: those that are pending, or none while it is better to wait."""
-    return block.pending[:MOST_MERGED] if now >= due_at(block, swarm) else ()
+    """The updates to merge now: all pending ones, or none while it is better to wait."""
+    return block.pending if now >= due_at(block, swarm) else ()
 
 
 def due_at(block: BlockView[UpdateView], swarm: SwarmConfig) -> float:
     """When the pending updates become due if nothing else happens; infinite: never.
 
-    They are due at once if no lease of the block is open. Otherwise once min(quorum, workers) have
-    sent an update of the current version and the grace period for the others is over. Late updates
-    do not count towards the quorum: they arrive while others train, and would make those late too.
-    After two lease times they are due in any case, so that a slow worker does not stop the rest.
+    They are due at once if no lease of the block is open. Otherwise they are due when min(quorum,
+    workers) workers have sent an update of the current version and the grace period is over. Late
+    updates do not count towards the quorum: they arrive while others train, and merging them then
+    would make the others late too. Two lease times after the first update, the updates are due in
+    any case, so that a slow worker does not stop the rest.
     """
     if not block.pending:
         return math.inf
@@ -90,7 +91,8 @@ def due_at(block: BlockView[UpdateView], swarm: SwarmConfig) -> float:
 def split_stale(
     swarm: SwarmConfig, version: int, updates: Sequence[Update]
 ) -> tuple[list[Update], list[Update]]:
-    """(updates that still count, updates that fell too many versions behind while they waited)."""
+    """Split updates into those that still count and those that fell too many versions behind while
+    they waited."""
     fresh: list[Update] = []
     stale: list[Update] = []
     for update in updates:
@@ -100,9 +102,9 @@ def split_stale(
 
 
 def chain_factors(updates: Sequence[UpdateView]) -> dict[str, float]:
-    """By lease, the factor of an update in the mean of these updates. Training of several workers
-    side by side is averaged. Training of one worker in leases that continue each other adds up, as
-    in one long lease."""
+    """Each update's factor in the mean of these updates, by lease. Updates of different workers are
+    averaged. Updates of one worker's leases that continue each other add up, like one long lease.
+    """
     first_leases: dict[str | None, str] = {}
     steps: Counter[str] = Counter()
     for update in sorted(updates, key=lambda update: update.committed):
@@ -112,21 +114,22 @@ def chain_factors(updates: Sequence[UpdateView]) -> dict[str, float]:
 
 
 def makes_last_version(block: BlockView[Any], updates: Sequence[UpdateView]) -> bool:
-    """Whether these updates complete the block. No worker trains from its last version, so it is
-    published exactly, without compression."""
+    """Whether these updates complete the block. The last version is published without compression,
+    since no worker trains from it."""
     merged = block.merged_batches + sum(update.steps for update in updates)
     return merged == block.total_batches
 
 
 def delta_codec(swarm: SwarmConfig, block: BlockView[Any], updates: int) -> Codec | None:
-    """The codec of the delta to a version made of this many updates. Once all text is handed out,
-    they are the final updates of their workers, which contain more."""
-    return registry.delta_codec(swarm, updates, final=block.to_hand_out == 0)
+    """The codec of the delta to a version of this many updates. Once all batches are leased, these
+    are their workers' final updates, which contain more."""
+    return codec.delta_codec(swarm, updates, final=block.to_hand_out == 0)
 
 
 def useful_deltas(sizes: Mapping[int, int], whole: int) -> set[int]:
-    """The versions from which applying all later deltas takes fewer bytes than fetching the newest
-    version whole. `sizes`: of each delta, by the version it leads to."""
+    """The versions whose deltas are still useful: a delta together with all later ones must be
+    smaller than the whole newest version. `sizes`: the deltas' sizes, by the version that each
+    leads to."""
     useful, total = set(), 0
     for version in sorted(sizes, reverse=True):
         total += sizes[version]
@@ -136,15 +139,6 @@ def useful_deltas(sizes: Mapping[int, int], whole: int) -> set[int]:
     return useful
 
 
-def largest_move(train: TrainConfig, swarm: SwarmConfig, steps: int, size: float = 0.0) -> float:
-    """The largest root mean square distance by which this many steps can move weights of root mean
-    square `size`. With a codec, an update may also contain residuals of the updates before it."""
-    counted = steps if swarm.codec == "none" else max(steps, swarm.most_steps)
-    return counted * train.lr * (_largest_adam_step(train) + train.weight_decay * size)
-
-
-def _largest_adam_step(train: TrainConfig) -> float:
-    """The most AdamW can move a number in one step, in learning rates, for any gradients
-    (Cauchy-Schwarz on its two moments): 1.2 by default. Steps of Muon are shorter."""
-    ratio = min(train.beta1**2 / max(train.beta2, 1e-12), 1.0 - 1e-12)
-    return max(1.0, (1.0 - train.beta1) / math.sqrt((1.0 - train.beta2) * (1.0 - ratio)))
+def merge_rule(swarm: SwarmConfig) -> MergeRule:
+    """The rule by which updates of a run become a version."""
+    return MergeRule(swarm.outer_rate, swarm.outer_momentum)

@@ -14,6 +14,8 @@ class LeaseView(Protocol):
     """What the rules read of an open lease."""
 
     @property
+    def worker(self) -> str: ...
+    @property
     def steps(self) -> int: ...
     @property
     def created(self) -> float: ...
@@ -24,7 +26,7 @@ class LeaseView(Protocol):
 
 
 class UpdateView(Protocol):
-    """What the rules read of an update that waits to be merged."""
+    """What the rules read of a pending update."""
 
     @property
     def lease(self) -> str: ...
@@ -77,14 +79,14 @@ class BlockView(Protocol[Update_co]):
 
 @dataclass(frozen=True)
 class PendingUpdate:
-    """A verified update that waits to be merged."""
+    """A verified update that is to be merged."""
 
     lease: str
     worker: str
     base_version: int
     steps: int
     committed: float
-    continues: str | None = None  # the lease whose end it was trained from
+    continues: str | None = None  # the lease whose end it started from
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,15 @@ class BlockState:
     merged_batches: int
     next_batch: int  # the first batch that was never leased
     total_batches: int
-    returned_batches: int  # leased before, then given back or lost
+    returned_batches: int  # leased before, then returned or lost
     leased_batches: int
     open_leases: int
     workers: frozenset[str]  # with a lease or a pending update of this block
     finishing: frozenset[str]  # with an update of the current version that is sent or pending
-    pending: tuple[PendingUpdate, ...]
+    pending: tuple[PendingUpdate, ...]  # without those that wait for their checks
     sending: tuple[tuple[str, str, int], ...] = ()  # (worker, lease, steps) that are being sent
-    busy_until: float = -math.inf  # when the last update that is being trained should arrive
+    unchecked: tuple[PendingUpdate, ...] = ()  # their leases count as open
+    busy_until: float = -math.inf  # when the last update of the open leases should arrive
 
     @property
     def to_hand_out(self) -> int:
@@ -130,11 +133,12 @@ class BlockState:
         return sorted(arrivals.values())
 
     def unmerged(self, worker: str) -> dict[str, int]:
-        """The steps of each lease that a worker has trained and that is in no version yet."""
+        """A worker's trained leases that are in no version yet: their steps, by lease."""
         sending: dict[str, int] = {
             lease: steps for sender, lease, steps in self.sending if sender == worker
         }
-        return sending | {u.lease: u.steps for u in self.pending if u.worker == worker}
+        waiting = (*self.unchecked, *self.pending)
+        return sending | {u.lease: u.steps for u in waiting if u.worker == worker}
 
     @property
     def finished(self) -> bool:

@@ -1,146 +1,364 @@
-"""A worker that trains: it joins a run, prepares what every lease needs, and works on leases.
+"""A worker in one of its roles: an Agent trains blocks, an Evaluator scores their versions.
 
-Shows nothing: what happens is reported as events.
+The third role is in validator.py. All join the run and fetch its text. They print nothing and
+report what they do as events.
 """
 
 import logging
+import platform
 import tomllib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
 
 from blocktrain.config import Config, from_toml
-from blocktrain.errors import ConfigError, DeviceError, ProtocolError, UnreachableError
-from blocktrain.train.device import resolve
-from blocktrain.train.estimation import memory_of
-from blocktrain.worker.blob_cache import BlobCache
+from blocktrain.data.corpus import Corpus, evaluation_windows
+from blocktrain.data.tokenizer import Tokens
+from blocktrain.environment import cores
+from blocktrain.errors import (
+    ConfigError,
+    DeviceError,
+    ProtocolError,
+    RefusedError,
+    UnreachableError,
+)
+from blocktrain.memory import FreeMemory
+from blocktrain.model.stack import Stack, assemble, new_block
+from blocktrain.protocol.messages import Joined, Role
+from blocktrain.protocol.status_messages import MOST_CE, Score, Status
+from blocktrain.storage import tensor_file
+from blocktrain.training.device import Compute, resolve
+from blocktrain.training.evaluate import Evaluation, evaluate
+from blocktrain.training.memory_check import (
+    FORCE,
+    WORKER_SHARE,
+    Device,
+    check_serving,
+    gigabytes,
+    too_large,
+)
+from blocktrain.training.stored_models import load_block
 from blocktrain.worker.client import Client
-from blocktrain.worker.corpus_cache import CorpusCache
+from blocktrain.worker.downloads import (
+    LocalVersions,
+    most_bytes,
+    open_corpus,
+    open_tokenizer,
+)
+from blocktrain.worker.kept_states import KeptStates
 from blocktrain.worker.lease_loop import REQUEST_SECONDS, LeaseLoop
 from blocktrain.worker.lease_work import RunSession
-from blocktrain.worker.local_block import LocalBlock
+from blocktrain.worker.local_block import LocalBlock, settle_leftover_residuals
 from blocktrain.worker.machine import (
-    Idleness,
+    Bandwidth,
+    EventReporter,
     StopCondition,
-    WorkerSettings,
-    check_role,
+    WorkerEvent,
     idleness_of_this_machine,
     lock_folder,
 )
-from blocktrain.worker.residual import settle_leftover_residuals
-from blocktrain.worker.transfer import Bandwidth, Transfer
-from blocktrain.worker.worker_events import EventReporter, WorkerEvent
+from blocktrain.worker.neighbours import Neighbours
+from blocktrain.worker.transfer import BlobCache, Transfer
+
+ACTIVITY: dict[Role, str] = {
+    "train": "training", "evaluate": "evaluation", "validate": "validation",
+}  # fmt: skip
+SCORED_WINDOWS = 256
+POLL_SECONDS = 2.0  # between two polls for new versions
 
 log = logging.getLogger(__name__)
 
 
-class Agent:
+@dataclass(frozen=True)
+class WorkerSettings:
+    folder: Path  # for key, cache and residuals; one worker at a time
+    device: str = "auto"
+    blocks: tuple[int, ...] | None = None  # None: any
+    memory_bytes: int | None = None  # None: no limit
+    max_bandwidth: float | None = None  # bytes per second, both directions together
+    until: float | None = None  # when the worker stops, in seconds since 1970
+    idle_only: bool = False
+    checks_memory: bool = True  # the limit is then a share of free memory, unless it is given
+    neighbours: Neighbours | None = None  # to share the cores with; None: threads are given
+    data: str | None = None  # this machine's copy of the run's text, written as data.source
+    name: str = field(default_factory=platform.node)
+
+
+class Worker(ABC):
+    """Joins a run and works for it until the run is over or the worker is stopped."""
+
+    role: Role
+    finished: str  # text of the last event of a finished run
+
     def __init__(
-        self,
-        client: Client,
-        settings: WorkerSettings,
-        on_event: Callable[[WorkerEvent], None],
-        idleness: Idleness | None = None,
+        self, client: Client, settings: WorkerSettings, on_event: Callable[[WorkerEvent], None]
     ) -> None:
-        """`on_event` may be called from several threads, but from one at a time."""
+        """`on_event` may be called from several threads, but by one at a time."""
         self.client, self.settings = client, settings
         bandwidth = Bandwidth(settings.max_bandwidth, client.clock)
         self._transfer = Transfer(client, BlobCache(settings.folder / "chunks"), bandwidth)
         self._events = EventReporter(on_event, bandwidth, client.clock)
         self._stop = StopCondition(client.clock, settings.until)
-        self._idleness = idleness
-        if settings.idle_only and not idleness:
-            self._idleness = idleness_of_this_machine(client.clock)
         client.http.on_unreachable = self._report_unreachable
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Work until the run is over. False: stopped before that."""
-        self._stop.also = should_stop
+        """Work until the run is over. Returns False if the worker was stopped before that. A
+        training worker that must stop finishes a lease or upload that takes only a few more
+        seconds; otherwise it gives the lease back."""
+        self._stop.is_requested = should_stop
+        self.share_cores()
         with lock_folder(self.settings.folder, self._transfer.cache):
-            finished = self._work()
+            try:
+                finished = self._work(*self._join())
+            except UnreachableError:
+                if not self._stop.reached():
+                    raise
+                finished = False
         if finished:
-            self._events.report("finished", "the run is finished")
+            self._events.report("finished", self.finished)
         else:
             self._events.report("stopped", self._stop.reason)
         return finished
 
-    def stop(self) -> None:
-        """Stop soon: finish what takes a few seconds, give the rest back. May be called by a signal
-        handler or another thread."""
-        self._stop.request()
+    def share_cores(self) -> None:
+        """Use as many threads as the other workers on this machine leave."""
+        if self.settings.neighbours:
+            torch.set_num_threads(self.settings.neighbours.threads(cores()))
 
-    def _work(self) -> bool:
-        try:
-            loop = self._join()
-        except UnreachableError:
-            if self._stop.reached():
-                return False
-            raise
-        try:
-            return loop.run()
-        finally:
-            loop.close("the worker ended")
+    @abstractmethod
+    def _work(self, joined: Joined, config: Config) -> bool:
+        """Do the work of this role. Returns True once the run is over, False if the worker was
+        stopped."""
 
-    def _join(self) -> LeaseLoop:
-        """Join, and have everything here that every lease needs."""
-        settings, deadline, events = self.settings, self._stop.deadline(), self._events
-        device = resolve(settings.device, "auto").name
-        joined = self.client.join(settings.name, device, deadline)
-        run = joined.description.run
-        log.info("joined run %s as worker %s on %s", run, joined.worker, device)
-        events.report("joined", f"joined run {run} as worker {joined.worker}, on {device}")
-        check_role(joined, "train", settings.folder)
-        config = _config(joined.description.config, settings.device)
-        blocks = _fitting_blocks(settings, config)
-        compute = resolve(settings.device, config.train.precision)
-        corpora = CorpusCache(
-            self._transfer, settings.data, lambda text: events.report("other_text", text)
+    def _join(self) -> tuple[Joined, Config]:
+        settings, device = self.settings, resolve(self.settings.device, "auto").name
+        joined = self.client.join(settings.name, device, self._stop.deadline())
+        text = f"joined run {joined.description.run} as worker {joined.worker}, on {device}"
+        log.info(text)
+        self._events.report("joined", text)
+        if joined.role != self.role:
+            activity, other = ACTIVITY[joined.role], ACTIVITY[self.role]
+            leave_out = joined.role == "train"
+            option = f"leave out --{self.role}" if leave_out else f"use --{joined.role}"
+            raise ConfigError(
+                f"the worker in {settings.folder} is registered for {activity}; to continue it,"
+                f" {option}; for {other}, use an invite for {other} and another --folder"
+            )
+        try:
+            config = from_toml(joined.description.config)
+        except tomllib.TOMLDecodeError as error:
+            raise ProtocolError(
+                f"the run's settings are not valid TOML ({error}); tell the operator"
+            ) from None
+        self._transfer.most_bytes = most_bytes(config)
+        return joined, config.with_settings(train__device=settings.device)
+
+    def _open_corpus(self, joined: Joined, config: Config) -> Corpus:
+        description, deadline = joined.description, self._stop.deadline()
+        return open_corpus(
+            description,
+            config.data,
+            open_tokenizer(description, config, self._transfer, deadline),
+            self._transfer,
+            deadline,
+            self.settings.data,
+            partial(self._events.report, "other_text"),
         )
-        corpus = corpora.open(joined.description, config.data, deadline)
-        events.report("corpus", f"text: {corpus.source}, {len(corpus.splits['train']):,} bytes")
-        scratch = settings.folder / run
-        settle_leftover_residuals(scratch, self._was_accepted)
-        block = LocalBlock(
-            config, corpus, compute, self._transfer, scratch,
-            lambda text: events.report("astray", text),
-        )  # fmt: skip
-        session = RunSession(run, joined.worker, config, self.client, self._transfer, block, events)
-        return LeaseLoop(session, blocks, self._stop, self._idleness)
-
-    def _was_accepted(self, lease: str) -> bool | None:
-        """None: unknown, or the coordinator gave no answer to this in a time in which it answers
-        other requests."""
-        wanted = self._stop.deadline().wanted
-        try:
-            return self.client.was_accepted(lease, self.client.deadline(REQUEST_SECONDS, wanted))
-        except UnreachableError:
-            if not wanted():
-                raise
-            return None
 
     def _report_unreachable(self, reason: str, seconds: float) -> None:
         if not self._stop.reached():
             self._events.report("unreachable", f"{reason}; waiting for the coordinator")
 
 
-def _fitting_blocks(settings: WorkerSettings, config: Config) -> tuple[int, ...] | None:
-    """The blocks this machine may and can train; None: any."""
+class Agent(Worker):
+    """Trains blocks, lease by lease."""
+
+    role = "train"
+    finished = "the run is finished"
+
+    def _work(self, joined: Joined, config: Config) -> bool:
+        settings, events, run = self.settings, self._events, joined.description.run
+        idleness = idleness_of_this_machine(self.client.clock) if settings.idle_only else None
+        blocks = fitting_blocks(settings, config)
+        compute = resolve(settings.device, config.train.precision)
+        corpus = self._open_corpus(joined, config)
+        count, size = len(corpus.splits["train"]), joined.description.text_bytes.get("train")
+        tokens = f"{count:,} bytes" if size is None else f"{count:,} tokens ({size:,} bytes)"
+        events.report("corpus", f"text: {corpus.source}, {tokens}")
+        scratch = settings.folder / run
+        settle_leftover_residuals(scratch, self._was_accepted)
+        kept = KeptStates(self.client, scratch, self._transfer.bandwidth)
+        block = self.new_block(config, corpus, compute, scratch, kept)
+        session = RunSession(
+            run, joined.worker, config, self.client, self._transfer, block, kept, events
+        )
+        return LeaseLoop(session, blocks, self._stop, idleness, self.share_cores).run()
+
+    def new_block(
+        self,
+        config: Config,
+        corpus: Corpus,
+        compute: Compute,
+        scratch: Path,
+        kept: KeptStates | None,
+    ) -> LocalBlock:
+        """What trains the leases. `scratch`: the run's folder."""
+        on_astray = partial(self._events.report, "astray")
+        return LocalBlock(config, corpus, compute, self._transfer, scratch, on_astray, kept)
+
+    def _was_accepted(self, lease: str) -> bool | None:
+        deadline = self.client.deadline(REQUEST_SECONDS, self._stop.deadline().wanted)
+        return self.client.was_accepted(lease, deadline)
+
+
+class Evaluator(Worker):
+    """Scores every block and the assembled model as versions appear, always on the same windows of
+    the valid split. A run's status shows these cross entropies."""
+
+    role = "evaluate"
+    finished = "the run is finished and scored"
+
+    def _work(self, joined: Joined, config: Config) -> bool:
+        """Score versions as they appear. Returns True once the final versions are scored."""
+        report, window = self._events.report, config.model.window
+        if self.settings.checks_memory:
+            device, precision = self.settings.device, config.train.precision
+            check_serving(config, device, precision, "full", range(config.block_count), 1)
+        compute = resolve(self.settings.device, config.train.precision)
+        self._versions = LocalVersions(
+            self._transfer,
+            self.settings.folder / joined.description.run,
+            config.swarm.codec,
+            partial(report, "astray"),
+        )
+        corpus = self._open_corpus(joined, config)
+        windows = evaluation_windows(corpus.split("valid", window), window, SCORED_WINDOWS)
+        text_bytes = corpus.bytes_of(windows)
+        scored: tuple[int, ...] = ()
+        while not self._stop.reached():
+            status = self.client.status(self._stop.deadline())
+            versions = _versions_of(status)
+            if versions != scored:
+                report("scoring", f"scoring {_listed(versions)}")
+                if self._score(config, compute, status, windows, text_bytes):
+                    scored = versions
+                    report("waiting", "waiting for newer versions")
+            elif status.state == "finished":
+                return True
+            else:
+                self.client.clock.sleep(POLL_SECONDS)
+        return False
+
+    def _score(
+        self,
+        config: Config,
+        compute: Compute,
+        status: Status,
+        windows: Tokens,
+        text_bytes: int,
+    ) -> bool:
+        """Score the versions in this status and send the scores. Returns False if a version was
+        deleted before all of them were downloaded."""
+        versions = _versions_of(status)
+        try:
+            stack = self._stack(config, compute, status)
+        except RefusedError as refused:
+            if refused.code != "not_found":
+                raise
+            if versions == _versions_of(self.client.status(self._stop.deadline())):
+                raise
+            return False
+        evaluation = evaluate(stack, windows, draws=1, text_bytes=text_bytes)
+        for block, version in enumerate(versions):
+            self._send_score(block, (version,), _block_ce(evaluation, block), evaluation.digest)
+        ce = evaluation.default.ce
+        if self._send_score(None, versions, ce, evaluation.digest):
+            self._events.report("scored", f"{_listed(versions)}: CE {ce:.4f} nats/byte")
+        return True
+
+    def _stack(self, config: Config, compute: Compute, status: Status) -> Stack:
+        deadline, blocks = self._stop.deadline(), []
+        for block in status.blocks:
+            module = new_block(config, block.index)
+            data = self._versions.read(block.index, block.version, block.weights, deadline)
+            name = f"version {block.version} of block {block.index}"
+            load_block(module, tensor_file.decode(data), name)
+            module.compute_dtype = compute.dtype
+            blocks.append(module.to(compute.device))
+        self._transfer.cache.keep_only(block.weights for block in status.blocks)
+        return assemble(config, blocks)
+
+    def _send_score(
+        self, block: int | None, versions: tuple[int, ...], ce: float, windows: str
+    ) -> bool:
+        """Send a score and return True. If the model has diverged, report that to the user instead
+        and return False."""
+        if not ce <= MOST_CE:  # NaN is not either
+            what = _listed(versions) if block is None else f"block {block}, version {versions[0]}"
+            self._events.report(
+                "diverged", f"{what}: CE is {ce}, so the model has diverged; the score is not sent"
+            )
+            return False
+        score = Score(
+            block=block, versions=versions, split="valid", windows=windows, ce=ce,
+            downloads=self._versions.take_downloads(),
+        )  # fmt: skip
+        self.client.score(score, self._stop.deadline())
+        return True
+
+
+def fitting_blocks(settings: WorkerSettings, config: Config) -> tuple[int, ...] | None:
+    """The blocks that this machine may train and has memory for; None: any."""
     for block in settings.blocks or ():
         if not 0 <= block < config.block_count:
             raise ConfigError(f"--blocks {block}: the run has blocks 0 to {config.block_count - 1}")
-    if settings.memory_bytes is None:
+    place = Device.named(settings.device)
+    free = place.free.bytes if place.free and settings.checks_memory else None
+    limit = settings.memory_bytes
+    if free is not None:
+        limit = int(WORKER_SHARE * free) if limit is None else min(limit, free)
+    if limit is None:
         return settings.blocks
     allowed = range(config.block_count) if settings.blocks is None else settings.blocks
-    needs = {block: memory_of(config, block) for block in allowed}
-    fitting = tuple(block for block, size in needs.items() if size <= settings.memory_bytes)
+    sizes = place.training_bytes(config, updates=True)
+    fitting = tuple(block for block in allowed if sizes[block] <= limit)
     if not fitting:
-        raise DeviceError(
-            f"a block of this run needs about {min(needs.values()) / 1e6:,.0f} MB to train,"
-            f" --memory allows {settings.memory_bytes / 1e6:,.0f} MB"
-        )
-    return fitting
+        needed = min(sizes[block] for block in allowed)
+        raise DeviceError(_no_room(needed, settings, place.free))
+    return settings.blocks if len(fitting) == len(allowed) else fitting
 
 
-def _config(toml: str, device: str) -> Config:
-    try:
-        return from_toml(toml).with_settings(train__device=device)
-    except tomllib.TOMLDecodeError as error:
-        raise ProtocolError(f"the run's settings are not valid TOML: {error}") from None
+def _no_room(needed: int, settings: WorkerSettings, free: FreeMemory | None) -> str:
+    what = "training a block of this run"
+    if free and settings.checks_memory and needed > free.bytes:
+        return f"{too_large(what, needed, free)}; use a larger machine; {FORCE}"
+    if settings.memory_bytes is not None:
+        allowed = f"--memory allows {gigabytes(settings.memory_bytes)}"
+        return f"{what} needs about {gigabytes(needed)}, but {allowed}; raise --memory if you can"
+    assert free
+    return (
+        f"{what} needs about {gigabytes(needed)}, more than {WORKER_SHARE:.0%} of the memory that"
+        f" is free on {free.source} ({gigabytes(free.bytes)}); allow more with --memory"
+    )
+
+
+def _versions_of(status: Status) -> tuple[int, ...]:
+    return tuple(block.version for block in status.blocks)
+
+
+def _listed(versions: tuple[int, ...]) -> str:
+    return f"versions {', '.join(map(str, versions))}"
+
+
+def _block_ce(evaluation: Evaluation, block: int) -> float:
+    """The CE of the block's own head, or of the final readout if the run has one block."""
+    by_readout = {
+        score.readout: score.ce
+        for score in evaluation.scores
+        if score.start != "noise" and score.draws == 1
+    }
+    return by_readout.get(f"block {block}", by_readout["final"])

@@ -1,17 +1,19 @@
-"""HTTP requests to the run's coordinators and to presigned URLs, repeated until one succeeds.
+"""HTTP requests to the run's coordinators and to presigned URLs, with retries.
 
-Picks the address, pins the run's certificate, retries transient failures, and turns the others into
-this project's errors. Knows neither the messages nor who sends them.
+Chooses the address, pins the run's certificate, retries transient failures, and turns others into
+the project's errors. Knows neither the messages nor who sends them.
 """
 
+import ipaddress
 import logging
+import socket
 import ssl
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import httpx
 from pydantic import ValidationError
@@ -19,35 +21,31 @@ from pydantic import ValidationError
 from blocktrain import __version__
 from blocktrain.errors import ProtocolError, RefusedError, UnreachableError, UntrustedError
 from blocktrain.protocol.invite import Invite
-from blocktrain.protocol.messages import Refusal
+from blocktrain.protocol.messages import CODE_OF, Refusal
 from blocktrain.protocol.tls import pinned_context
 from blocktrain.worker.machine import Clock, Deadline
 
 FIRST_PAUSE = 0.5  # seconds; doubles with every failure
 LONGEST_PAUSE = 20.0
 LONGEST_RETRY_AFTER = 300.0
-POLL_SECONDS = 0.25  # during a pause, how often to check whether the request is still wanted
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
-SLOWEST = 512  # bytes per second; a slower response counts as dead
+SLOWEST = 512  # bytes per second; a slower response has failed
 LARGEST_RESPONSE = 64 * 1024 * 1024
 LARGEST_ERROR = 64 * 1024
 LARGEST_CERTIFICATE = 64 * 1024
 CONNECTIONS = 16
-IDLE_SECONDS = 60.0  # shorter than the keep-alive of coordinators, and far shorter than routers'
-TRANSIENT = (408, 425, 429)  # statuses; so is every status from 500 on
-# For responses without a Refusal, from a proxy or an object store.
-CODES = {
-    401: "unauthorized", 403: "forbidden", 404: "not_found", 409: "conflict", 410: "gone",
-    413: "too_large", 422: "malformed",
-}  # fmt: skip
+IDLE_SECONDS = 60.0  # shorter than the keep-alive of coordinators and of network routers
+TRANSIENT = (408, 425, 429)  # and every status from 500 on
 
-logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs URLs; presigned are secret
+logging.getLogger("httpx").setLevel(
+    logging.WARNING
+)  # INFO logs URLs, and presigned ones are secret
 
 Result = TypeVar("Result")
 
 
 class TransientError(UnreachableError):
-    """A failure that may pass by itself; `retry_after`: seconds the other side asked to wait."""
+    """A failure worth a retry. `retry_after`: the seconds that the other side asked to wait."""
 
     def __init__(self, reason: str, retry_after: float | None = None) -> None:
         super().__init__(reason)
@@ -55,17 +53,17 @@ class TransientError(UnreachableError):
 
 
 class HttpResponse:
-    """A successful response whose body has not been read yet."""
+    """A successful response with an unread body."""
 
     def __init__(self, response: httpx.Response, clock: Clock) -> None:
         self._response, self._clock = response, clock
         self.status, self.headers = response.status_code, response.headers
 
     def parts(self, limit: int) -> Iterator[bytes]:
-        """The body as it arrives, at most `limit` bytes. One that trickles is given up: only the
-        time spent waiting for bytes counts, not what the caller does between them."""
+        """Yield the body in parts, at most `limit` bytes. Raises TransientError if the body arrives
+        too slowly; only the time spent waiting for bytes counts."""
         waited, received = 0.0, 0
-        stream = self._response.iter_raw()
+        stream, origin = self._response.iter_raw(), _without_path(self._response.url)
         while True:
             began = self._clock.monotonic()
             part = next(stream, None)
@@ -74,9 +72,9 @@ class HttpResponse:
                 return
             received += len(part)
             if received > limit:
-                raise ProtocolError(f"{_origin(self._response)} sent more than {limit} bytes")
+                raise ProtocolError(f"the answer of {origin} exceeds the limit of {limit} bytes")
             if waited > (TIMEOUT.read or 0.0) + received / SLOWEST:
-                raise TransientError(f"{_origin(self._response)} sends too slowly")
+                raise TransientError(f"{origin} sends too slowly")
             yield part
 
     def whole(self, limit: int = LARGEST_RESPONSE) -> bytes:
@@ -84,19 +82,19 @@ class HttpResponse:
 
 
 class HttpRequest(ABC, Generic[Result]):
-    """A request that can be sent several times; its parts are made anew for every attempt."""
+    """A request that can be sent repeatedly; each attempt makes a new body."""
 
     method: str
 
     @abstractmethod
     def headers(self) -> dict[str, str]: ...
 
-    @abstractmethod
-    def body(self) -> bytes | Iterable[bytes] | None: ...
+    def body(self) -> bytes | Iterable[bytes] | None:
+        return None
 
     @abstractmethod
     def read(self, response: HttpResponse) -> Result:
-        """What the caller gets. A TransientError leads to another attempt."""
+        """Read the request's result from the response. A TransientError causes a retry."""
 
 
 @dataclass
@@ -116,7 +114,8 @@ class JsonRequest(HttpRequest[bytes]):
 
 
 class Http:
-    """May be used by several threads at once. Honours HTTPS_PROXY and its relatives."""
+    """Sends requests to the run's coordinators and to presigned URLs. Thread-safe. Honours
+    HTTPS_PROXY and related variables."""
 
     def __init__(
         self, invite: Invite, clock: Clock, random: Random, timeout: httpx.Timeout = TIMEOUT
@@ -128,8 +127,8 @@ class Http:
         self._public: httpx.Client | None = None
         self._lock = threading.Lock()
         self._silent = False
-        # Called once when no address answers any more: the reason, and for how many more seconds
-        # the request will be tried.
+        self._is_inside: bool | None = None  # whether a coordinator is in a private network
+        # Called once when no address answers: the reason, and for how many seconds to retry.
         self.on_unreachable: Callable[[str, float], None] = lambda reason, seconds: None
 
     def send(
@@ -149,7 +148,8 @@ class Http:
                     client, request, self._invite.addresses[current] + path, headers
                 )
             except TransientError:
-                self._skip(current)
+                if self._current == current:  # no other thread has switched
+                    self._current = (current + 1) % len(self._invite.addresses)
                 raise
             self._silent = False
             return result
@@ -158,10 +158,13 @@ class Http:
         return self._retry.run(attempt, deadline, addresses, self._report_silence)
 
     def send_to_url(self, request: HttpRequest[Result], url: str, deadline: Deadline) -> Result:
-        """Send a request to a presigned URL, without credentials. Its certificate is checked
-        against the system's authorities."""
+        """Send a request without credentials to a presigned URL, trusting the system's
+        authorities. Not to an address of this machine or its network, unless a coordinator is there
+        as well: it could otherwise reach what only this machine can."""
+        if not self._may_use(url):
+            raise ProtocolError(f"{_without_path(url)} is not a public address")
         with self._lock:
-            self._public = self._public or self._new_client(ssl.create_default_context())
+            self._public = self._public or self._new_client(verify=ssl.create_default_context())
             client = self._public
         return self._retry.run(lambda: self._exchange(client, request, url, {}), deadline)
 
@@ -172,13 +175,9 @@ class Http:
                     client.close()
 
     def _exchange(
-        self,
-        client: httpx.Client,
-        request: HttpRequest[Result],
-        url: str,
-        headers: dict[str, str],
+        self, client: httpx.Client, request: HttpRequest[Result], url: str, headers: dict[str, str]
     ) -> Result:
-        """One attempt."""
+        """Send a request once, without a retry, and read its result."""
         headers = {**request.headers(), **headers}
         try:
             with client.stream(
@@ -191,55 +190,57 @@ class Http:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise TransientError(f"no answer from {_without_path(url)}: {reason}") from None
         except httpx.InvalidURL:
-            raise ProtocolError(f"{_without_path(url)!r} is not an address") from None
+            raise ProtocolError(f"{_without_path(url)!r} is not a valid URL") from None
 
-    def _new_client(self, context: ssl.SSLContext) -> httpx.Client:
+    def _new_client(self, *, verify: ssl.SSLContext | bool) -> httpx.Client:
         return httpx.Client(
-            verify=context,
+            verify=verify,
             timeout=self._timeout,
             limits=httpx.Limits(max_connections=CONNECTIONS, keepalive_expiry=IDLE_SECONDS),
             headers={"User-Agent": f"blocktrain/{__version__}", "Accept-Encoding": "identity"},
         )
 
+    def _may_use(self, url: str) -> bool:
+        if self._is_inside is None:
+            self._is_inside = any(is_private(address) for address in self._invite.addresses)
+        return self._is_inside or not is_private(url)
+
     def _report_silence(self, failure: TransientError, seconds: float) -> None:
-        if failure.retry_after is not None:  # it answered: it is only busy
+        if failure.retry_after is not None:  # the coordinator answered: it is only busy
             return
         with self._lock:
             was_silent, self._silent = self._silent, True
         if not was_silent:
             self.on_unreachable(str(failure), seconds)
 
-    def _skip(self, address: int) -> None:
-        with self._lock:
-            if self._current == address:
-                self._current = (address + 1) % len(self._invite.addresses)
-
     def _coordinator_client(self) -> httpx.Client:
         with self._lock:
-            self._coordinators = self._coordinators or self._new_client(self._tls_context())
+            self._coordinators = self._coordinators or self._new_client(verify=self._tls_context())
             return self._coordinators
 
     def _tls_context(self) -> ssl.SSLContext:
-        """Trusts the run's own certificate authority, whichever address it was fetched from."""
+        """A TLS context that trusts only the run's certificate authority, whose certificate may
+        come from any of the coordinators. If the invite has no fingerprint, it trusts the system's
+        authorities."""
         fingerprint = self._invite.fingerprint
         if fingerprint is None:
             return ssl.create_default_context()
         request = JsonRequest("GET", limit=LARGEST_CERTIFICATE)
         failures: list[Exception] = []
-        with self._new_client(_unverified()) as client:
+        with self._new_client(verify=False) as client:  # the fingerprint is checked
             for address in self._invite.addresses:
                 try:
                     pem = self._exchange(client, request, address + "/v1/ca", {})
                     return pinned_context(pem.decode("ascii", errors="replace"), fingerprint)
                 except (TransientError, ProtocolError) as failure:
                     failures.append(failure)
-        # A wrong certificate is worth more attention than an address that does not answer.
+        # A wrong certificate matters more than an address that does not answer.
         raise next((f for f in failures if isinstance(f, UntrustedError)), failures[-1])
 
 
 class Retry:
-    """Pauses grow with every failure and are drawn between nothing and their full length (full
-    jitter), so that workers that lost the same coordinator do not all come back at once."""
+    """Exponential backoff with full jitter, so that workers that lost the same coordinator do not
+    all come back at once."""
 
     def __init__(self, clock: Clock, random: Random) -> None:
         self._clock, self._random = clock, random
@@ -251,8 +252,8 @@ class Retry:
         attempts_per_round: int = 1,
         on_pause: Callable[[TransientError, float], None] = lambda failure, left: None,
     ) -> Result:
-        """Repeat an attempt after transient failures, with a pause between rounds. `on_pause` gets
-        the failure and the seconds that are left. UnreachableError: the deadline has passed."""
+        """Retry transient failures until the deadline, then raise UnreachableError; pause after
+        each round of attempts. `on_pause` gets the failure and the seconds left."""
         failures = 0
         while True:
             try:
@@ -260,37 +261,28 @@ class Retry:
             except TransientError as failure:
                 failures += 1
                 rounds, in_round = divmod(failures, attempts_per_round)
-                pause = 0.0 if in_round else self._draw_pause(rounds)
+                longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(rounds - 1, 16))
+                pause = 0.0 if in_round else self._random.uniform(0.0, longest)
                 left = deadline.at - self._clock.monotonic()
                 if not in_round and left > 0.0:
                     on_pause(failure, left)
                 if failure.retry_after is not None:
                     pause += min(failure.retry_after, LONGEST_RETRY_AFTER)
                     left -= failure.retry_after
-                if left <= 0.0 or not self._sleep(min(pause, left), deadline):
+                pause = min(pause, left)
+                if left <= 0.0 or not self._clock.sleep_while(deadline.wanted, pause):
                     raise UnreachableError(str(failure)) from None
-
-    def _draw_pause(self, rounds: int) -> float:
-        return self._random.uniform(0.0, min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(rounds - 1, 16)))
-
-    def _sleep(self, seconds: float, deadline: Deadline) -> bool:
-        """False: the request is no longer wanted."""
-        ends = self._clock.monotonic() + seconds
-        while deadline.wanted():
-            left = ends - self._clock.monotonic()
-            if left <= 0.0:
-                return True
-            self._clock.sleep(min(left, POLL_SECONDS))
-        return False
 
 
 def _failure(response: httpx.Response, clock: Clock) -> Exception:
     status = response.status_code
     refusal = _refusal(response, clock)
-    reason = refusal.reason if refusal else f"{_origin(response)} answered {status}"
+    reason = refusal.reason if refusal else f"{_without_path(response.url)} answered {status}"
     if status in TRANSIENT or status >= 500:
-        return TransientError(reason, _retry_after(response))
-    code = refusal.error if refusal else CODES.get(status)
+        seconds = response.headers.get("Retry-After", "")  # never a date in this protocol
+        is_number = seconds.isascii() and seconds.isdigit()
+        return TransientError(reason, float(seconds) if is_number else None)
+    code = refusal.error if refusal else CODE_OF.get(status)  # without one: from a proxy or store
     return RefusedError(code, reason) if code else ProtocolError(reason)
 
 
@@ -301,25 +293,19 @@ def _refusal(response: httpx.Response, clock: Clock) -> Refusal | None:
         return None
 
 
-def _retry_after(response: httpx.Response) -> float | None:
-    """In seconds; the protocol does not use the other form, a date."""
-    text = response.headers.get("Retry-After", "")
-    return float(text) if text.isascii() and text.isdigit() else None
+def is_private(url: str, resolve: Callable[..., Any] = socket.getaddrinfo) -> bool:
+    """Whether a URL's host has an address that is not public. A name that cannot be resolved does
+    not count: a proxy may resolve it."""
+    try:
+        found = resolve(httpx.URL(url).host, None, type=socket.SOCK_STREAM)
+        addresses = [ipaddress.ip_address(place[0].partition("%")[0]) for *_, place in found]
+    except (OSError, ValueError, httpx.InvalidURL):
+        return False
+    plain = [getattr(each, "ipv4_mapped", None) or each for each in addresses]
+    return not all(each.is_global for each in plain)
 
 
-def _origin(response: httpx.Response) -> str:
-    return _without_path(str(response.url))
-
-
-def _without_path(url: str) -> str:
-    """Scheme and host: the rest of a presigned URL is a secret."""
-    scheme, separator, rest = url.partition("://")
+def _without_path(url: str | httpx.URL) -> str:
+    """The scheme and host of a URL, for messages: the rest of a presigned URL is secret."""
+    scheme, separator, rest = str(url).partition("://")
     return scheme + separator + rest.split("/", 1)[0]
-
-
-def _unverified() -> ssl.SSLContext:
-    """For fetching the certificate authority, which is checked by its fingerprint."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context

@@ -1,82 +1,160 @@
-"""Blobs to and from the run, in parallel chunks: each is checked, and none is moved twice.
+"""Transfers blobs to and from the run in parallel chunks; each chunk is checked and moved once.
 
-Downloads go through a cache on disk, and uploads are read from it. A transfer that was cut
-continues with the missing chunks, and inside a chunk with the missing bytes. Knows neither what a
-blob means nor when it is needed.
+Downloads go through a cache on disk, and uploads are read from it. A damaged chunk in the cache
+counts as missing. An interrupted transfer resumes with the missing chunks, and within a chunk with
+the missing bytes. Knows neither what a blob means nor when it is needed.
 """
 
 import math
 import queue
+import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from blocktrain import faults
-from blocktrain.errors import ProtocolError, RefusedError, RunError, UnreachableError
-from blocktrain.protocol.messages import CHUNK_BYTES, Blob, Receipt, UpdateOffer, whole_update_head
-from blocktrain.storage.chunks import name_of
-from blocktrain.worker.blob_cache import (
-    BlobCache,
-    CacheDestination,
-    Destination,
-    FileDestination,
-    MemoryDestination,
+from blocktrain.errors import (
+    CorruptFileError,
+    NotFoundError,
+    ProtocolError,
+    RefusedError,
+    RunError,
+    UnreachableError,
 )
+from blocktrain.protocol.messages import (
+    CHUNK_BYTES,
+    Blob,
+    Receipt,
+    Recipe,
+    RevealOffer,
+    UpdateOffer,
+    UploadState,
+    whole_update_head,
+)
+from blocktrain.storage.blobs import Blobs
+from blocktrain.storage.chunks import LocalChunks, name_of
 from blocktrain.worker.client import Client
 from blocktrain.worker.http import HttpRequest, HttpResponse, TransientError
-from blocktrain.worker.machine import Clock, Deadline
+from blocktrain.worker.machine import Bandwidth, Clock, Deadline
 
 THREADS = 4
-URL_SECONDS = 15.0  # for how long a presigned URL is tried before the coordinator is
-AVOID_SECONDS = 600.0  # for how long presigned URLs are not tried after one did not answer
-RENEW_SECONDS = 60.0  # a URL younger than this was not refused because of its age
-MOST_ROUNDS = 8  # of sending the missing chunks and committing
-LARGEST_PIECE = 128 * 1024
-SMALLEST_PIECE = 1024
-POLL_SECONDS = 0.5  # a wait without a timeout cannot be interrupted on every system
+URL_SECONDS = 15.0  # how long to try a presigned URL before the coordinator
+AVOID_SECONDS = 600.0  # how long to avoid presigned URLs after one did not answer
+RENEW_SECONDS = 60.0  # a URL younger than this has not expired
+MOST_ROUNDS = 8  # of sending missing chunks and committing, or of fetching damaged chunks again
+POLL_SECONDS = 0.5  # a wait without a timeout is not interruptible on every system
+
+RESERVED_BYTES, RESERVED_SHARE = 1 << 30, 0.05  # of a disk, that downloads leave to others
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
+SendStage = Literal["offered", "committing"]
 Urls = Mapping[str, str] | None
 
 
-class Bandwidth:
-    """Counts the bytes of all threads in both directions, and limits them together.
+def reserved_bytes(folder: Path) -> int:
+    """What a coordinator cannot fill of the disk of this folder, whatever it sends."""
+    return min(RESERVED_BYTES, int(RESERVED_SHARE * shutil.disk_usage(folder).total))
 
-    A token bucket: up to `burst` seconds' worth of bytes may pass at once, then they pass at the
-    rate. Waiting happens outside the lock, so that threads wait in parallel.
-    """
 
-    def __init__(self, limit: float | None, clock: Clock, burst: float = 0.25) -> None:
-        """`limit`: bytes per second."""
-        self._limit, self._clock, self._burst = limit, clock, burst
-        self._lock = threading.Lock()
-        self._paid_until = clock.monotonic() - burst
-        self.bytes_down = self.bytes_up = 0
+class BlobCache(Blobs):
+    """Blobs on this machine's disk, written without fsync because they can be downloaded again."""
 
-    @property
-    def piece(self) -> int:
-        """How many bytes to send at a time for an even flow."""
-        if self._limit is None:
-            return LARGEST_PIECE
-        return int(min(LARGEST_PIECE, max(SMALLEST_PIECE, self._limit * self._burst)))
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(LocalChunks(folder, sync=False, reserved=reserved_bytes(folder)))
 
-    def use(self, *, down: int = 0, up: int = 0) -> None:
-        """Returns once these bytes may pass."""
-        wait = 0.0
+    def has(self, blob: Blob) -> bool:
+        """Whether all chunks of a blob are cached."""
+        if not self.chunks.has([blob.name]):
+            return False
+        try:
+            needed = self.chunks_of(blob.name)
+        except (CorruptFileError, ProtocolError):
+            self.chunks.delete(blob.name)
+            return False
+        return self.chunks.has(needed) == needed
+
+    def keep_only(self, blobs: Iterable[Blob]) -> None:
+        """Delete all blobs from the cache except these."""
+        needed: set[str] = set()
+        for blob in blobs:
+            if self.has(blob):
+                needed |= self.chunks_of(blob.name)
+        for name in [name for name, _ in self.chunks.stored() if name not in needed]:
+            self.chunks.delete(name)
+
+
+class Destination(Protocol):
+    """Where the chunks of one download go."""
+
+    def missing(self, recipe: Recipe) -> list[int]:
+        """Indices of the chunks that have to be downloaded."""
+        ...
+
+    def put(self, index: int, name: str, data: memoryview) -> None:
+        """Store a chunk that was downloaded and checked."""
+        ...
+
+
+class CacheDestination:
+    def __init__(self, cache: BlobCache) -> None:
+        self._chunks = cache.chunks
+
+    def missing(self, recipe: Recipe) -> list[int]:
+        indices = {name: index for index, name in enumerate(recipe.chunks)}  # may occur repeatedly
+        cached = self._chunks.has(indices)
+        return [index for name, index in indices.items() if name not in cached]
+
+    def put(self, index: int, name: str, data: memoryview) -> None:
+        self._chunks.put(data, name)
+
+
+class FileDestination:
+    """A file that fills up in any order. It is its own record of what has arrived."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._lock = file, threading.Lock()
+
+    def missing(self, recipe: Recipe) -> list[int]:
+        self._file.truncate(recipe.size)
+        self._file.seek(0)
+        return [
+            index
+            for index, name in enumerate(recipe.chunks)
+            if name_of(self._file.read(CHUNK_BYTES)) != name
+        ]
+
+    def put(self, index: int, name: str, data: memoryview) -> None:
         with self._lock:
-            self.bytes_down += down
-            self.bytes_up += up
-            if self._limit is not None:
-                now = self._clock.monotonic()
-                earliest = max(self._paid_until, now - self._burst)
-                self._paid_until = earliest + (down + up) / self._limit
-                wait = self._paid_until - now
-        if wait > 0:
-            self._clock.sleep(wait)
+            self._file.seek(index * CHUNK_BYTES)
+            self._file.write(data)
+
+
+class PresignedUrls:
+    """URLs at which the object store itself serves or accepts chunks; none if it does not."""
+
+    def __init__(self, urls: Urls, renew: Callable[[], Urls], clock: Clock) -> None:
+        self._urls, self._renew, self._clock = urls or {}, renew, clock
+        self._issued_at = clock.monotonic()
+        self._lock = threading.Lock()
+
+    def current(self, name: str) -> str | None:
+        """The chunk's URL; None if it has none."""
+        return self._urls.get(name)
+
+    def renewed(self, name: str, refused: str) -> str | None:
+        """A new URL for a chunk whose URL was refused; None if there is none."""
+        with self._lock:
+            current = self._urls.get(name)
+            if current == refused and self._clock.monotonic() - self._issued_at > RENEW_SECONDS:
+                self._urls, self._issued_at = self._renew() or {}, self._clock.monotonic()
+                current = self._urls.get(name)
+            return None if current == refused else current
 
 
 class Transfer:
@@ -86,115 +164,161 @@ class Transfer:
         cache: BlobCache,
         bandwidth: Bandwidth | None = None,
         threads: int = THREADS,
-        url_seconds: float = URL_SECONDS,
     ) -> None:
-        self.client, self.cache = client, cache
+        self.client, self.cache, self._threads = client, cache, threads
         self.bandwidth = bandwidth or Bandwidth(None, client.clock)
-        self._threads, self._url_seconds = threads, url_seconds
         self._avoid_urls_until = -math.inf
+        self.most_bytes: float = math.inf  # of a blob that is cached or read
 
     def fetch(self, blob: Blob, deadline: Deadline) -> None:
-        """Have a blob in the cache."""
+        """Download a blob to the cache."""
+        if blob.size > self.most_bytes:
+            raise ProtocolError(
+                f"the coordinator names a blob of {blob.size:,} bytes, but no file of this run has"
+                f" more than {self.most_bytes:,}; tell the operator"
+            )
         if not self.cache.has(blob):
             self._download(blob, CacheDestination(self.cache), deadline)
 
     def read(self, blob: Blob, deadline: Deadline) -> memoryview:
-        """A blob in memory, and in the cache. A damaged chunk of the cache is fetched again."""
+        """A blob in memory, downloaded through the cache. Replaces damaged cached chunks."""
+        self.fetch(blob, deadline)
         memory = np.empty(blob.size, np.uint8).data
-        destination = MemoryDestination(self.cache, memory)
-        recipe = self.cache.recipe(blob.name) if self.cache.has(blob) else None
-        if recipe is None or destination.missing(recipe):
-            self._download(blob, destination, deadline)
-        return memory
+        for _ in range(MOST_ROUNDS):
+            self.fetch(blob, deadline)
+            reader = self.cache.reader(blob)
+            try:
+                for index in range(reader.chunk_count):
+                    start = index * CHUNK_BYTES
+                    memory[start : start + CHUNK_BYTES] = reader.chunk(index)
+                return memory
+            except (CorruptFileError, NotFoundError):
+                self.cache.chunks.delete(self.cache.recipe(blob.name).chunks[index])
+        raise RunError(
+            f"chunks in {self.cache.chunks} are damaged or missing right after their download;"
+            " check its disk"
+        )
 
     def fetch_file(self, blob: Blob, path: Path, deadline: Deadline) -> None:
-        """Have a blob as a file of its own, which appears when it is complete."""
+        """Download a blob to a file, which appears once it is complete."""
         partial = path.with_name(path.name + ".partial")
         try:
-            with FileDestination(partial) as destination:
-                self._download(blob, destination, deadline)
+            has = partial.stat().st_blocks * 512 if partial.exists() else 0
+            room = shutil.disk_usage(path.parent).free + has - reserved_bytes(path.parent)
+            if blob.size > room:
+                raise RunError(
+                    f"{path.parent} has room for {max(0, room):,} bytes, but the run's text has"
+                    f" {blob.size:,}; free space there, or choose another folder"
+                )
+            partial.touch()
+            with partial.open("r+b") as file:
+                self._download(blob, FileDestination(file), deadline)
             partial.replace(path)
         except OSError as error:
-            raise RunError(f"cannot write {path}: {error.strerror}") from None
+            raise RunError(
+                f"cannot write {path}: {error.strerror}; free space there, or choose another folder"
+            ) from None
 
     def send(
         self,
         offer: UpdateOffer,
         deadline: Deadline,
-        on_offered: Callable[[], None] = lambda: None,
-        on_commit: Callable[[], None] = lambda: None,
+        on_stage: Callable[[SendStage], None] = lambda stage: None,
     ) -> Receipt:
-        """Upload an update whose chunks are in the cache. `on_offered`: called once the coordinator
-        knows of it. `on_commit`: called before anything that may make it count."""
+        """Upload an update whose chunks are in the cache. `on_stage` gets "offered" once the
+        coordinator knows of the update, and "committing" before any request that may make it
+        count."""
         if self.client.takes_whole(offer):
-            on_commit()
-            receipt = self._send_whole(offer, deadline)
-            on_offered()
+            on_stage("committing")
+            chunk = self.cache.chunks.get(offer.claim.recipe.chunks[0])
+            head = whole_update_head(offer)
+            upload = Upload("POST", chunk, self.bandwidth, deadline, head)
+            receipt = self.client.send_whole(upload, deadline)
+            on_stage("offered")
             return receipt
         for _ in range(MOST_ROUNDS):
             state = self.client.offer(offer, deadline)
-            on_offered()
+            on_stage("offered")
             missing = list(dict.fromkeys(state.missing))
             if not set(missing) <= set(offer.claim.recipe.chunks):
-                raise ProtocolError("the coordinator asks for chunks that the update does not have")
+                raise ProtocolError(
+                    "the coordinator requests chunks that the update does not have; tell the"
+                    " operator"
+                )
             urls = PresignedUrls(
                 state.urls, lambda: self.client.offer(offer, deadline).urls, self.client.clock
             )
             self._upload(missing, offer.claim.lease, urls, deadline)
-            on_commit()
+            on_stage("committing")
             try:
                 return self.client.commit(offer.claim.lease, deadline)
             except RefusedError as refused:
-                if refused.code != "conflict":  # else chunks went missing after all
+                if refused.code != "conflict":  # otherwise chunks are missing again
                     raise
-        raise ProtocolError(f"the coordinator still misses chunks after {MOST_ROUNDS} uploads")
+        raise ProtocolError(
+            f"the coordinator still lacks chunks after {MOST_ROUNDS} uploads; tell the operator"
+        )
+
+    def reveal(self, lease: str, recipes: Sequence[Recipe], deadline: Deadline) -> None:
+        """Upload files of a lease that the coordinator has asked for."""
+        offer = RevealOffer(recipes=tuple(recipes))
+
+        def ask() -> UploadState:
+            return self.client.reveal(lease, offer, deadline)
+
+        for _ in range(MOST_ROUNDS):
+            state = ask()
+            if not state.missing:
+                return
+            if not {*state.missing} <= {chunk for each in recipes for chunk in each.chunks}:
+                raise ProtocolError(
+                    "the coordinator requests chunks that the files do not have; tell the operator"
+                )
+            urls = PresignedUrls(state.urls, lambda: ask().urls, self.client.clock)
+            self._upload(list(state.missing), lease, urls, deadline)
+        raise ProtocolError(
+            f"the coordinator still lacks chunks after {MOST_ROUNDS} uploads; tell the operator"
+        )
 
     def _download(self, blob: Blob, destination: Destination, deadline: Deadline) -> None:
         answer = self.client.blob(blob.name, deadline)
         recipe = answer.recipe
         if self.cache.add_recipe(recipe) != blob:
-            raise ProtocolError(f"the coordinator sent another blob than {blob.name}")
+            raise ProtocolError(f"the coordinator sent a recipe that does not match {blob.name}")
         urls = PresignedUrls(
             answer.urls, lambda: self.client.blob(blob.name, deadline).urls, self.client.clock
         )
 
-        def get(index: int, still_wanted: Callable[[], bool]) -> None:
+        def get(index: int, until: Deadline) -> None:
             name, left = recipe.chunks[index], recipe.size - index * CHUNK_BYTES
-            buffer = destination.buffer(index, min(CHUNK_BYTES, left))
-            until = deadline.only_while(still_wanted)
+            buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
             download = ChunkDownload(name, buffer, self.bandwidth, until)
             self._send_chunk_request(download, name, f"/v1/chunks/{name}", urls, until)
             destination.put(index, name, buffer)
 
-        run_in_parallel(get, destination.missing(recipe), self._threads)
+        run_in_parallel(get, destination.missing(recipe), deadline, self._threads)
 
     def _upload(
-        self, names: list[str], lease: str, urls: "PresignedUrls", deadline: Deadline
+        self, names: list[str], lease: str, urls: PresignedUrls, deadline: Deadline
     ) -> None:
-        def put(name: str, still_wanted: Callable[[], bool]) -> None:
-            until = deadline.only_while(still_wanted)
+        def put(name: str, until: Deadline) -> None:
             upload = Upload("PUT", self.cache.chunks.get(name), self.bandwidth, until)
             self._send_chunk_request(upload, name, f"/v1/chunks/{name}?lease={lease}", urls, until)
 
-        run_in_parallel(put, names, self._threads)
-
-    def _send_whole(self, offer: UpdateOffer, deadline: Deadline) -> Receipt:
-        chunk = self.cache.chunks.get(offer.claim.recipe.chunks[0])
-        upload = Upload("POST", chunk, self.bandwidth, deadline, whole_update_head(offer))
-        return self.client.send_whole(upload, deadline)
+        run_in_parallel(put, names, deadline, self._threads)
 
     def _send_chunk_request(
         self,
         request: HttpRequest[Result],
         name: str,
         path: str,
-        urls: "PresignedUrls",
+        urls: PresignedUrls,
         deadline: Deadline,
     ) -> Result:
-        """To the chunk's presigned URL if it has one that works, else to the coordinator."""
-        clock, url = self.client.clock, urls[name]
+        """Use the chunk's presigned URL if one works, otherwise the coordinator."""
+        clock, url = self.client.clock, urls.current(name)
         while url and clock.monotonic() >= self._avoid_urls_until:
-            soon = min(deadline.at, clock.monotonic() + self._url_seconds)
+            soon = min(deadline.at, clock.monotonic() + URL_SECONDS)
             try:
                 return self.client.http.send_to_url(request, url, Deadline(soon, deadline.wanted))
             except UnreachableError:
@@ -206,62 +330,59 @@ class Transfer:
         return self.client.send(request, path, deadline)
 
 
+@dataclass
 class ChunkDownload(HttpRequest[None]):
-    """Fills a buffer with the chunk of a name. Another attempt continues where the last was cut."""
+    """Downloads a chunk into a buffer. A retry resumes where the last attempt was cut."""
 
-    method = "GET"
-
-    def __init__(
-        self, name: str, buffer: memoryview, bandwidth: Bandwidth, deadline: Deadline
-    ) -> None:
-        self._name, self._buffer, self._received = name, buffer, 0
-        self._bandwidth, self._deadline = bandwidth, deadline
+    name: str
+    buffer: memoryview
+    bandwidth: Bandwidth
+    deadline: Deadline
+    received: int = 0
+    method: str = "GET"
 
     def headers(self) -> dict[str, str]:
-        return {"Range": f"bytes={self._received}-"} if self._received else {}
-
-    def body(self) -> None:
-        return None
+        return {"Range": f"bytes={self.received}-"} if self.received else {}
 
     def read(self, response: HttpResponse) -> None:
         content_range = response.headers.get("Content-Range", "")
-        if response.status != 206 or not content_range.startswith(f"bytes {self._received}-"):
-            self._received = 0
-        for part in response.parts(len(self._buffer) - self._received):
-            self._buffer[self._received : self._received + len(part)] = part
-            self._received += len(part)
-            self._bandwidth.use(down=len(part))
-            _check_wanted(self._deadline)
-        if self._received < len(self._buffer):
+        if response.status != 206 or not content_range.startswith(f"bytes {self.received}-"):
+            self.received = 0
+        for part in response.parts(len(self.buffer) - self.received):
+            self.buffer[self.received : self.received + len(part)] = part
+            self.received += len(part)
+            self.bandwidth.use(down=len(part))
+            _check_wanted(self.deadline)
+        if self.received < len(self.buffer):
             raise TransientError(
-                f"chunk {self._name} ended after {self._received} of {len(self._buffer)} bytes"
+                f"chunk {self.name} ended after {self.received} of {len(self.buffer)} bytes"
             )
-        if name_of(self._buffer) != self._name:
-            self._received = 0
-            raise TransientError(f"chunk {self._name} arrived damaged")
+        if name_of(self.buffer) != self.name:
+            self.received = 0
+            raise TransientError(f"chunk {self.name} arrived damaged")
 
 
+@dataclass
 class Upload(HttpRequest[bytes]):
-    """Sends data, after a `head` if there is one."""
+    """Sends data, preceded by `head`."""
 
-    def __init__(
-        self, method: str, data: bytes, bandwidth: Bandwidth, deadline: Deadline, head: bytes = b""
-    ) -> None:
-        self.method = method
-        self._data, self._head = memoryview(data), head
-        self._bandwidth, self._deadline = bandwidth, deadline
+    method: str
+    data: bytes
+    bandwidth: Bandwidth
+    deadline: Deadline
+    head: bytes = b""
 
     def headers(self) -> dict[str, str]:
-        return {"Content-Length": str(len(self._head) + len(self._data))}
+        return {"Content-Length": str(len(self.head) + len(self.data))}
 
     def body(self) -> Iterator[bytes]:
-        yield self._head
-        piece = self._bandwidth.piece
-        for start in range(0, len(self._data), piece):
-            _check_wanted(self._deadline)
-            part = self._data[start : start + piece]
-            self._bandwidth.use(up=len(part))
-            yield part  # type: ignore[misc]  # what takes bytes takes a view of them too
+        yield self.head
+        data, piece = memoryview(self.data), self.bandwidth.piece
+        for start in range(0, len(data), piece):
+            _check_wanted(self.deadline)
+            part = data[start : start + piece]
+            self.bandwidth.use(up=len(part))
+            yield part  # type: ignore[misc]  # httpx accepts a memoryview
         faults.reached("chunk-sent")
 
     def read(self, response: HttpResponse) -> bytes:
@@ -269,68 +390,44 @@ class Upload(HttpRequest[bytes]):
 
 
 def _check_wanted(deadline: Deadline) -> None:
-    """In the middle of a chunk, which may take long."""
+    """Raise TransientError if the transfer is no longer wanted. For use between the parts of a
+    chunk, which may take long as a whole."""
     if not deadline.wanted():
         raise TransientError("the transfer is no longer wanted")
 
 
-class PresignedUrls:
-    """Where the object store gives or takes chunks itself, if it does."""
-
-    def __init__(self, urls: Urls, renew: Callable[[], Urls], clock: Clock) -> None:
-        self._urls, self._renew, self._clock = urls or {}, renew, clock
-        self._issued_at = clock.monotonic()
-        self._lock = threading.Lock()
-
-    def __getitem__(self, name: str) -> str | None:
-        return self._urls.get(name)
-
-    def renewed(self, name: str, refused: str) -> str | None:
-        """Another URL for a chunk, in place of one that was refused."""
-        with self._lock:
-            current = self._urls.get(name)
-            if current == refused and self._clock.monotonic() - self._issued_at > RENEW_SECONDS:
-                self._urls, self._issued_at = self._renew() or {}, self._clock.monotonic()
-                current = self._urls.get(name)
-            return None if current == refused else current
-
-
 def run_in_parallel(
-    work: Callable[[Item, Callable[[], bool]], None], items: Iterable[Item], threads: int
+    work: Callable[[Item, Deadline], None], items: Iterable[Item], deadline: Deadline, threads: int
 ) -> None:
-    """Call `work(item, still_wanted)` for every item; raise what the first failure raised. Unlike
-    an executor's, the threads are daemons: a worker that is interrupted does not wait for them."""
-    todo = list(reversed(list(items)))
-    count = min(threads, len(todo))
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    """Call `work(item, deadline)` for every item. The first failure is raised and cancels the rest.
+    The threads are daemons, unlike an executor's, so an interrupted worker does not wait for
+    them."""
+    pending = list(items)
+    todo: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+    for item in (*pending, *[None] * threads):
+        todo.put(item)
+    failures: list[BaseException] = []
     stopped = threading.Event()
+    until = deadline.only_while(lambda: not stopped.is_set())
 
     def run() -> None:
         try:
-            while not stopped.is_set():
-                try:
-                    item = todo.pop()
-                except IndexError:
-                    break
-                work(item, lambda: not stopped.is_set())
-        except BaseException as error:  # whatever it is, the waiting thread raises it
-            ended.put(error)
-        else:
-            ended.put(None)
+            for item in iter(todo.get, None):
+                if stopped.is_set():
+                    return
+                work(item, until)
+        except BaseException as error:  # raised by the waiting thread
+            failures.append(error)
+            stopped.set()
 
+    workers = [threading.Thread(target=run, daemon=True) for _ in pending[:threads]]
     try:
-        for _ in range(count):
-            threading.Thread(target=run, daemon=True).start()
-        for _ in range(count):
-            if failure := _next(ended):
-                raise failure
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            while worker.is_alive() and not failures:
+                worker.join(POLL_SECONDS)
     finally:
         stopped.set()
-
-
-def _next(ended: "queue.SimpleQueue[BaseException | None]") -> BaseException | None:
-    while True:
-        try:
-            return ended.get(timeout=POLL_SECONDS)
-        except queue.Empty:
-            continue
+    if failures:
+        raise failures[0]

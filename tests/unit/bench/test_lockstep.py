@@ -13,17 +13,15 @@ from tests.support.training import CPU, assert_equal, quiet, weights_of
 from torch import Tensor
 
 from blocktrain.config import Config
-from blocktrain.data.corpus import Corpus
-from blocktrain.data.windows import evaluation_windows
+from blocktrain.data.corpus import Corpus, evaluation_windows
 from blocktrain.errors import ConfigError
 from blocktrain.model.stack import assemble
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.cascade import PublishedRun
-from blocktrain.train.checkpoints import Progress
-from blocktrain.train.evaluate import evaluate
-from blocktrain.train.optimizer import learning_rate
-from blocktrain.train.stored_models import load_stack
-from blocktrain.train.trainer import BlockTrainer
+from blocktrain.training.cascade import PublishedRun
+from blocktrain.training.checkpoints import Progress
+from blocktrain.training.evaluate import evaluate
+from blocktrain.training.stored_models import load_stack
+from blocktrain.training.trainer import BlockTrainer
 
 
 @pytest.fixture
@@ -124,7 +122,7 @@ def test_a_share_is_a_share_of_the_steps_with_the_whole_schedule(cascade: Config
     last = {report.block: report for report in reports}
     assert (last[1].step, last[1].steps) == (3, 3)
     settings = trainers[1].config.train
-    assert last[1].lr == learning_rate(2, settings)
+    assert last[1].lr == settings.learning_rate(2)
     assert trainers[1].predecessors
     assert trainers[1].predecessors.versions == [8]  # one step a round, the last after two rounds
 

@@ -70,7 +70,7 @@ def test_kinds_are_trained_scored_and_found_again(quality, monkeypatch, tmp_path
         "objective.tail=1", "train.steps=4", "train.batch=4", "train.precision=fp32",
     )  # fmt: skip
     monkeypatch.setattr(sys, "argv", options)
-    monkeypatch.setattr("blocktrain.train.evaluate.FITTED_BYTES", 1024)  # the score is nobody's
+    monkeypatch.setattr("blocktrain.training.evaluate.FITTED_BYTES", 1024)  # the score is nobody's
     quality.main()
     report = json.loads((tmp_path / "quality.json").read_text())
     assert [result["kind"] for result in report["results"]] == list(quality.KINDS)

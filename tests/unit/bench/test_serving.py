@@ -10,7 +10,6 @@ import torch
 from tests.support.models import awake_stack
 
 from blocktrain.config import load_config
-from blocktrain.vocabulary import BOS
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "bench"))  # the benches import each other by name
@@ -64,6 +63,8 @@ def test_a_judge_reads_every_byte_once_with_half_a_window_before_it() -> None:
     expected = 0.0
     for before, after in ((prompt, halves[0]), (halves[0], halves[1])):
         window = [*before, *after]
-        log_probs = judge.log_probs(torch.tensor([[BOS, *window[:-1]]]))[-1][0]
+        log_probs = judge.log_probs(torch.tensor([[judge.config.vocabulary.bos, *window[:-1]]]))[
+            -1
+        ][0]
         expected -= sum(float(log_probs[at, window[at]]) for at in range(half, 2 * half))
     assert found == pytest.approx(expected / (2 * half), rel=1e-5)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blocktrain.train.device import resolve
+from blocktrain.training.device import resolve
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "bench"))  # the benches import each other by name

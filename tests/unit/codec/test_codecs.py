@@ -9,27 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blocktrain.codec.dense import LARGEST_SCALE, Bf16, Int8
-from blocktrain.codec.frames import (
-    FRAME_NUMBERS,
-    UpdateDecoder,
-    encode,
-    encode_with_residual,
-    largest_encoded_size,
-)
-from blocktrain.codec.registry import (
+from blocktrain.codec import (
     CODECS,
     REGISTRY,
     Codec,
-    codec_named,
     codec_of,
     delta_codec,
     update_codec,
 )
+from blocktrain.codec.dense import LARGEST_SCALE, LEAST_SCALE, Bf16, Int8
+from blocktrain.codec.frames import (
+    FRAME_NUMBERS,
+    UpdateDecoder,
+    encode,
+    largest_encoded_size,
+)
 from blocktrain.codec.sparse import Sparse
 from blocktrain.config import SwarmConfig
 from blocktrain.errors import ConfigError, ProtocolError
-from blocktrain.numerics.quantization import LEAST_SCALE
 
 Floats = npt.NDArray[np.float32]
 
@@ -284,8 +281,6 @@ def test_every_name_has_its_codec():
     assert found == {"none": None, "bf16": Bf16(), "int8": Int8(), "sparse": Sparse(7)}
     assert {name: codec.name for name, codec in REGISTRY.items()} == {n: n for n in REGISTRY}
     assert len({codec.code for codec in REGISTRY.values()}) == len(REGISTRY)
-    with pytest.raises(ConfigError, match="bf16, int8"):
-        codec_named("zip")
 
 
 @pytest.mark.parametrize("name", sorted(REGISTRY))
@@ -438,7 +433,7 @@ def test_a_frame_that_is_too_long_is_refused_unread(codec: Codec):
     whole = encoded(np.zeros(10, np.float32), codec)
     for too_long in (codec.largest_frame(10) + 1, 10_000_000):
         data = whole[:HEADER] + bytes(too_long) + struct.pack("<IQ", too_long, 10)
-        with pytest.raises(ProtocolError, match="longer"):
+        with pytest.raises(ProtocolError, match="too long"):
             opened(data, 10)
 
 
@@ -544,7 +539,7 @@ def test_numbers_of_bf16_are_finite():
 def sent_and_owed(codec: Codec, numbers: Floats, parts: int = 1) -> tuple[Floats, Floats]:
     """What arrives of an update, and what it leaves out."""
     owed: list[Floats] = []
-    data = b"".join(encode_with_residual(codec, np.array_split(numbers, parts), owed.append))
+    data = b"".join(encode(np.array_split(numbers, parts), codec, owed.append))
     return decoded(data, numbers.size), np.concatenate(owed)
 
 
@@ -558,7 +553,7 @@ def test_what_is_owed_is_what_was_given_less_what_was_sent(codec: Codec):
 
 def test_what_is_owed_is_told_before_its_frame_is_handed_on():
     owed: list[Floats] = []
-    parts = encode_with_residual(Sparse(1), make("normal", 2 * FRAME_NUMBERS, 0), owed.append)
+    parts = encode(make("normal", 2 * FRAME_NUMBERS, 0), Sparse(1), owed.append)
     next(parts)  # what stands before the frames
     for told in (1, 2):
         next(parts)
@@ -603,7 +598,7 @@ def test_of_a_frame_that_overflowed_nothing_is_sent_or_owed(codec: Codec):
     with np.errstate(over="ignore"):
         numbers[-1] += LARGEST  # what was owed before
     owed: list[Floats] = []
-    parts = encode_with_residual(codec, numbers, owed.append)
+    parts = encode(numbers, codec, owed.append)
     for _ in ("what stands before the frames", "the frame before"):
         next(parts)
     with pytest.raises(ValueError, match="finite"):

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blocktrain.codec import Codec
 from blocktrain.codec.dense import Bf16, Int8
-from blocktrain.codec.registry import Codec
 from blocktrain.codec.sparse import Sparse
 from blocktrain.errors import DivergedError
-from blocktrain.storage.deltas import apply_delta, encode_delta
+from blocktrain.storage.weights_file import apply_delta, encode_delta
 
 Floats = npt.NDArray[np.float32]
 

@@ -3,13 +3,13 @@
 import os
 import shutil
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.coordinator import SetClock, join, make_run, open_stores, weights_now
 
-from blocktrain.coordinator import backup
-from blocktrain.coordinator.backup import back_up, restore
+from blocktrain.coordinator.folder import back_up, restore
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import CorruptFileError, RunError
@@ -92,6 +92,20 @@ def test_a_cut_off_backup_is_refused_and_leaves_nothing_in_the_way(folder: Path,
     assert restore(tmp_path / "saved.tar", tmp_path / "new") > 0
 
 
+def test_what_is_no_backup_is_refused_with_what_to_do(tmp_path: Path):
+    other = tmp_path / "other"
+    other.write_bytes(b"not an archive")
+    with pytest.raises(
+        CorruptFileError, match="is not a backup; give a file made by `blocktrain backup`"
+    ):
+        restore(other, tmp_path / "new")
+    with tarfile.open(tmp_path / "other.tar", "w") as archive:
+        archive.add(other, "other")
+    with pytest.raises(CorruptFileError, match="contains no ledger; give a file"):
+        restore(tmp_path / "other.tar", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_what_is_collected_meanwhile_makes_it_start_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -99,23 +113,23 @@ def test_what_is_collected_meanwhile_makes_it_start_again(
     clock = SetClock()
     service = Service(open_run(*open_stores(folder), clock))
 
-    def copy_and_replace(source: Path, target: Path) -> None:
-        copy_ledger(source, target)
-        copies.append(target)
-        if len(copies) > 1:
-            return
-        join(service).work(by=2.0, blocks=(0,))
-        assert service.merger.merge_due() == 1
-        old = of_a_version(folder, 0)
-        with service.run.ledger.write() as tx:
-            tx.versions.forget(0, 0)
-        old.unlink()
+    def replace_first(store: LocalChunks) -> Iterator[tuple[str, float]]:
+        lists.append(store)
+        if len(lists) == 1:
+            join(service).work(by=2.0, blocks=(0,))
+            assert service.merger.merge_due() == 1
+            old = of_a_version(folder, 0)
+            with service.run.ledger.write() as tx:
+                tx.versions.forget(0, 0)
+            old.unlink()
+        return listed(store)
 
-    copies: list[Path] = []
-    copy_ledger = backup._copy_ledger
-    monkeypatch.setattr(backup, "_copy_ledger", copy_and_replace)
+    lists: list[LocalChunks] = []
+    listed = LocalChunks.stored
+    monkeypatch.setattr(LocalChunks, "stored", replace_first)
     back_up(folder, tmp_path / "saved.tar")
-    assert len(copies) == 2  # and so it was begun anew
+    assert len(lists) == 2  # and so it was begun anew
+    monkeypatch.undo()
     restore(tmp_path / "saved.tar", tmp_path / "new")
     there = open_run(*open_stores(tmp_path / "new"), clock)
     for name, tensor in weights_now(service.run, 0).items():

@@ -16,7 +16,7 @@ from tests.support.coordinator import (
     weights_now,
 )
 
-from blocktrain.coordinator.collector import COLLECT_SECONDS, FETCH_SECONDS, Collector
+from blocktrain.coordinator.merger import COLLECT_SECONDS, FETCH_SECONDS, Collector
 from blocktrain.coordinator.service import Service
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.storage.chunks import place_of

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
 from blocktrain.coordinator.api import ENDPOINTS
-from blocktrain.coordinator.endpoints import PATH_PARAMETERS, SCHEMES, Endpoint, describe
-from blocktrain.protocol.messages import BlockIndex, Count, Identifier, Message
+from blocktrain.coordinator.endpoints import SCHEMES, Endpoint, describe
+from blocktrain.protocol.messages import BlockIndex, Count, Identifier, Message, Reason
 
 DOCUMENT = describe(ENDPOINTS)
 each_action = pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_every_part_of_a_path_is_described(endpoint: Endpoint):
     for name in re.findall(r"{(\w+)}", endpoint.path):
         told = parameters(endpoint)["path", name]
         assert told["required"] is True
-        assert told["schema"] == TypeAdapter(PATH_PARAMETERS[name]).json_schema()
+        assert told["schema"] == TypeAdapter(endpoint.parameters[name]).json_schema()
     assert {name for place, name in parameters(endpoint) if place == "path"} == set(
         re.findall(r"{(\w+)}", endpoint.path)
     )
@@ -121,6 +121,11 @@ def test_what_follows_the_question_mark_is_described():
         ("/v1/differences", "after"): (True, TypeAdapter(Count).json_schema()),
         ("/v1/differences", "to"): (True, TypeAdapter(Count).json_schema()),
         ("/v1/events", "after"): (False, TypeAdapter(Count).json_schema()),
+        ("/v1/page/live", "after"): (False, TypeAdapter(Count).json_schema()),
+        ("/v1/page/events", "before"): (False, TypeAdapter(Count).json_schema()),
+        ("/v1/page/events", "kinds"): (False, TypeAdapter(Reason).json_schema()),
+        ("/v1/page/events", "worker"): (False, TypeAdapter(Count).json_schema()),
+        ("/v1/page/events", "block"): (False, TypeAdapter(BlockIndex).json_schema()),
     }
 
 
@@ -154,10 +159,9 @@ def test_what_is_taken_and_given_has_the_fields_of_its_message(endpoint: Endpoin
 @each_action
 def test_who_may_ask_is_described(endpoint: Endpoint):
     told = [name for each in operation(endpoint)["security"] for name in each]
-    assert (
-        told
-        == {"anyone": [], "reader": ["bearer", "invite"], "worker": ["bearer"]}[endpoint.callers]
-    )
+    readers = ["bearer", "invite", "operator"]
+    expected = {"anyone": [], "viewer": readers, "reader": readers, "worker": ["bearer"]}
+    assert told == expected.get(endpoint.callers, [endpoint.callers])
     assert set(told) <= set(SCHEMES) == set(DOCUMENT["components"]["securitySchemes"])
 
 

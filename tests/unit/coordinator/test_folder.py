@@ -13,6 +13,7 @@ from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.errors import ConfigError, DataError, NotFoundError, RunError
 from blocktrain.ledger.ledger import Ledger
 from blocktrain.model.stack import initial_block
+from blocktrain.storage.run_dir import RunDir
 
 
 def config_for(folder: Path) -> Config:
@@ -115,8 +116,9 @@ def test_settings_whose_weights_cannot_be_made_found_nothing(
 ):
     _, config = founded
     home = CoordinatorFolder(tmp_path / "new")
-    broken = config.with_settings(train__warm_start=str(tmp_path / "no-run"))
-    with pytest.raises(RunError, match=r"cannot make the initial weights: .*no-run"):
+    origin = RunDir.create(tmp_path / "origin", config.with_settings(model__blocks=1))
+    broken = config.with_settings(train__warm_start=str(origin.path))
+    with pytest.raises(RunError, match=r"cannot make the initial weights: .*has 1 blocks"):
         home.open_or_create(broken)
     ledger = Ledger(home.db)
     with ledger.read() as tx:

@@ -3,10 +3,12 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from tests.support.coordinator import (
+    INVITE_SECONDS,
     Member,
     SetClock,
     join,
@@ -60,7 +62,57 @@ def test_a_lease_names_all_that_its_training_needs(service: Service):
         assert lease.base == tx.versions.get(0).weights
     event = service.reports.events(0, 100)[-1]
     assert (event.kind, event.worker, event.block) == ("leased", member.id, 0)
-    assert event.detail == "10 steps from batch 0"
+    assert event.detail == f"10 steps from batch 0 (lease {lease.lease})"
+
+
+def test_an_idle_worker_takes_over_a_lease_that_would_end_much_later(
+    tmp_path: Path, clock: SetClock
+):
+    """The slow worker needs 30 seconds for its three steps, the idle one three."""
+    with running(tmp_path, clock, swarm__quorum=1) as service:
+        slow, idle = join_proven(service), join_proven(service)
+        lease = slow.lease(blocks=(0,), steps_per_second=0.1)
+        rest = idle.lease(blocks=(0,), steps_per_second=3.0)
+        assert lease.steps + rest.steps == 40
+        assert idle.send(idle.make(rest)).state == "pending"
+        clock.forward(6)
+        service.round()
+        again = idle.lease(blocks=(0,), steps_per_second=1.0)
+        assert covered(again) == covered(lease)
+        assert again.base_version == 1
+        closed = progress(slow, lease, steps_done=1)
+        assert (closed.open, "took over" in closed.reason) == (False, True)
+        assert slow.send(slow.make(lease)).state == "refused"  # its batches were leased again
+        assert idle.send(idle.make(again)).state == "pending"
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_claimed_speed_takes_no_lease_over(service: Service, measured: bool):
+    slow = join_proven(service)
+    other = join_proven(service) if measured else join(service)
+    leases = [slow.lease(blocks=(0,), steps_per_second=0.1)]
+    for _ in range(3):
+        helper = join(service)
+        if isinstance(lease := helper.ask(blocks=(0,)).answer, Lease):
+            leases.append(lease)
+    assert sum(lease.steps for lease in leases) > 30
+    while isinstance(join(service).ask(blocks=(0,)).answer, Lease):
+        pass  # the rest
+    answer = other.ask(blocks=(0,), steps_per_second=1000.0).answer
+    assert isinstance(answer, Lease) == measured
+
+
+def test_a_worker_cannot_collect_leases_by_naming_each_as_trained(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, swarm__codec="int8") as service:
+        member, answers = join(service), []
+        for _ in range(5):
+            trained = answers[-1].lease if answers else None
+            answer = member.ask(trained=trained, blocks=(len(answers) % 2,)).answer
+            if isinstance(answer, Wait):
+                break
+            answers.append(answer)
+        assert len(answers) == 2  # one that is sent, one that is trained
+        assert "still being sent" in answer.reason
 
 
 def test_asking_twice_gives_the_same_lease(service: Service, clock: SetClock):
@@ -164,7 +216,7 @@ def test_a_block_of_a_cascade_is_handed_out_when_the_one_before_has_its_lead(
         first, second = join(service), join(service)
         answer = second.ask(blocks=(1,)).answer
         assert isinstance(answer, Wait)
-        assert answer.reason.endswith("build on blocks that are not far enough yet")
+        assert answer.reason.endswith("wait until earlier blocks are trained further")
         while not isinstance(answer, Lease):
             first.work(blocks=(0,))
             service.round()
@@ -279,7 +331,37 @@ def test_a_returned_range_is_handed_out_again(service: Service):
     assert (state.open, state.reason) == (False, "the lease was returned")
     assert covered(second.lease(blocks=(0,))) == covered(lease)
     event = service.reports.events(0, 100)[-2]
-    assert (event.kind, event.worker, event.detail) == ("returned", first.id, "the laptop sleeps")
+    assert (event.kind, event.worker) == ("returned", first.id)
+    assert event.detail == f"the laptop sleeps (lease {lease.lease})"
+
+
+def test_a_lease_can_end_before_all_its_steps(service: Service):
+    slow, fast = join(service), join(service)
+    lease = slow.lease()
+    assert lease.steps == 10
+    ended = LeaseProgress(fence=lease.fence, steps_done=4, ends=True)
+    assert service.leases.progress(slow.caller, lease.lease, ended).open
+    assert service.leases.progress(slow.caller, lease.lease, ended).open  # the answer was lost
+    rest = fast.lease(blocks=(lease.block,))
+    assert covered(rest)[0] == lease.first_batch + 4
+    assert slow.send(slow.make(lease)).state == "pending"
+    with service.run.ledger.read() as tx:
+        (pending,) = tx.blocks.states()[lease.block].pending
+        assert pending.steps == 4
+        assert tx.leases.steps_lost() == {}
+
+
+def test_steps_of_expired_leases_are_counted_unless_their_update_comes_late(
+    service: Service, clock: SetClock
+):
+    late, gone = join(service), join(service)
+    first, second = late.lease(blocks=(0,)), gone.lease(blocks=(0,))
+    clock.now += 1e6
+    service.leases.expire()
+    with service.run.ledger.read() as tx:
+        assert tx.leases.steps_lost() == {0: first.steps + second.steps}
+    assert late.send(late.make(first)).state == "pending"
+    assert service.reports.status().blocks[0].steps_lost == second.steps
 
 
 def test_returning_twice_gives_back_once(service: Service):
@@ -304,7 +386,8 @@ def test_an_expired_range_is_handed_out_again(service: Service, clock: SetClock)
     assert progress(second, kept).open
     assert covered(join(service).lease(blocks=(0,))) == covered(lost)
     event = service.reports.events(0, 100)[-3]
-    assert (event.kind, event.worker, event.detail) == ("lost", first.id, "10 steps")
+    assert (event.kind, event.worker) == ("lost", first.id)
+    assert event.detail == f"10 steps; it missed its deadline (lease {lost.lease})"
 
 
 def test_an_upload_that_never_ends_expires_too(service: Service, clock: SetClock):
@@ -376,32 +459,35 @@ def wait(service: Service, clock: SetClock, seconds: int) -> None:
 
 def held(service: Service) -> int:
     with service.run.ledger.read() as tx:
-        return len(tx.leases.held())
+        return len(tx.leases.active())
 
 
 def test_who_claims_to_be_fast_on_a_slow_line_gets_a_first_lease_with_a_bound(service: Service):
     lease = join(service).lease(**EXPLOIT)
     assert lease.steps == 10
-    assert lease.seconds_left == 4 * (30 + 300)
+    assert lease.seconds_left == 4 * (30 + 30)
     crawling = join(service).lease(steps_per_second=1e-9, transfer_seconds=999_999.0)
     assert crawling.steps == 1
-    assert crawling.seconds_left == 4 * (300 + 300)
+    assert crawling.seconds_left == 4 * (300 + 30)
+    slow_line = join_proven(service).lease(steps_per_second=1.0, transfer_seconds=999_999.0)
+    assert slow_line.seconds_left == 4 * (30 + 300)
 
 
-def test_a_run_finishes_without_whoever_only_asks(service: Service, clock: SetClock):
-    join(service).lease(blocks=(1,), **EXPLOIT)
-    alive = join(service)
-    for _ in range(7):
-        alive.work()
+def test_a_run_finishes_without_whoever_only_asks(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, swarm__take_over=False) as service:
+        join(service).lease(blocks=(1,), **EXPLOIT)
+        alive = join(service)
+        for _ in range(7):
+            alive.work()
+            service.round()
+        assert isinstance(alive.ask().answer, Wait)
+        for _ in range(13):
+            wait(service, clock, 10)
+            answer = alive.ask().answer  # it is heard of
+        assert isinstance(answer, Lease)
+        assert alive.send(alive.make(answer)).state == "pending"
         service.round()
-    assert isinstance(alive.ask().answer, Wait)
-    for _ in range(13):
-        wait(service, clock, 10)
-        answer = alive.ask().answer  # it is heard of
-    assert isinstance(answer, Lease)
-    assert alive.send(alive.make(answer)).state == "pending"
-    service.round()
-    assert isinstance(alive.ask().answer, Finished)
+        assert isinstance(alive.ask().answer, Finished)
 
 
 def test_a_fast_worker_gets_full_leases_after_its_first(tmp_path: Path, clock: SetClock):
@@ -459,8 +545,8 @@ def test_after_a_pause_of_the_coordinator_all_workers_have_time_to_be_heard(
     service: Service, clock: SetClock
 ):
     """It was suspended, or had no ledger, or was restarted."""
-    member = join(service)
-    lease = member.lease(**EXPLOIT)
+    member = join_proven(service)
+    lease = member.lease(steps_per_second=0.1, transfer_seconds=300.0)
     wait(service, clock, 10)
     clock.forward(1000.0)
     wait(service, clock, 100)
@@ -554,3 +640,44 @@ def test_chunks_are_recorded_only_if_that_changes_something(service: Service, cl
     assert len(records) < 70  # some more, because they move the deadline
     service.leases.expire()
     assert held(service) == 1
+
+
+CASCADE = {"objective__kind": "cascade", "objective__tail": 1, "objective__lead": 0.1}
+
+
+@pytest.mark.parametrize("claims", [{}, {"steps_per_second": 1e5, "transfer_seconds": 1e5}])
+@pytest.mark.parametrize("kind", [{}, CASCADE])
+def test_hoarders_do_not_keep_a_run_from_its_end(
+    tmp_path: Path, clock: SetClock, claims: dict[str, float], kind: dict[str, Any]
+):
+    """Thirteen new keys on one invite lease all text at once, ask again as soon as they lose it,
+    and report progress that they do not make. An honest worker takes their leases over."""
+    with running(tmp_path, clock, train__steps=60, **kind) as service:
+        honest = join_proven(service)
+        secret = service.operator.invite("train", 13, INVITE_SECONDS)
+        hoarders = [join(service, invite=secret) for _ in range(13)]
+        taken = [hoarder.ask(**claims).answer for hoarder in hoarders]
+        held = {
+            h.id: lease
+            for h, lease in zip(hoarders, taken, strict=True)
+            if isinstance(lease, Lease)
+        }
+        assert sum(lease.steps for lease in held.values()) >= 60  # all of the blocks that are open
+        assert max(lease.seconds_left for lease in held.values()) <= 240
+        clock.forward(20)
+        began = clock.now
+        for hoarder in hoarders[: len(held)]:  # as if the last step was under way
+            progress(hoarder, held[hoarder.id], steps_done=held[hoarder.id].steps - 1)
+        while not isinstance(answer := honest.ask(steps_per_second=4.0).answer, Finished):
+            if isinstance(answer, Lease):
+                clock.forward(answer.steps / 4.0)
+                assert honest.send(honest.make(answer)).state == "pending"
+            else:
+                clock.forward(answer.seconds)
+            service.round()
+            for hoarder in hoarders:
+                if lease := held.get(hoarder.id):
+                    progress(hoarder, lease, steps_done=lease.steps - 1)
+                if isinstance(lease := hoarder.ask(**claims).answer, Lease):
+                    held[hoarder.id] = lease
+        assert clock.now - began < 1.5 * 120 / 4.0

@@ -17,6 +17,7 @@ from tests.support.coordinator import (
 )
 from tests.support.frugal import KEPT, block_weights, frugal
 
+from blocktrain import faults
 from blocktrain.codec.dense import Bf16
 from blocktrain.codec.frames import encode
 from blocktrain.codec.sparse import FINAL_UPDATE, Sparse
@@ -122,14 +123,13 @@ def test_what_comes_in_while_its_predecessor_is_merged_is_not_late(
     first = member.lease(blocks=(0,), **STEPS)
     second = go_on(member, first)
     learned(member, first, 1.0)
-    merged = service.merger._merged
 
-    def slowly(*arguments, **options):  # type: ignore[no-untyped-def]
-        monkeypatch.undo()
-        assert learned(member, second, 0.5) == "pending"
-        return merged(*arguments, **options)
+    def send_second(point: str) -> None:
+        if point == "merge-written":
+            monkeypatch.undo()
+            assert learned(member, second, 0.5) == "pending"
 
-    monkeypatch.setattr(service.merger, "_merged", slowly)
+    monkeypatch.setattr(faults, "reached", send_second)
     assert service.merger.merge_due() == 1
     with service.run.ledger.read() as tx:
         (waiting,) = tx.blocks.states()[0].pending

@@ -14,12 +14,17 @@ from tests.support.coordinator import Made, Member, SetClock, join, running
 from blocktrain.codec.dense import Bf16
 from blocktrain.codec.frames import encode
 from blocktrain.coordinator.service import Service
-from blocktrain.protocol.messages import Lease, LeaseProgress, LeaseReturn, Receipt, Score
+from blocktrain.protocol.check_messages import Check
+from blocktrain.protocol.messages import Lease, LeaseProgress, LeaseReturn, Receipt
+from blocktrain.protocol.status_messages import Score
 
 NUMBERS = 24  # of a block
-GROWING = ("leases", "updates", "events")  # tables with a row for all that ever was
-# Indexes of what is not over.
-SMALL = ("leases_by_worker", "leases_by_deadline", "leases_expired", "updates_by_state")
+GROWING = ("leases", "updates", "checks", "events")  # tables with a row for all that ever was
+# Indexes of what is not over, and one that is read from its newest end to a limit.
+SMALL = (
+    "leases_by_worker", "leases_by_deadline", "leases_expired", "updates_by_state", "checks_due",
+    "updates_scored",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -27,9 +32,10 @@ def clock() -> SetClock:
     return SetClock()
 
 
-@pytest.fixture
-def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
-    with running(tmp_path, clock, swarm__codec="bf16") as service:
+@pytest.fixture(params=[False, True], ids=["unchecked", "checked"])
+def service(tmp_path: Path, clock: SetClock, request: pytest.FixtureRequest) -> Iterator[Service]:
+    checks = {"requires_checks": request.param}
+    with running(tmp_path, clock, swarm__codec="bf16", **checks) as service:
         yield service
 
 
@@ -86,19 +92,27 @@ def test_no_table_that_grows_is_read_as_a_whole(
     service: Service, statements: set[str], tmp_path: Path, clock: SetClock
 ):
     ann, bob, judge = join(service), join(service), join(service, "evaluate")
+    validator = join(service, "validate")
+
+    def make_round() -> None:
+        service.round()
+        while isinstance(validator.request_check(), Check):
+            validator.score()
+        service.round()
+
     first = ann.lease()
     second = ann.lease(held_block=first.block, trained=first.lease, steps_per_second=1.0)
     assert second.continues == first.lease
     assert ann.send(made(ann, first)).state == "pending"
-    service.round()
+    make_round()
     assert send_whole(ann, made(ann, second)).state == "pending"
-    service.round()
+    make_round()
     held = bob.lease()
     service.leases.progress(bob.caller, held.lease, LeaseProgress(fence=held.fence, steps_done=1))
     service.leases.give_back(bob.caller, held.lease, LeaseReturn(fence=held.fence, reason="enough"))
     bob.lease()
     clock.forward(1e6)
-    service.round()  # takes it back
+    make_round()  # takes it back
     bob.lease()
     service.operator.ban(bob.id)
     score = Score(block=0, versions=(1,), split="valid", windows="windows0", ce=1.0)

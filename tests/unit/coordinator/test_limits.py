@@ -1,67 +1,64 @@
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from contextlib import ExitStack
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from blocktrain.coordinator.limits import BURST_COST, COST_PER_SECOND, BoundedCache, RateLimiter
+from blocktrain.coordinator.executor import BoundedCache
+from blocktrain.coordinator.limits import (
+    BODY_BYTES,
+    EVENT_STREAMS,
+    JOINS_PER_ADDRESS,
+    JOINS_PER_INVITE,
+    Client,
+    Limits,
+)
 from blocktrain.errors import RefusedError
 
-REQUESTS = st.lists(st.tuples(st.floats(0.0, 30.0), st.floats(1.0, 500.0)), max_size=200)
+
+def test_one_worker_does_not_take_all_event_streams_and_one_invite_neither():
+    limits = Limits()
+    with ExitStack() as held:
+        for worker in range(8):
+            client = Client("192.0.2.1", f"worker-{worker}", "bad")
+            for _ in range(EVENT_STREAMS.client):
+                held.enter_context(limits.event_stream(client))
+            with pytest.raises(RefusedError, match="too many event streams"):
+                held.enter_context(limits.event_stream(client))
+        with pytest.raises(RefusedError):  # another worker of the same invite
+            held.enter_context(limits.event_stream(Client("192.0.2.1", "worker-8", "bad")))
+        held.enter_context(limits.event_stream(Client("192.0.2.1", "honest", "good")))
 
 
-class Clock:
-    now = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def is_allowed(limiter: RateLimiter, caller: str, cost: float) -> bool:
-    try:
-        limiter.spend(caller, cost)
-    except RefusedError as error:
-        return error.code != "slow_down"
-    return True
-
-
-def test_a_caller_in_a_loop_is_slowed_down_and_others_are_not():
-    clock = Clock()
-    limiter = RateLimiter(clock)
-    assert all(is_allowed(limiter, "loop", 10.0) for _ in range(int(BURST_COST / 10)))
-    assert not is_allowed(limiter, "loop", 10.0)
-    assert is_allowed(limiter, "another", 10.0)
-    clock.now += 1.0
-    assert all(is_allowed(limiter, "loop", 10.0) for _ in range(int(COST_PER_SECOND / 10)))
-    assert not is_allowed(limiter, "loop", 10.0)
-
-
-def test_a_refused_request_costs_nothing():
-    clock = Clock()
-    limiter = RateLimiter(clock)
-    limiter.spend("loop", BURST_COST)
-    for _ in range(100):
+def test_one_invite_leaves_memory_for_the_bodies_of_others():
+    limits = Limits()
+    with ExitStack() as held:
+        for worker in range(BODY_BYTES.invite // BODY_BYTES.client):
+            client = Client("192.0.2.1", f"worker-{worker}", "bad")
+            held.enter_context(limits.body(client))(BODY_BYTES.client)
         with pytest.raises(RefusedError):
-            limiter.spend("loop", 10.0)
-    clock.now += 0.011
-    assert is_allowed(limiter, "loop", 10.0)
+            held.enter_context(limits.body(Client("192.0.2.1", "one more", "bad")))(1)
+        held.enter_context(limits.body(Client("192.0.2.1", "honest", "good")))(1 << 20)
+        held.enter_context(limits.body(Client("192.0.2.2")))(1 << 16)  # joins
 
 
-@given(REQUESTS)
-def test_no_caller_gets_more_than_the_burst_and_the_rate(requests: list[tuple[float, float]]):
-    clock = Clock()
-    limiter = RateLimiter(clock)
-    allowed = []
-    for pause, cost in requests:
-        clock.now += pause
-        if is_allowed(limiter, "worker", cost):
-            allowed.append((clock.now, cost))
-    for start in range(len(allowed)):
-        later = allowed[start:]
-        passed = later[-1][0] - later[0][0]
-        assert sum(cost for _, cost in later) <= BURST_COST + passed * COST_PER_SECOND + 1e-3
-    assert all(one[0] <= other[0] for one, other in pairwise(allowed))
+def test_joins_are_limited_per_address_and_per_invite():
+    now = [0.0]
+    limits = Limits(lambda: now[0])
+
+    def count(address: str, invites: int = 1, addresses: int = 1) -> int:
+        for number in range(10_000):
+            where = f"{address}.{number % addresses}"
+            try:
+                limits.joining(where, f"invite-{address}-{number % invites}")
+            except RefusedError:
+                return number
+        return 10_000
+
+    assert count("one", invites=100) == JOINS_PER_ADDRESS[1]
+    assert count("many", addresses=1000) == JOINS_PER_INVITE[1]
+    assert count("another") == JOINS_PER_ADDRESS[1]
+    now[0] += 10.0
+    assert count("one", invites=100) == 10 * JOINS_PER_ADDRESS[0]
 
 
 def test_a_cache_returns_what_was_put_until_it_is_popped():

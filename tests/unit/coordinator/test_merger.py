@@ -20,12 +20,13 @@ from tests.support.coordinator import (
     weights_now,
 )
 
-from blocktrain.coordinator.collector import Collector
-from blocktrain.coordinator.merger import CLAIM_SECONDS, Merger
+from blocktrain.coordinator.merger import CLAIM_SECONDS, Collector, Merger
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
+from blocktrain.coordinator.verification import last_moves
 from blocktrain.protocol.messages import Lease
 from blocktrain.storage.chunks import place_of
+from blocktrain.swarm.bounds import LEAST_HISTORY
 
 
 def version_of(service: Service, block: int = 0) -> int:
@@ -73,7 +74,7 @@ def test_two_updates_become_their_mean_weighted_by_the_text_they_cover(
         second.send(second.make(three, by=-2.0))
         assert service.merger.merge_due() == 1
         ends = [moved(first_weights(0), by) for by in (1.0, -2.0)]
-        sizes = [steps * service.run.batch_bytes for steps in (10, 3)]
+        sizes = [steps * service.run.config.bytes_per_step for steps in (10, 3)]
         assert sizes == [160, 48]
         ordered = sorted(zip((ten.lease, three.lease), ends, sizes, strict=True))
         expected = {
@@ -320,7 +321,7 @@ def test_an_update_that_was_altered_in_the_store_does_not_hold_up_the_others(
         with service.run.ledger.read() as tx:
             refused = tx.updates.get(first.lease)
         assert refused is not None and refused.state == "refused"
-        assert "altered" in refused.reason
+        assert "damaged" in refused.reason
         assert not service.run.chunks.has([chunk])  # so that it is asked for when it comes again
         assert service.reports.events(0, 100)[-1].kind == "refused"
         assert service.merger.merge_due() == 1  # of the other one
@@ -369,8 +370,65 @@ def test_an_update_that_can_never_be_merged_does_not_hold_up_the_others(
         with service.run.ledger.read() as tx:
             refused = tx.updates.get(first.lease)
             assert refused is not None and refused.state == "refused"
-            assert "lost or altered" in refused.reason
+            assert "missing or damaged" in refused.reason
         if lost == "its base":
             members[2].work(blocks=(0,))
             clock.forward(LONG)
         assert service.merger.merge_due() == 1  # of the other one
+
+
+# Clipping
+
+
+def sizes_sent(service: Service, members: list[Member], *sizes: float) -> None:
+    leases = [member.lease(blocks=(0,)) for member in members]
+    for member, lease, size in zip(members, leases, sizes, strict=True):
+        assert member.send(member.make(lease, by=size)).state == "pending"
+    assert service.merger.merge_due() == 1
+
+
+def clipped(service: Service) -> list[float]:
+    """The factors of all clipped updates."""
+    with service.run.ledger.read() as tx:
+        return [row.clip for row in tx.updates.merged_after(0, 0) if row.clip is not None]
+
+
+SAME_STEPS = {
+    "swarm__first_steps": 10,
+    "swarm__most_steps": 10,
+    "train__steps": 2000,
+    "train__warmup": 0,
+}
+
+
+def test_an_update_that_is_much_larger_than_the_others_is_clipped(tmp_path: Path, clock: SetClock):
+    """Tensor by tensor: a small one varies more, so that more of its change is usual."""
+    with running(tmp_path, clock, **SAME_STEPS) as service:
+        members = [join(service) for _ in range(3)]
+        sizes_sent(service, members, 200.0, 200.0, 900.0)
+        now, room = weights_now(service.run, 0), 1 + 3 / np.sqrt(20)
+        change = now["body.weight"] - first_weights(0)["body.weight"]
+        np.testing.assert_allclose(change, (200 + 200 + 1.5 * room * 200) / 3, rtol=1e-3)
+        change = now["scale"] - first_weights(0)["scale"]
+        np.testing.assert_allclose(change, (200 + 200 + 900) / 3, rtol=1e-3)
+        assert clipped(service) == pytest.approx([1.5 * room * 200 / 900], rel=1e-3)
+        event = next(each for each in service.reports.events(0, 100) if each.kind == "clipped")
+        assert event.worker == members[2].id and "factor 0.56" in event.detail
+        assert last_moves_of(service)[0] == pytest.approx(1.5 * room * 200, rel=1e-3)
+
+
+def last_moves_of(service: Service) -> list[float]:
+    """How far the merged updates moved the largest tensor, largest first."""
+    with service.run.ledger.read() as tx:
+        return sorted((float(move.sizes.rms[0]) for move in last_moves(tx, 0)), reverse=True)
+
+
+def test_an_update_that_is_merged_alone_is_not_clipped(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, **SAME_STEPS) as service:
+        members = [join(service) for _ in range(2)]
+        for _ in range(LEAST_HISTORY):
+            sizes_sent(service, members[:1], 200.0)
+        sizes_sent(service, members[:1], 700.0)
+        assert clipped(service) == []
+        sizes_sent(service, members, 200.0, 700.0)  # of two, the last ones tell
+        assert len(clipped(service)) == 1

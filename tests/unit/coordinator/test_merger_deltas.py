@@ -7,13 +7,13 @@ import pytest
 from tests.support.coordinator import SetClock, join, open_stores, running
 from tests.support.frugal import frugal, make_version, send_learned
 
-from blocktrain.coordinator.collector import COLLECT_SECONDS, Collector
-from blocktrain.coordinator.merger import Merger
+from blocktrain import faults
+from blocktrain.coordinator.merger import COLLECT_SECONDS, Collector, Merger
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import MOST_DIFFERENCES, Blob
 from blocktrain.storage.chunks import LocalChunks, place_of
-from blocktrain.storage.deltas import follow_blobs
+from blocktrain.storage.weights_file import follow_blobs
 
 
 @pytest.fixture
@@ -154,15 +154,14 @@ def test_of_two_coordinators_that_merge_at_once_one_publishes(
     send_learned(member, member.lease(blocks=(0,)))
     run = open_run(*open_stores(tmp_path), clock)
     rival = Merger(run, Collector(run))
-    merged = service.merger._merged
 
-    def slowly(*arguments, **options):  # type: ignore[no-untyped-def]
-        made = merged(*arguments, **options)
-        clock.forward(3600)  # the claim has run out
-        assert rival.merge_due() == 1
-        return made
+    def let_rival_publish(point: str) -> None:
+        if point == "merge-written":
+            monkeypatch.undo()
+            clock.forward(3600)  # the claim has run out
+            assert rival.merge_due() == 1
 
-    monkeypatch.setattr(service.merger, "_merged", slowly)
+    monkeypatch.setattr(faults, "reached", let_rival_publish)
     assert service.merger.merge_due() == 0
     rival.run.ledger.close()
     with service.run.ledger.read() as tx:

@@ -1,12 +1,18 @@
 """What can be seen of a run: status, events, scores, blobs."""
 
-import pytest
-from tests.support.coordinator import SetClock, join
+import re
+from pathlib import Path
 
-from blocktrain.coordinator.reports import AWAY_SECONDS, LOST_SECONDS, NO_SCORE
+import pytest
+from tests.support.coordinator import SetClock, join, running
+
+from blocktrain.config import SwarmConfig
+from blocktrain.coordinator.reports import AWAY_SECONDS, LONG_AWAY_SECONDS, NO_SCORE
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import NotFoundError, RefusedError
-from blocktrain.protocol.messages import BlockStatus, Moved, Score, Status, WorkerStatus
+from blocktrain.protocol.status_messages import BlockStatus, Moved, Score, Status, WorkerStatus
+
+TIMEOUT = SwarmConfig().heartbeat_timeout
 
 
 def score(block: int | None, ce: float) -> Score:
@@ -74,7 +80,7 @@ def test_what_workers_do(service: Service, clock: SetClock):
     trains, waits, banned, lost, left = (join(service, name=name) for name in "abcde")
     service.operator.ban(banned.id)
     lost.lease()
-    clock.forward(LOST_SECONDS + 1)
+    clock.forward(TIMEOUT + 1)
     waits.work(blocks=(0,))
     service.round()
     trains.lease(blocks=(1,))
@@ -83,22 +89,24 @@ def test_what_workers_do(service: Service, clock: SetClock):
     assert states == {"a": "training", "b": "waiting", "c": "banned", "d": "lost", "e": "away"}
     assert worker_status(service, trains.id) == WorkerStatus(
         worker=trains.id, name="a", role="train", device="cpu", block=1, state="training",
-        bytes_trained=0, updates=0, seconds_since_seen=2.0, moved=Moved(),
+        bytes_trained=0, updates=0, seconds_since_seen=2.0, moved=Moved(), lease_steps=10,
+        seconds_left=118.0,
     )  # fmt: skip
     found = worker_status(service, waits.id)
     assert (found.block, found.bytes_trained, found.updates) == (None, 160, 1)
-    assert worker_status(service, left.id).seconds_since_seen == LOST_SECONDS + 3
+    assert worker_status(service, left.id).seconds_since_seen == TIMEOUT + 3
 
 
-def test_a_worker_is_lost_after_ninety_seconds_of_silence(service: Service, clock: SetClock):
+def test_a_worker_is_lost_as_soon_as_its_silence_ends_its_lease(service: Service, clock: SetClock):
     member = join(service)
     member.lease()
-    clock.forward(LOST_SECONDS)
+    clock.forward(TIMEOUT)
     assert worker_status(service, member.id).state == "training"
     clock.forward(0.1)
     assert worker_status(service, member.id).state == "lost"
-    clock.forward(1000)
-    service.round()  # its lease has run out
+    service.round()
+    with service.run.ledger.read() as tx:
+        assert not tx.leases.active()
     assert worker_status(service, member.id).state == "lost"
     member.ask()
     assert worker_status(service, member.id).state == "training"
@@ -111,7 +119,7 @@ def test_who_has_nothing_to_do_and_does_not_ask_is_away(service: Service, clock:
     clock.forward(0.1)
     assert worker_status(service, member.id).state == "away"
     assert worker_status(service, judge.id).state == "waiting"  # it may be scoring
-    clock.forward(LOST_SECONDS)
+    clock.forward(LONG_AWAY_SECONDS)
     assert worker_status(service, judge.id).state == "away"
     service.members.note(judge.caller)
     assert worker_status(service, judge.id).state == "waiting"
@@ -166,7 +174,7 @@ def test_scores_are_shown_with_the_newest_first(service: Service, clock: SetCloc
     assert [(block.ce, block.ce_note) for block in status.blocks] == [(None, NO_SCORE), (2.5, "")]
     event = service.reports.events(0, 100)[-1]
     assert (event.kind, event.worker, event.block) == ("scored", judge.id, None)
-    assert event.detail == "CE 1.7500"
+    assert event.detail == "CE 1.7500 nats/byte"
 
 
 def test_only_the_evaluate_role_scores(service: Service):
@@ -225,3 +233,52 @@ def test_a_score_names_a_version_for_each_block(
     told = Score(block=block, versions=versions, split="valid", windows="windows0", ce=1.0)
     with pytest.raises(RefusedError, match="versions"):
         service.reports.score(judge.caller, told)
+
+
+@pytest.mark.parametrize(("block", "versions"), [(0, (1,)), (None, (0, 2**53))])
+def test_a_score_is_of_versions_that_exist(
+    service: Service, block: int | None, versions: tuple[int, ...]
+):
+    judge = join(service, "evaluate")
+    told = Score(block=block, versions=versions, split="valid", windows="windows0", ce=1.0)
+    with pytest.raises(RefusedError, match="has no version"):
+        service.reports.score(judge.caller, told)
+
+
+def test_a_clock_that_was_set_back_shows_no_negative_ages(service: Service, clock: SetClock):
+    join(service)
+    clock.forward(-3600)
+    status = service.reports.status()
+    assert (status.seconds, status.workers[0].seconds_since_seen) == (0.0, 0.0)
+
+
+def test_names_that_an_earlier_release_accepted_are_shown(service: Service):
+    member = join(service)
+    with service.run.ledger.write() as tx:
+        tx.members.rename_worker(member.id, "evil\u202egpj.exe", "cpu")
+    assert worker_status(service, member.id).name == "evil\u202egpj.exe"
+
+
+def test_the_dashboard_and_the_docs_name_the_metrics_that_exist(tmp_path: Path, clock: SetClock):
+    docs = Path(__file__).resolve().parents[3] / "docs"
+    with running(tmp_path, clock, requires_checks=True) as service:
+        worker, validator = join(service), join(service, "validate")
+        lease = worker.lease(blocks=(0,))
+        clock.forward(5.0)
+        worker.send(worker.make(lease))
+        validator.score()
+        service.round()
+        evaluator = join(service, "evaluate")
+        for block in (None, 0):
+            score = Score(
+                block=block, versions=(0, 0) if block is None else (0,), split="valid",
+                windows="w" * 16, ce=1.25,
+            )  # fmt: skip
+            service.reports.score(evaluator.caller, score)
+        page = service.metrics.page()[0].decode()
+    metrics = {line.split("{")[0].split(" ")[0] for line in page.splitlines() if line[:1] != "#"}
+    exported = {name for name in metrics if not name.endswith("_created")}
+    board = set(re.findall(r"blocktrain_\w+", (docs / "grafana.json").read_text()))
+    assert board - exported == set()
+    told = re.findall(r"^\| `(\w+)` \|", (docs / "tutorials/run-page.md").read_text(), re.MULTILINE)
+    assert set(told) == exported

@@ -12,15 +12,10 @@ from blocktrain.coordinator.endpoints import MAX_MESSAGE_BYTES
 from blocktrain.coordinator.run import open_run
 from blocktrain.coordinator.service import Service
 from blocktrain.coordinator.updates import Upload
+from blocktrain.coordinator.verification import Finding
 from blocktrain.errors import RefusedError
-from blocktrain.protocol.messages import (
-    MOST_DOWNLOADS,
-    Downloaded,
-    Lease,
-    LeaseReturn,
-    Moved,
-    Score,
-)
+from blocktrain.protocol.messages import MOST_DOWNLOADS, Downloaded, Lease, LeaseReturn
+from blocktrain.protocol.status_messages import Moved, Score
 
 TOLD = (Downloaded(block=0, whole=7, differences=0, raw=7),)
 
@@ -106,7 +101,7 @@ def test_another_coordinator_counts_what_this_one_was_offered(service: Service, 
     other = Service(open_run(*open_stores(tmp_path), service.run.clock))
     upload = other.updates.find_upload(member.caller, lease.lease)
     assert isinstance(upload, Upload)
-    other.updates.settle(member.caller, upload, fault="")
+    other.updates.settle(member.caller, upload, Finding(""))
     other.run.ledger.close()
     assert by_block(service)[0] == Moved(up=200, up_raw=lease.base.size)
 

@@ -1,9 +1,11 @@
 """A run's beginning: what is written down, and that it is found again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.blobs import whole
 from tests.support.coordinator import (
     SetClock,
     first_weights,
@@ -13,9 +15,11 @@ from tests.support.coordinator import (
     swarm_config,
     weights_now,
 )
+from tests.support.small_tokenizer import small_tokenizer
 
 from blocktrain.coordinator.run import create_run, open_run
-from blocktrain.errors import NotFoundError
+from blocktrain.data.corpus import Corpus
+from blocktrain.errors import ConfigError, NotFoundError
 from blocktrain.protocol.messages import PROTOCOL
 from blocktrain.storage.tensor_file import encode
 
@@ -25,7 +29,7 @@ def test_a_new_run_holds_its_settings_its_text_and_every_blocks_first_version(tm
     run = make_run(tmp_path, clock=clock)
     assert run.config == swarm_config()
     assert run.created == clock.now
-    assert run.batch_bytes == 2 * 8
+    assert run.config.bytes_per_step == 2 * 8
     description = run.description
     assert (description.run, description.protocol) == (run.id, PROTOCOL)
     assert description.config == swarm_config().to_toml()
@@ -34,7 +38,7 @@ def test_a_new_run_holds_its_settings_its_text_and_every_blocks_first_version(tm
     for split, data in corpus.splits.items():
         blob = description.corpus[split]  # type: ignore[index]
         assert blob.size == len(data)
-        assert b"".join(run.blobs.reader(blob).stream()) == data.tobytes()
+        assert whole(run.blobs, blob) == data.tobytes()
     with run.ledger.read() as tx:
         states = tx.blocks.states()
     assert [(state.version, state.total_batches, state.next_batch) for state in states] == [
@@ -85,6 +89,32 @@ def test_a_run_that_could_not_be_written_is_none(tmp_path: Path):
         create_run(swarm_config(), make_corpus(), files, ledger, chunks, 0.0)
     with pytest.raises(NotFoundError):
         open_run(ledger, chunks, SetClock())
+    ledger.close()
+
+
+def test_a_tokenizer_is_stored_and_kept_with_the_run(tmp_path: Path):
+    ledger, chunks = open_stores(tmp_path)
+    tokenizer = small_tokenizer()
+    config = replace(swarm_config(), vocab=tokenizer.vocabulary)
+    text = b"some text" * 100
+    tokens = np.array(tokenizer.encode(text.decode()), np.uint16)
+    splits = dict.fromkeys(("train", "valid", "test"), tokens)
+    corpus = Corpus("made", splits, {}, tokenizer.token_lengths())
+    create_run(config, corpus, [], ledger, chunks, 0.0, tokenizer.files)
+    run = open_run(ledger, chunks, SetClock())
+    assert run.description.text_bytes == dict.fromkeys(splits, len(text))
+    stored = {name: whole(run.blobs, blob) for name, blob in run.description.tokenizer.items()}
+    assert stored == tokenizer.files
+    with ledger.read() as tx:
+        assert {blob.name for blob in run.description.tokenizer.values()} <= run.needed_blobs(tx)
+    ledger.close()
+
+
+def test_a_tokenizer_that_workers_would_refuse_is_refused(tmp_path: Path):
+    ledger, chunks = open_stores(tmp_path)
+    files = {f"{number}.json": b"{}" for number in range(9)}
+    with pytest.raises(ConfigError, match="9 files"):
+        create_run(swarm_config(), make_corpus(), [], ledger, chunks, 0.0, files)
     ledger.close()
 
 

@@ -12,9 +12,9 @@ import httpx
 import pytest
 from tests.support.coordinator import SetClock, running, served
 
-from blocktrain.coordinator import server
-from blocktrain.coordinator.server import own_tls, server_config
+from blocktrain.coordinator.server import own_tls
 from blocktrain.coordinator.service import Service
+from blocktrain.protocol import limited_connection
 from blocktrain.worker import http
 
 HELLO = b"GET /v1/hello HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -22,7 +22,7 @@ HELLO = b"GET /v1/hello HTTP/1.1\r\nHost: here\r\n\r\n"
 
 @pytest.fixture
 def tls_address(service: Service) -> Iterator[tuple[str, int]]:
-    with served(service, own_tls(service, ["127.0.0.1"])) as url:
+    with served(service, own_tls(service.run, ["127.0.0.1"])) as url:
         parts = urlsplit(url)
         assert parts.hostname and parts.port
         yield parts.hostname, parts.port
@@ -56,14 +56,13 @@ def test_the_key_does_not_stay_on_the_disk(
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     before = {path for path in tmp_path.rglob("*") if path.is_file()}
-    context = own_tls(service, ["127.0.0.1"])
+    context = own_tls(service.run, ["127.0.0.1"])
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == before
     assert context.minimum_version == ssl.TLSVersion.TLSv1_3
 
 
 def test_workers_close_idle_connections_before_the_server_does():
-    assert http.IDLE_SECONDS < server.IDLE_SECONDS
-    assert server_config(server.Starlette()).timeout_keep_alive == server.IDLE_SECONDS
+    assert http.IDLE_SECONDS < limited_connection.IDLE_SECONDS
 
 
 def test_each_request_is_logged_at_debug_level(tmp_path: Path, caplog: pytest.LogCaptureFixture):

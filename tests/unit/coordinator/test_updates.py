@@ -21,13 +21,13 @@ from tests.support.coordinator import (
     weights_now,
 )
 
-from blocktrain.codec import frames
+from blocktrain.codec import Codec, frames
 from blocktrain.codec.dense import Bf16, Int8
-from blocktrain.codec.registry import Codec
 from blocktrain.codec.sparse import FINAL_UPDATE, Sparse
+from blocktrain.coordinator.merger import COLLECT_SECONDS
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
-from blocktrain.protocol.identity import WorkerKey
+from blocktrain.protocol.identity import WorkerKey, update_text
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
     Lease,
@@ -144,8 +144,8 @@ def test_a_chunk_that_stands_twice_in_a_recipe_is_asked_for_once(tmp_path: Path,
         ({"worker": "another0"}, "forbidden", "another worker"),
         ({"lease": "another0"}, "not_found", "no such lease"),
         ({"fence": 99}, "conflict", "fencing"),
-        ({"block": 1}, "conflict", "block or base"),
-        ({"base_version": 1}, "conflict", "block or base"),
+        ({"block": 1}, "conflict", "its lease is for block 0 from version 0"),
+        ({"base_version": 1}, "conflict", "its lease is for block 0 from version 0"),
     ],
 )
 def test_an_offer_that_is_not_the_leases_is_refused(
@@ -161,7 +161,7 @@ def test_an_offer_that_is_not_the_leases_is_refused(
 def test_an_offer_with_a_bad_signature_is_refused(service: Service, member: Member, lease: Lease):
     made = member.make(lease)
     claim = made.offer.claim
-    forged = WorkerKey.create().sign_update(claim)
+    forged = WorkerKey.create().sign(update_text(claim))
     changed = claim.model_copy(update={"loss": 0.1})
     for bad in (
         UpdateOffer(claim=claim, signature=forged),
@@ -202,7 +202,10 @@ def test_an_offer_with_another_number_of_chunks_is_refused(
 ):
     recipe = Recipe(size=lease.base.size, chunks=("a" * 64,) * count)
     refused = refusal(lambda: offer(member, member.make(lease, recipe=recipe)))
-    assert (refused.code, str(refused)) == ("malformed", f"{lease.base.size} bytes are 1 chunks")
+    assert (refused.code, str(refused)) == (
+        "malformed",
+        f"the claim lists {count} chunks; for {lease.base.size} bytes it must list 1",
+    )
 
 
 def test_a_second_and_different_offer_is_refused(service: Service, member: Member, lease: Lease):
@@ -272,7 +275,7 @@ def test_nothing_is_sent_after_the_commit(service: Service, member: Member, leas
 def test_a_good_update_waits_to_be_merged(service: Service, member: Member, lease: Lease):
     receipt = member.send(member.make(lease))
     assert receipt == Receipt(state="pending", reason="", weight=1.0)
-    assert last_event(service) == ("uploaded", "10 steps")
+    assert last_event(service) == ("uploaded", f"10 steps (lease {lease.lease})")
     assert [update.lease for update in block_state(service).pending] == [lease.lease]
 
 
@@ -281,7 +284,10 @@ def test_a_commit_needs_an_offer_and_all_chunks(service: Service, member: Member
     made = member.make(lease)
     offer(member, made)
     refused = refusal(lambda: committed(member, lease))
-    assert (refused.code, str(refused)) == ("conflict", "1 chunks are missing; offer it again")
+    assert (refused.code, str(refused)) == (
+        "conflict",
+        "chunks of the update are missing (1); offer the update again",
+    )
     assert update_row(service, lease).state == "offered"
     assert member.send(made).state == "pending"
 
@@ -303,12 +309,12 @@ def not_finite(weights: dict[str, Any], value: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda weights: not_finite(weights, np.nan), "not finite"),
-        (lambda weights: not_finite(weights, -np.inf), "not finite"),
+        (lambda weights: not_finite(weights, np.nan), "NaN, infinite"),
+        (lambda weights: not_finite(weights, -np.inf), "NaN, infinite"),
         (lambda weights: not_finite(weights, 3e38), "far too large"),
         (
             lambda weights: not_finite(weights, 1e5),
-            "tensor 'scale' by 1e+05 (rms), but 10 steps can",
+            "tensor 'scale' by 1e+05 (rms), but its steps can",
         ),
         (
             lambda weights: {**weights, "body.weight": weights["body.weight"].reshape(5, 4)},
@@ -316,7 +322,7 @@ def not_finite(weights: dict[str, Any], value: float) -> dict[str, Any]:
         ),
         (
             lambda weights: {**weights, "head.bias": np.zeros(3, np.int32)},
-            "'head.bias' is I32; weights are F32",
+            "'head.bias' is I32; weights must be F32",
         ),
         (
             lambda weights: {
@@ -336,7 +342,7 @@ def test_weights_of_another_form_or_not_finite_are_refused(
     assert (receipt.state, receipt.weight) == ("refused", 0.0)
     assert words in receipt.reason
     assert committed(member, lease) == receipt
-    assert last_event(service) == ("refused", receipt.reason)
+    assert last_event(service) == ("refused", f"{receipt.reason} (lease {lease.lease})")
     state = block_state(service)
     assert (state.pending, state.to_hand_out) == ((), 40)
     assert service.merger.merge_due() == 0
@@ -395,7 +401,7 @@ def test_a_late_update_counts_less(long_run: Service, behind: int, weight: float
     lease = late.lease(blocks=(0,))
     advance(long_run, quick, behind)
     assert late.send(late.make(lease)) == Receipt(state="pending", weight=weight)
-    assert last_event(long_run) == ("late", "10 steps")
+    assert last_event(long_run) == ("late", f"10 steps (lease {lease.lease})")
 
 
 def test_an_update_that_is_too_late_is_refused_and_says_why(long_run: Service):
@@ -404,7 +410,7 @@ def test_an_update_that_is_too_late_is_refused_and_says_why(long_run: Service):
     advance(long_run, quick, 3)
     receipt = late.send(late.make(lease))
     assert receipt == Receipt(
-        state="refused", reason="it is 3 versions behind, more than 2; request a new lease"
+        state="refused", reason="the update is 3 versions behind, more than 2; request a new lease"
     )
     again = late.lease(blocks=(0,))
     assert (again.first_batch, again.steps) == (lease.first_batch, lease.steps)
@@ -434,7 +440,7 @@ def test_an_update_after_the_deadline_is_refused_if_its_text_was_handed_out_agai
     assert taken.first_batch == lease.first_batch
     receipt = member.send(member.make(lease))
     assert receipt.state == "refused"
-    assert receipt.reason.startswith("the lease was expired and its text handed out again;")
+    assert receipt.reason.startswith("the lease is expired and its batches were handed out again;")
     state = block_state(service)
     assert (state.pending, state.leased_batches, state.to_hand_out) == ((), 10, 30)
 
@@ -569,7 +575,12 @@ def test_an_encoded_update_is_what_its_claim_says(
 
 # How far training can have moved weights
 
-SMALL_STEPS = {"train__lr": 4e-3, "train__weight_decay": 0.1}
+SMALL_STEPS = {
+    "train__lr": 4e-3,
+    "train__lr_floor": 1.0,
+    "train__warmup": 0,
+    "train__weight_decay": 0.1,
+}
 
 
 def shuffled(weights: Weights) -> Weights:
@@ -598,8 +609,8 @@ def test_weights_further_from_their_base_than_training_leads_are_refused(
         lease = member.lease(blocks=(0,))
         receipt = member.send(member.signer.update(lease, spoil(first_weights(0))))
         assert receipt.state == "refused"
-        assert "it moves tensor" in receipt.reason
-        assert "10 steps can move it by 0.0" in receipt.reason
+        assert "the update moves tensor" in receipt.reason
+        assert "its steps can move it by 0.0" in receipt.reason
         assert block_state(service).to_hand_out == 40
 
 
@@ -643,7 +654,7 @@ def test_the_base_of_a_lease_is_there_to_compare_with_however_old_it_is(
             made = made or late.make(lease)
             service.collector.collect()
         offer(late, made)
-        clock.forward(1e6)  # the lease is over, and what was offered still counts
+        clock.forward(0.9 * COLLECT_SECONDS)  # the lease is over, and what was offered still counts
         service.round()
         service.collector.collect()
         assert late.send(made).state == "pending"

@@ -5,6 +5,7 @@ import json
 import lzma
 import multiprocessing
 import os
+from collections.abc import Callable
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 
 from blocktrain.config import DataConfig
-from blocktrain.data.corpus import Corpus, load_corpus
+from blocktrain.data.corpus import Corpus, load_corpus, open_source
+from blocktrain.data.corpus_builder import build_corpus
+from blocktrain.data.tokenizer import ByteTokenizer
 from blocktrain.errors import DataError
 
 SPLITS = ("train", "valid", "test")
@@ -94,14 +97,14 @@ def test_the_smallest_corpus_that_can_be_cut(texts: Path) -> None:
 
 def test_an_empty_corpus_is_refused(texts: Path) -> None:
     (texts / "book.txt").touch()
-    assert "no training text" in refusal(texts)
+    assert "training files are empty" in refusal(texts)
 
 
 def test_a_split_shorter_than_a_window_is_refused(texts: Path) -> None:
     (texts / "book.txt").write_bytes(random_bytes(20_000))
     corpus = load(texts)
     assert len(corpus.split("valid", window=1000)) == 1000
-    with pytest.raises(DataError, match=r"valid split has 1000 bytes.* window of 1001"):
+    with pytest.raises(DataError, match=r"valid split has 1000 bytes.* model.window = 1001"):
         corpus.split("valid", window=1001)
 
 
@@ -111,13 +114,26 @@ def test_a_refused_corpus_leaves_nothing_in_the_cache(texts: Path, cache: Path) 
     assert built(cache) == []
 
 
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
 def test_an_archive_that_unpacks_too_large_leaves_nothing_in_the_cache(
-    texts: Path, cache: Path
+    texts: Path, cache: Path, pack: Callable[[bytes], bytes]
 ) -> None:
-    (texts / "bomb.xz").write_bytes(lzma.compress(bytes(3_000_000)))
+    suffix = {gzip.compress: "gz", lzma.compress: "xz"}[pack]
+    (texts / f"bomb.{suffix}").write_bytes(pack(bytes(3_000_000)))
     with pytest.raises(DataError, match="unpack_limit_mb"):
         load_corpus(DataConfig(f"text:{texts}/*", unpack_limit_mb=2))
     assert built(cache) == []
+    assert not any(map(Path.is_dir, (cache / "building").iterdir()))
+
+
+def test_the_bound_is_on_all_files_together_and_exact(texts: Path, cache: Path) -> None:
+    for name in ("a.gz", "b.gz"):
+        (texts / name).write_bytes(gzip.compress(bytes(10_000)))
+    spec = f"text:{texts}/*.gz"
+    source = open_source(spec, 0, cache)
+    with pytest.raises(DataError, match="unpack_limit_mb"):
+        build_corpus(source, spec, ByteTokenizer(), cache / "corpora" / "a", 19_999)
+    build_corpus(source, spec, ByteTokenizer(), cache / "corpora" / "a", 20_000)
 
 
 def test_a_corpus_is_built_once(texts: Path, cache: Path) -> None:

@@ -15,7 +15,7 @@ from blocktrain.data import sources
 @pytest.fixture(scope="module")
 def text() -> bytes:
     # Warnings are errors here, so this also shows that parsing the library lets none out.
-    return sources.collect()
+    return b"".join(sources.stdlib_prose())
 
 
 def test_there_are_several_megabytes(text: bytes) -> None:
@@ -30,8 +30,8 @@ def test_it_is_prose(text: bytes) -> None:
 
 def test_another_process_collects_the_same(text: bytes) -> None:
     code = (
-        "import sys; from blocktrain.data.sources import collect;"
-        " sys.stdout.buffer.write(collect())"
+        "import sys; from blocktrain.data.sources import stdlib_prose;"
+        " sys.stdout.buffer.writelines(stdlib_prose())"
     )
     # Another hash seed, so that an order taken from a set would show.
     again = subprocess.run(
@@ -45,7 +45,7 @@ def test_another_process_collects_the_same(text: bytes) -> None:
 
 
 def test_no_piece_occurs_twice(text: bytes) -> None:
-    pieces = [*sources._topics(), *sources._module_texts()]
+    pieces = [*sources.manual_topics(), *sources.module_prose()]
     assert len(set(pieces)) < len(pieces), "the library repeats itself, or this shows nothing"
     expected = sum(len(piece.encode(errors="replace")) + 2 for piece in set(pieces)) - 2
     assert len(text) == expected
@@ -63,7 +63,7 @@ def test_docstrings_and_runs_of_comments_are_taken(tmp_path: Path) -> None:
         "    #   and its indented second.\n"
         '    pattern = "\\d"\n'
     )
-    assert sources._texts(module) == [
+    assert sources.prose_of(module) == [
         "What the module is for.",
         "What a thing is.",
         " First line of a comment\n   and its indented second.",
@@ -76,17 +76,17 @@ def test_parsing_lets_no_warning_out() -> None:
         ast.parse(source)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert list(sources._docstrings(source)) == ["Text."]
+        assert list(sources.docstrings(source)) == ["Text."]
 
 
 @pytest.mark.parametrize("content", [b"print 'Python 2'\n", b"# \xff\n", b"# coding: nonsense\n"])
 def test_a_stray_file_is_passed_over(tmp_path: Path, content: bytes) -> None:
     stray = tmp_path / "stray.py"
     stray.write_bytes(content)
-    assert sources._texts(stray) == []
+    assert sources.prose_of(stray) == []
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 12, 100, 7919, 10_000])
 def test_the_stride_visits_every_place(count: int) -> None:
-    stride = sources._coprime_stride(count)
+    stride = sources.coprime_stride(count)
     assert {i * stride % count for i in range(count)} == set(range(count))

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blocktrain.data.windows import TrainingWindows, evaluation_windows, permute, shifted
+from blocktrain.config import BYTE_VOCABULARY
+from blocktrain.data.corpus import TrainingWindows, evaluation_windows, permute, shifted
 from blocktrain.numerics.sampling import mixed_seed
-from blocktrain.vocabulary import BYTE_VOCABULARY
 
 WINDOW = 8
 # Long enough that no 8 bytes of it occur twice: a window's content tells where it starts.

@@ -20,11 +20,18 @@ from tests.support.postgres import fresh_database
 
 from blocktrain.errors import ConfigError, UnreachableError
 from blocktrain.ledger.lease_tables import LeaseTable
-from blocktrain.ledger.ledger import Ledger
-from blocktrain.ledger.rows import InviteRow, LeaseRow, RunRow, UpdateRow, WorkerRow
-from blocktrain.ledger.schema import HELD, metadata
-from blocktrain.ledger.transaction import Transaction
-from blocktrain.protocol.messages import Blob, Moved
+from blocktrain.ledger.ledger import Ledger, Transaction
+from blocktrain.ledger.schema import (
+    ACTIVE,
+    InviteRow,
+    LeaseRow,
+    RunRow,
+    UpdateRow,
+    WorkerRow,
+    metadata,
+)
+from blocktrain.protocol.messages import Blob
+from blocktrain.protocol.status_messages import Moved, Score
 from blocktrain.swarm.state import PendingUpdate
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -265,9 +272,9 @@ def test_leases_are_overdue_after_their_deadline(ledger: Ledger):
     with ledger.read() as tx:
         assert not tx.leases.overdue(NOW + 60)
         assert {lease.id for lease in tx.leases.overdue(NOW + 60.1)} == {sending.id, open_.id}
-        assert {lease.id for lease in tx.leases.held()} == {sending.id, open_.id}
-        assert [lease.id for lease in tx.leases.of_worker("w0", HELD)] == [sending.id]
-        assert not tx.leases.of_worker("w1", HELD)
+        assert {lease.id for lease in tx.leases.active()} == {sending.id, open_.id}
+        assert [lease.id for lease in tx.leases.of_worker("w0", ACTIVE)] == [sending.id]
+        assert not tx.leases.of_worker("w1", ACTIVE)
 
 
 def test_an_open_lease_that_was_trained_is_sending(ledger: Ledger):
@@ -613,10 +620,8 @@ def test_events_come_in_order_after_a_number(ledger: Ledger):
 
 def test_the_newest_score_of_a_block_or_of_the_model(ledger: Ledger):
     def score(tx: Transaction, block: int | None, ce: float) -> None:
-        tx.events.add_score(
-            block=block, versions=(1, 2), split="valid", windows="windows0", ce=ce, worker="w0",
-            time=NOW,
-        )  # fmt: skip
+        result = Score(block=block, versions=(1, 2), split="valid", windows="windows0", ce=ce)
+        tx.events.add_score(result, "w0", NOW)
 
     with ledger.write() as tx:
         assert tx.events.newest_score(None) is None
@@ -732,7 +737,9 @@ def test_postgresql_looks_things_up_while_tables_are_small():
     ledger = Ledger(fresh_database())
     with ledger.engine.connect() as connection:
         connection.exec_driver_sql("ANALYZE")  # it knows that they are empty
-        plan = connection.execute(sql.text(f"EXPLAIN {LeaseTable.ALL_HELD.compile(ledger.engine)}"))
+        plan = connection.execute(
+            sql.text(f"EXPLAIN {LeaseTable.ALL_ACTIVE.compile(ledger.engine)}")
+        )
         steps = " ".join(plan.scalars())
     ledger.close()
     assert "leases_by_" in steps and "Seq Scan" not in steps
@@ -765,7 +772,8 @@ def test_a_password_stays_out_of_messages():
 MANY_TRANSACTIONS = """
 import sys
 from tests.unit.ledger.test_ledger import NOW, claim, submit
-from blocktrain.protocol.messages import Blob, Moved
+from blocktrain.protocol.messages import Blob
+from blocktrain.protocol.status_messages import Moved
 from blocktrain.ledger.ledger import Ledger
 
 ledger = Ledger(sys.argv[1])

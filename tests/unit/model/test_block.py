@@ -28,7 +28,9 @@ def test_the_clean_stream_never_sees_sigma_or_z(config: Config):
     kept = [(layer.cached.k_BHTK.clone(), layer.cached.v_BHTK.clone()) for layer in context.layers]
     for sigma in (1.0, 9.0):
         level = NoiseLevel.constant(precondition(sigma, 0.5), 2, torch.device("cpu"))
-        block.denoise(context, sigma * torch.randn(2, 16, 256), level, table)
+        block.denoise(
+            context, sigma * torch.randn(2, 16, 256), level, table, block.modulations(level)
+        )
     for layer, (k, v) in zip(context.layers, kept, strict=True):
         assert torch.equal(layer.cached.k_BHTK, k)
         assert torch.equal(layer.cached.v_BHTK, v)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tests.support.models import awake_block
 from torch import Tensor
 
-from blocktrain.config import LAYERS as LAYER_NAMES
 from blocktrain.config import Config, load_config
-from blocktrain.model.block import LAYERS, layer_class, target_table
+from blocktrain.config.settings import LAYERS as LAYER_NAMES
+from blocktrain.model.block import CausalBlock, target_table
 from blocktrain.model.cache import BlockCache, CacheShape, SlotCache
-from blocktrain.model.causal import CausalBlock
 from blocktrain.model.denoising import DenoisingBlock, NoiseLevel
+from blocktrain.model.layer import LAYERS, layer_class
 from blocktrain.numerics.noise import precondition
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,7 +44,8 @@ def read(block: torch.nn.Module, ids_BT: Tensor, memory: BlockCache | None) -> T
             return block.features(ids_BT, memory)
         assert isinstance(block, DenoisingBlock)
         z = torch.zeros(*ids_BT.shape, 256)
-        return block.denoise(block.read_context(ids_BT, memory), z, LEVEL, target_table(0, 256))
+        context = block.read_context(ids_BT, memory)
+        return block.denoise(context, z, LEVEL, target_table(0, 256), block.modulations(LEVEL))
 
 
 def alone(block: torch.nn.Module, text: list[int]) -> Tensor:
@@ -104,7 +105,7 @@ def test_room_grows_to_the_window_and_no_further():
     assert (cache.slots, cache.room) == (1, WINDOW)
     cache.view([4], [99], [1])
     assert (cache.slots, cache.room) == (8, WINDOW)
-    with pytest.raises(ValueError, match="past the model's window"):
+    with pytest.raises(ValueError, match="exceed the model's window"):
         cache.view([0], [99], [2])
 
 

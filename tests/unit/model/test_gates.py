@@ -10,13 +10,11 @@ from tests.support.models import awake_stack, leak, untrained_stack
 from tests.support.serving import stepped
 
 from blocktrain.config import Config
-from blocktrain.data.corpus import Corpus
-from blocktrain.data.windows import evaluation_windows, shifted
-from blocktrain.model import readout
-from blocktrain.model.stack import Stack, assemble
-from blocktrain.train.device import resolve
-from blocktrain.train.evaluate import evaluate
-from blocktrain.train.trainer import BlockTrainer
+from blocktrain.data.corpus import Corpus, evaluation_windows, shifted
+from blocktrain.model.stack import Stack, assemble, product
+from blocktrain.training.device import resolve
+from blocktrain.training.evaluate import evaluate
+from blocktrain.training.trainer import BlockTrainer
 
 UNIFORM = math.log(256)
 KINDS = ["denoise", "cascade", "end_to_end"]
@@ -41,7 +39,7 @@ def changed_before(stack: Stack, start: str, position: int) -> bool:
     other[:, position] ^= 0x55
     before = stack.log_probs(torch.tensor(shifted(text)).long(), start, seed=7)
     after = stack.log_probs(torch.tensor(shifted(other)).long(), start, seed=7)
-    readings = [(readout.product(before), readout.product(after)), *zip(before, after, strict=True)]
+    readings = [(product(before), product(after)), *zip(before, after, strict=True)]
     # The prediction of byte i stands at position i and may read bytes before i.
     return any(not torch.equal(a[:, : position + 1], b[:, : position + 1]) for a, b in readings)
 
@@ -140,5 +138,7 @@ def test_training_pass_agrees_with_context_then_denoise(config: Config):
     level = NoiseLevel.of(torch.tensor([precondition(s, 0.5) for s in (1.0, 3.0, 9.0)]))
     for block in stack.blocks:
         fused = block(ids, z, level, stack.table_VE)
-        apart = block.denoise(block.read_context(ids), z, level, stack.table_VE)  # type: ignore[operator]
+        context, modulations = block.read_context(ids), block.modulations(level)
+        answer = block.denoise(context, z, level, stack.table_VE, modulations)
+        apart = block.logits(answer, level, stack.table_VE)
         assert (fused - apart).abs().max() <= 1e-4

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blocktrain.model.int8 import LEVELS, Int8Linear, fused_linear, product
-from blocktrain.model.layer import Linear
+from blocktrain.model.linear import INT8_LEVELS, Int8Linear, Linear, fused_linear, product
 
 
 def held(weight: Tensor) -> Int8Linear:
@@ -25,7 +24,7 @@ def test_no_weight_is_further_off_than_half_a_level_of_its_row(
     module = held(weight)
     off = (module.levels.double() * module.scale.double() - weight).abs()
     assert (off <= module.scale.double() * (0.5 + 1e-4)).all()
-    assert module.levels.abs().amax(dim=1).eq(LEVELS).all()
+    assert module.levels.abs().amax(dim=1).eq(INT8_LEVELS).all()
 
 
 def test_a_row_of_zeros_stays_zero():

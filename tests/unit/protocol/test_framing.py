@@ -240,7 +240,7 @@ def test_a_forged_frame_with_nothing_wrong_is_taken():
         forged(table=entry(6, 1, 2), payload=16, body=bytes(16)),
         forged(table=entry(6, 1, 2)),
         forged(table=entry(0, 1, 2), payload=8),
-        forged(table=entry(7, 1, 2), payload=8),
+        forged(table=entry(8, 1, 2), payload=8),
         forged(table=entry(6, 5, 2), payload=8),
         forged(table=entry(6, 1, 2, 1), payload=8),
         forged(table=entry(6, 4, *[2**32 - 1] * 4), payload=8),

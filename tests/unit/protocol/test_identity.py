@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +17,7 @@ from blocktrain.protocol.identity import (
     WorkerKey,
     token_request_text,
     update_text,
-    verify_token_request,
-    verify_update,
+    verify,
 )
 from blocktrain.protocol.messages import Recipe, UpdateClaim
 
@@ -29,7 +28,7 @@ CLAIM = UpdateClaim(
     run="run00001", worker="worker01", lease="lease001", fence=3, block=1, base_version=2,
     codec="none", recipe=Recipe(size=9, chunks=(HASH, OTHER_HASH)), loss=1.5,
 )  # fmt: skip
-SIGNATURE = KEY.sign_update(CLAIM)
+SIGNATURE = KEY.sign(update_text(CLAIM))
 REQUEST: dict[str, Any] = {"run": "run00001", "worker": "worker01", "time": 1700000000}
 
 identifiers = st.binary(min_size=4, max_size=32).map(bytes.hex)
@@ -50,16 +49,16 @@ changes = st.one_of(
 
 
 def test_the_right_signature_is_recognized():
-    assert verify_update(KEY.public, CLAIM, SIGNATURE)
+    assert verify(KEY.public, update_text(CLAIM), SIGNATURE)
     again = UpdateClaim.model_validate_json(CLAIM.model_dump_json())
-    assert verify_update(KEY.public, again, SIGNATURE)
+    assert verify(KEY.public, update_text(again), SIGNATURE)
 
 
 @given(change=changes)
 @settings(deadline=None, max_examples=100)
 def test_changing_any_field_breaks_the_signature(change: tuple[str, Any]):
     field, value = change
-    assert not verify_update(KEY.public, CLAIM.model_copy(update={field: value}), SIGNATURE)
+    assert not verify(KEY.public, update_text(CLAIM.model_copy(update={field: value})), SIGNATURE)
 
 
 @pytest.mark.parametrize(
@@ -72,44 +71,44 @@ def test_changing_any_field_breaks_the_signature(change: tuple[str, Any]):
 )
 def test_changing_the_recipe_breaks_the_signature(recipe: Recipe):
     changed = CLAIM.model_copy(update={"recipe": recipe})
-    assert not verify_update(KEY.public, changed, SIGNATURE)
+    assert not verify(KEY.public, update_text(changed), SIGNATURE)
 
 
 @pytest.mark.parametrize("field", sorted(REQUEST))
 def test_changing_a_token_request_breaks_the_signature(field: str):
-    signature = KEY.sign_token_request(**REQUEST)
-    assert verify_token_request(KEY.public, **REQUEST, signature=signature)
+    signature = KEY.sign(token_request_text(**REQUEST))
+    assert verify(KEY.public, token_request_text(**REQUEST), signature)
     changed = {**REQUEST, field: 1700000001 if field == "time" else "another1"}
-    assert not verify_token_request(KEY.public, **changed, signature=signature)
+    assert not verify(KEY.public, token_request_text(**changed), signature)
 
 
 def test_a_signature_for_one_purpose_is_worth_nothing_for_another():
-    assert not verify_update(KEY.public, CLAIM, KEY.sign_token_request(**REQUEST))
-    assert not verify_token_request(KEY.public, **REQUEST, signature=SIGNATURE)
+    assert not verify(KEY.public, update_text(CLAIM), KEY.sign(token_request_text(**REQUEST)))
+    assert not verify(KEY.public, token_request_text(**REQUEST), SIGNATURE)
 
 
 def test_another_key_is_not_this_one():
-    assert not verify_update(WorkerKey.create().public, CLAIM, SIGNATURE)
+    assert not verify(WorkerKey.create().public, update_text(CLAIM), SIGNATURE)
 
 
 @given(text=st.text(max_size=100) | st.binary(max_size=70).map(identity.base64url_encode))
 @settings(deadline=None, max_examples=100)
 def test_malformed_keys_and_signatures_do_not_verify(text: str):
-    assert not verify_update(text, CLAIM, SIGNATURE)
-    assert not verify_update(KEY.public, CLAIM, text)
+    assert not verify(text, update_text(CLAIM), SIGNATURE)
+    assert not verify(KEY.public, update_text(CLAIM), text)
 
 
 @pytest.mark.parametrize("length", [0, 31, 33, 63, 65, 128])
 def test_wrong_lengths_do_not_verify(length: int):
     text = identity.base64url_encode(bytes(length))
-    assert not verify_update(text, CLAIM, SIGNATURE)
-    assert not verify_update(KEY.public, CLAIM, text)
+    assert not verify(text, update_text(CLAIM), SIGNATURE)
+    assert not verify(KEY.public, update_text(CLAIM), text)
 
 
 def test_a_signature_has_one_spelling():
-    assert not verify_update(KEY.public, CLAIM, SIGNATURE + "==")
-    assert not verify_update(KEY.public, CLAIM, SIGNATURE + "\n")
-    assert not verify_update(KEY.public + "=", CLAIM, SIGNATURE)
+    assert not verify(KEY.public, update_text(CLAIM), SIGNATURE + "==")
+    assert not verify(KEY.public, update_text(CLAIM), SIGNATURE + "\n")
+    assert not verify(KEY.public + "=", update_text(CLAIM), SIGNATURE)
 
 
 def test_the_signed_bytes_are_those_of_the_documentation():
@@ -137,7 +136,7 @@ def test_the_example_of_the_documentation_is_what_we_sign():
     key = WorkerKey(Ed25519PrivateKey.from_private_bytes(seed))
     document = DOCUMENT.read_text(encoding="utf-8")
     assert f"`{key.public}`" in document
-    assert key.sign_token_request(**REQUEST) in document.split()
+    assert key.sign(token_request_text(**REQUEST)) in document.split()
 
 
 def test_a_key_file_is_made_once(tmp_path: Path):
@@ -146,7 +145,9 @@ def test_a_key_file_is_made_once(tmp_path: Path):
     assert WorkerKey.load_or_create(path).public == first.public
     assert path.read_bytes().startswith(b"-----BEGIN PRIVATE KEY-----\n")
     assert {p.name for p in path.parent.iterdir()} <= {"worker.pem", "worker.pem.lock"}
-    assert verify_update(first.public, CLAIM, WorkerKey.load_or_create(path).sign_update(CLAIM))
+    assert verify(
+        first.public, update_text(CLAIM), WorkerKey.load_or_create(path).sign(update_text(CLAIM))
+    )
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such permissions")
@@ -201,3 +202,56 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"worker\.pem"):
         WorkerKey.load_or_create(tmp_path / "file" / "worker.pem")
+
+
+# Weak keys
+
+
+def edwards_sum(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    """The sum of two points of the curve -x^2 + y^2 = 1 + d x^2 y^2."""
+    field = identity.FIELD
+    d = -121665 * pow(121666, -1, field)
+    (x1, y1), (x2, y2) = one, other
+    product = d * x1 * x2 * y1 * y2 % field
+    x = (x1 * y2 + x2 * y1) * pow(1 + product, -1, field)
+    y = (y1 * y2 + x1 * x2) * pow(1 - product, -1, field)
+    return x % field, y % field
+
+
+def x_of(y: int) -> int:
+    field = identity.FIELD
+    d = -121665 * pow(121666, -1, field)
+    square = (y * y - 1) * pow(d * y * y + 1, -1, field) % field
+    root: int = pow(square, (field + 3) // 8, field)
+    if root * root % field != square:
+        root = root * pow(2, (field - 1) // 4, field) % field
+    assert root * root % field == square, "no point of the curve has this y"
+    return root
+
+
+def test_the_weak_points_are_all_points_of_small_order():
+    orders = []
+    for y in identity.WEAK_POINTS:
+        point = total = (x_of(y), y)
+        order = 1
+        while total != (0, 1):
+            total, order = edwards_sum(total, point), order + 1
+        orders.append(order)
+    assert sorted(orders) == [1, 2, 4, 8, 8]  # with both signs of x, eight points
+
+
+def test_a_key_for_which_anyone_can_sign_is_refused():
+    """For the identity element, one signature is valid for every text."""
+    point = (1).to_bytes(32, "little")
+    forged = point + bytes(32)
+    Ed25519PublicKey.from_public_bytes(point).verify(forged, b"any text")  # raises nothing
+    spelled = [point, (1 + identity.FIELD).to_bytes(32, "little"), point[:-1] + b"\x80"]
+    for each in spelled:
+        assert not verify(identity.base64url_encode(each), b"any text",
+                          identity.base64url_encode(forged))  # fmt: skip
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_other_keys_are_not_weak(seed: bytes):
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    assert not identity.is_weak(key.public_key().public_bytes_raw())

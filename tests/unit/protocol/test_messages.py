@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from blocktrain.codec.registry import CODECS
+from blocktrain.codec import CODECS
+from blocktrain.protocol import check_messages as checks
 from blocktrain.protocol import identity
 from blocktrain.protocol import messages as m
+from blocktrain.protocol import status_messages as status
 
 HASH, OTHER_HASH = "ab" * 32, "cd" * 32
 RUN, WORKER, LEASE = "run00001", "worker01", "lease001"
@@ -32,23 +34,52 @@ LEASED = m.Lease(
     schedule_start=64, schedule_stride=2, seconds_left=9.5,
     predecessors=(m.Predecessor(block=0, version=1, weights=BLOB),),
 )  # fmt: skip
+COMMITMENT = m.Commitment(
+    weights=(HASH, OTHER_HASH), moments=(OTHER_HASH, HASH), learned=HASH, residual=OTHER_HASH,
+    predecessors=(3,),
+)  # fmt: skip
+STATE = checks.TrainingState(weights=BLOB, moments=BLOB)
+TEXT = checks.LeasedText(
+    first_batch=64, steps=32, schedule_start=64, schedule_stride=2,
+    predecessors=LEASED.predecessors,
+)  # fmt: skip
+SCORE_CHECK = checks.ScoreCheck(current=BLOB, update=BLOB, base=BLOB, share=0.5, seed=7, windows=32)
+REPLAY_CHECK = checks.ReplayCheck(
+    first_step=8, steps=4, start=STATE, end=STATE, device="cpu",
+    opening=checks.StartLink(base=BLOB, added=BLOB),
+    closing=checks.EncodingLink(
+        update=BLOB, start=BLOB, residual=BLOB, learned=HASH, left_out=OTHER_HASH
+    ),
+)  # fmt: skip
+CHECK = checks.Check(
+    check="check001", block=0, version=3, text=TEXT, task=REPLAY_CHECK, seconds_left=60.0
+)
+LOSSES = checks.Losses(before=2.5, after=2.25, error=0.01)
+SCORED = checks.ScoreResult(hidden=LOSSES, own=LOSSES)
+REPLAYED = checks.ReplayResult(
+    identical=False, cosine=0.5, distance=0.25, moments_distance=0.125, fault="f"
+)
 WAIT = m.Wait(seconds=1.5, reason="nothing to do")
 CLAIM = m.UpdateClaim(
     run=RUN, worker=WORKER, lease=LEASE, fence=1, block=0, base_version=2, codec="none",
-    recipe=RECIPE, loss=1.5,
+    recipe=RECIPE, loss=1.5, commitment=COMMITMENT,
 )  # fmt: skip
-MOVED = m.Moved(up=1, up_raw=2, down_whole=3, down_differences=4, down_raw=5)
+MOVED = status.Moved(up=1, up_raw=2, down_whole=3, down_differences=4, down_raw=5)
 DOWNLOADED = m.Downloaded(block=0, whole=1, differences=2, raw=3)
-BLOCK = m.BlockStatus(
+BLOCK = status.BlockStatus(
     index=0, version=2, weights=BLOB, ce=1.5, ce_note="n", bytes_trained=3, progress=0.5,
     replicas=1, participation=0.5, pending_updates=1, moved=MOVED,
 )  # fmt: skip
-WORKING = m.WorkerStatus(
+TRUST = status.Trust(accepted=3, refused=1, replayed=2, suspicion=0.5, newcomer=True)
+CHECKING = status.Checking(share=0.02, validators=1, waiting=2, note="n")
+WORKING = status.WorkerStatus(
     worker=WORKER, name="n", role="train", device="cpu", block=0, state="training",
-    bytes_trained=3, updates=1, seconds_since_seen=0.5, moved=MOVED,
+    bytes_trained=3, updates=1, seconds_since_seen=0.5, moved=MOVED, trust=TRUST,
 )  # fmt: skip
 
 EXAMPLES: list[m.Message] = [
+    TRUST,
+    CHECKING,
     m.Hello(run=RUN, protocols=(1,)),
     BLOB,
     RECIPE,
@@ -65,25 +96,42 @@ EXAMPLES: list[m.Message] = [
     LEASED,
     WAIT,
     m.Finished(),
-    m.LeaseAnswer(answer=LEASED),
+    m.Reveal(lease=LEASE, files=(HASH,)),
+    m.LeaseAnswer(answer=LEASED, reveal=m.Reveal(lease=LEASE, files=(HASH,))),
     m.LeaseReturn(fence=1, reason="stopped", downloads=()),
     m.LeaseProgress(fence=1, steps_done=3, loss=1.5),
     m.LeaseState(open=True, seconds_left=9.5, reason="r"),
+    COMMITMENT,
     CLAIM,
     DOWNLOADED,
     m.UpdateOffer(claim=CLAIM, signature="sig", downloads=(DOWNLOADED,)),
     m.UploadState(missing=(HASH,), urls={HASH: "https://store/chunk"}),
     m.Receipt(state="merged", reason="r", weight=0.5),
-    m.Score(block=0, versions=(1, 2), split="valid", windows="windows1", ce=1.5, downloads=()),
+    m.RevealOffer(recipes=(RECIPE,)),
+    checks.CheckRequest(blocks=(0, 1), held_block=1),
+    TEXT,
+    SCORE_CHECK,
+    STATE,
+    REPLAY_CHECK.opening,
+    REPLAY_CHECK.closing,
+    REPLAY_CHECK,
+    CHECK,
+    checks.CheckAnswer(answer=CHECK),
+    LOSSES,
+    SCORED,
+    REPLAYED,
+    checks.Unable(reason="r"),
+    checks.CheckResult(result=SCORED, seconds=1.5, device="cpu", downloads=(DOWNLOADED,)),
+    status.Score(block=0, versions=(1, 2), split="valid", windows="windows1", ce=1.5, downloads=()),
     m.Differences(differences=(BLOB,)),
     MOVED,
     BLOCK,
     WORKING,
-    m.Status(
+    status.Status(
         run=RUN, state="running", ce=1.5, ce_note="n", codec="int8", blocks=(BLOCK,),
-        workers=(WORKING,), seconds=0.5,
+        workers=(WORKING,), seconds=0.5, checking=CHECKING,
     ),
-    m.Event(number=1, time=0.5, kind="merged", worker=WORKER, block=0, detail="d"),
+    status.Event(number=1, time=0.5, kind="merged", worker=WORKER, block=0, detail="d"),
     m.Refusal(error="gone", reason="r"),
 ]  # fmt: skip
 each_message = pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
@@ -124,14 +172,18 @@ def refuses(message: m.Message, path: Path, new: Any) -> bool:
 
 
 def test_there_is_an_example_of_every_message():
-    assert {type(example) for example in EXAMPLES} == set(m.Message.__subclasses__())
+    assert {type(example) for example in EXAMPLES} == {
+        message
+        for message in m.Message.__subclasses__()
+        if message.__module__ in {m.__name__, checks.__name__, status.__name__}
+    }
 
 
 @each_message
 def test_every_message_and_field_is_documented(message: m.Message):
     text = PROTOCOL_DOCUMENT.read_text(encoding="utf-8")
     assert f"`{type(message).__name__}`" in text
-    if not isinstance(message, m.BlockStatus | m.WorkerStatus):  # for people to look at
+    if not isinstance(message, status.BlockStatus | status.WorkerStatus):  # for people to look at
         for attribute, field in type(message).model_fields.items():
             name = field.serialization_alias or attribute
             assert f"`{name}`" in text or f'"{name}"' in text, name
@@ -204,6 +256,12 @@ def test_a_message_cannot_be_changed(message: m.Message):
             setattr(message, name, getattr(message, name))
 
 
+JOIN = m.Join(
+    invite="s3cret", public_key="k3y", name="n", device="cpu", protocols=(1,), signature="s"
+)
+SCORE = status.Score(block=0, versions=(1,), split="valid", windows="windows1", ce=1.5)
+
+
 @pytest.mark.parametrize(
     ("message", "path", "wrong"),
     [
@@ -222,12 +280,37 @@ def test_a_message_cannot_be_changed(message: m.Message):
         (WORKING, ("name",), ""),
         (WORKING, ("name",), "two\nlines"),
         (WORKING, ("name",), "\x9b2J"),
+        (JOIN, ("name",), "evil\u202egpj.exe"),
+        (JOIN, ("device",), "\u2066cpu"),
+        (SCORE, ("ce",), -5.0),
+        (SCORE, ("ce",), 1e300),
+        (SCORE, ("versions",), [2**53 + 1]),
         (WORKING, ("state",), "asleep"),
         (WORKING, ("role",), "operator"),
     ],
 )
 def test_values_outside_their_range_are_refused(message: m.Message, path: Path, wrong: Any):
     assert refuses(message, path, wrong)
+
+
+def test_a_commitment_names_both_halves_of_each_state():
+    assert refuses(COMMITMENT, ("weights",), [HASH] * 3)
+
+
+def test_what_nobody_asks_for_is_left_out():
+    """The first release refuses fields that it does not know."""
+    claim, answer = CLAIM.model_copy(update={"commitment": None}), m.LeaseAnswer(answer=WAIT)
+    for message, name in ((claim, "commitment"), (answer, "reveal")):
+        assert name not in message.model_dump_json()
+
+
+def test_a_check_is_read_by_its_method():
+    for task in (SCORE_CHECK, REPLAY_CHECK):
+        text = CHECK.model_copy(update={"task": task}).model_dump_json()
+        assert type(checks.Check.model_validate_json(text).task) is type(task)
+    for result in (SCORED, REPLAYED, checks.Unable(reason="r")):
+        text = checks.CheckResult(result=result, seconds=1.0, device="cpu").model_dump_json()
+        assert type(checks.CheckResult.model_validate_json(text).result) is type(result)
 
 
 def test_an_answer_is_read_by_its_kind():
@@ -274,7 +357,7 @@ drawn_messages = st.one_of(
     ),
     st.builds(m.Receipt, reason=reasons, weight=floats),
     st.builds(
-        m.Event, number=positives, time=floats, worker=st.none() | identifiers,
+        status.Event, number=positives, time=floats, worker=st.none() | identifiers,
         block=st.none() | indices, detail=reasons,
     ),
 )  # fmt: skip

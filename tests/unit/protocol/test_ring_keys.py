@@ -78,7 +78,7 @@ def test_a_certificate_that_ends_soon_is_renewed(folder: Path):
 
 
 def test_a_router_cannot_listen(folder: Path):
-    with pytest.raises(ConfigError, match="belongs to a router; this needs one of a stage"):
+    with pytest.raises(ConfigError, match="belongs to a router; use the certificate of a stage"):
         server_context(folder, "router", lambda: NOW)
 
 
@@ -105,7 +105,7 @@ def test_a_router_that_listens_anyway_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["", "ca", "Stage", "a/b", "..", "-a", "a b", "x" * 64])
 def test_what_is_no_name_is_refused(folder: Path, name: str):
-    with pytest.raises(ConfigError, match="cannot be the name of a stage"):
+    with pytest.raises(ConfigError, match="is not a valid name for a stage"):
         Keyring(folder, lambda: NOW).add(STAGE, name)
 
 
@@ -140,9 +140,9 @@ def test_wrong_keys_are_refused_with_a_reason(folder: Path, tmp_path: Path):
     (folder / "stage-1.pem").write_bytes((other.folder / "stage-1.pem").read_bytes())
     assert "is not signed by the ca.pem in its folder" in refused()
     (folder / "stage-1.pem").write_text("nonsense")
-    assert "stage-1.pem is not a certificate" in refused()
+    assert "stage-1.pem is not a PEM certificate" in refused()
     (folder / "stage-1.key").unlink()
-    assert "stage-1.key is missing; make it with `blocktrain keys`" in refused()
+    assert "stage-1.key is missing; copy it" in refused()
 
 
 @pytest.mark.parametrize(

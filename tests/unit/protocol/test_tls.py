@@ -113,7 +113,7 @@ def test_a_certificate_that_has_ended_is_refused(tmp_path: Path):
 
 
 def test_an_authority_the_invite_does_not_name_is_refused():
-    with pytest.raises(UntrustedError, match="not the one the invite names"):
+    with pytest.raises(UntrustedError, match="does not match the invite"):
         pinned_context(AUTHORITY.certificate_pem, OTHER.fingerprint)
 
 

@@ -45,7 +45,7 @@ def test_a_full_queue_and_a_long_wait_are_refused():
             await turns()
             with pytest.raises(OverloadedError, match="1 answers in progress, 1 waiting"):
                 await queue.enter(1).__aenter__()
-            with pytest.raises(OverloadedError, match=r"no answer ended within 0\.01 s"):
+            with pytest.raises(OverloadedError, match=r"no place became free within 0\.01 s"):
                 await waiting
         assert (queue.inside, queue.waiting) == (0, 0)
 

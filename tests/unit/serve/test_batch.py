@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from blocktrain.errors import CacheFullError, MissingPrefixError
-from blocktrain.serve.stage.batch import Row, SlotTable
+from blocktrain.serve.ring.activations import Row
+from blocktrain.serve.ring.batch import SlotTable
 
 
 def row(request: int, start: int = 0) -> Row:

@@ -4,30 +4,18 @@ import numpy as np
 import pytest
 import torch
 from tests.support.models import awake_stack
-from tests.support.serving import CPU, of_kind, stage
+from tests.support.serving import CPU, all_log_probs, of_kind, stage
 
 from blocktrain.config import Config
 from blocktrain.errors import CacheFullError, MissingPrefixError, ProtocolError
-from blocktrain.model import readout
-from blocktrain.model.stack import Stack
-from blocktrain.serve.router.decode import Sampling
-from blocktrain.serve.router.first_block import FirstBlock
-from blocktrain.serve.stage.batch import (
-    Activations,
-    Refinement,
-    Row,
-    RowSpan,
-    SlotLimits,
-    SlotOwner,
-    grouped_by_length,
-    initial,
-    joined,
-    split_rows,
-)
-from blocktrain.serve.stage.compute import RunBlockSource, StageCompute
+from blocktrain.model.stack import Stack, product
+from blocktrain.serve.ring.activations import Activations, Choice, Row, joined, split_rows
+from blocktrain.serve.ring.batch import RowSpan, SlotLimits, SlotOwner, grouped_by_length
+from blocktrain.serve.ring.compute import BlockSource, StageCompute
 from blocktrain.storage.run_dir import RunDir, Snapshot
 
 KINDS = ("denoise", "cascade")
+ALL = Choice(top=256)
 
 
 def ids(text: bytes) -> np.ndarray:
@@ -35,7 +23,7 @@ def ids(text: bytes) -> np.ndarray:
 
 
 def rows(*texts: bytes, read: int = 1) -> list[Row]:
-    return [Row(number, 0, ids(text), read) for number, text in enumerate(texts)]
+    return [Row(number, 0, ids(text), read, ALL) for number, text in enumerate(texts)]
 
 
 @pytest.fixture(params=KINDS)
@@ -47,29 +35,29 @@ def split_up(stack: Stack) -> list[StageCompute]:
     return [stage(stack, range(1)), stage(stack, range(1, 3))]
 
 
-def through(stages: list[StageCompute], work: Activations) -> Activations:
+def through(stages: list[StageCompute], work: Activations) -> np.ndarray:
+    """Log-probabilities of all bytes."""
     for each in stages:
         work = each.step(work)
-    return work
+    return all_log_probs(work)
 
 
 def test_ragged_rows_give_each_the_result_of_the_whole_model_alone(stack: Stack):
     texts = [b"a", b"bcd", b"a longer one than those", b"efgh"]
-    together = through(split_up(stack), initial(rows(*texts)))
+    together = through(split_up(stack), Activations(rows(*texts)))
     for number, text in enumerate(texts):
-        alone = through(split_up(stack), initial(rows(text)))
-        assert np.allclose(together.readout_RV[number], alone.readout_RV[0], atol=1e-4)
-        whole = readout.product(stack.log_probs(torch.tensor([list(text)])))[0, -1]
-        found = torch.log_softmax(torch.from_numpy(together.readout_RV[number]) / 3, dim=-1)
-        assert torch.allclose(found, whole, atol=1e-5)
+        alone = through(split_up(stack), Activations(rows(text)))
+        assert np.allclose(together[number], alone[0], atol=1e-4)
+        whole = product(stack.log_probs(torch.tensor([list(text)])))[0, -1]
+        assert np.allclose(together[number], whole, atol=1e-5)
 
 
 def test_a_row_rolls_back_the_positions_from_its_start_on(stack: Stack):
     stages = split_up(stack)
-    through(stages, initial(rows(b"abcdXYZ", read=4)))
-    again = through(stages, initial([Row(0, 4, ids(b"efg"), 2)]))
-    fresh = through(split_up(stack), initial(rows(b"abcdefg", read=2)))
-    assert np.allclose(again.readout_RV, fresh.readout_RV, atol=1e-4)
+    through(stages, Activations(rows(b"abcdXYZ", read=4)))
+    again = through(stages, Activations([Row(0, 4, ids(b"efg"), 2, ALL)]))
+    fresh = through(split_up(stack), Activations(rows(b"abcdefg", read=2)))
+    assert np.allclose(again, fresh, atol=1e-4)
     assert [each.cached(0) for each in stages] == [7, 7]
 
 
@@ -78,17 +66,18 @@ def test_a_prefilled_stage_needs_only_the_positions_read(config: Config):
     stages = split_up(stack)
     for each in stages:
         each.prefill([Row(0, 0, ids(b"abcd"), 0), Row(1, 0, ids(b"x"), 0)])
-    work = initial([Row(0, 4, ids(b"ef"), 2), Row(1, 1, ids(b"yz"), 1)])
-    found = through(stages, work)
-    assert len(found.state) == 3
-    fresh = [through(split_up(stack), initial(rows(b"abcdef", read=2))),
-             through(split_up(stack), initial(rows(b"xyz")))]  # fmt: skip
-    assert np.allclose(found.readout_RV, joined(fresh).readout_RV, atol=1e-4)
+    work = Activations([Row(0, 4, ids(b"ef"), 2, ALL), Row(1, 1, ids(b"yz"), 1, ALL)])
+    between = stages[0].step(work)
+    assert len(between.state) == 3
+    found = through(stages[1:], between)
+    fresh = [through(split_up(stack), Activations(rows(b"abcdef", read=2))),
+             through(split_up(stack), Activations(rows(b"xyz")))]  # fmt: skip
+    assert np.allclose(found, np.concatenate(fresh), atol=1e-4)
 
 
 def test_works_join_and_come_apart(stack: Stack):
     first = stage(stack, range(1))
-    work = first.step(initial(rows(b"abc", b"defgh", read=2)))
+    work = first.step(Activations(rows(b"abc", b"defgh", read=2)))
     parts = split_rows(work, [first.carried(row) for row in work.rows])
     assert [part.rows[0].request for part in parts] == [0, 1]
     assert np.array_equal(joined(parts).state, work.state)
@@ -99,9 +88,11 @@ def test_in_a_refined_row_each_block_reads_the_guesses_of_the_one_before(config:
     """Greedy, two stages of which one has two blocks: against the same by hand."""
     stack = awake_stack(of_kind(config, "denoise"))
     text = ids(b"abc?????")
-    refined = Row(0, 0, text, 6, Refinement(Sampling(), 3))
-    found = through(split_up(stack), initial([refined, Row(1, 0, ids(b"beside"), 1)]))
-    context, total, work = text, np.zeros((6, 256), np.float32), initial([Row(0, 0, text, 6)])
+    refined = Row(0, 0, text, 6, Choice(position=3, top=256, refine=True))
+    found = Activations([refined, Row(1, 0, ids(b"beside"), 1)])
+    for each in split_up(stack):
+        found = each.step(found)
+    context, total, work = text, np.zeros((6, 256), np.float32), Activations([Row(0, 0, text, 6)])
     for block in range(3):
         row = Row(0, 0, context, 6)
         work = stage(stack, range(block, block + 1)).step(
@@ -110,25 +101,26 @@ def test_in_a_refined_row_each_block_reads_the_guesses_of_the_one_before(config:
         total = total + work.readout_RV
         if block < 2:
             context = np.concatenate([text[:3], total.argmax(axis=1)[:-1]]).astype(np.uint16)
-    assert np.allclose(found.readout_RV[:6], total, atol=1e-4)
+    expected = torch.log_softmax(torch.from_numpy(total) / 3, dim=-1)
+    assert np.allclose(all_log_probs(found)[:6], expected, atol=1e-4)
     assert found.rows[0].ids.tolist() == context.tolist()
     assert found.rows[1].ids.tolist() == list(b"beside")
 
 
 def test_readout_final_is_the_last_blocks_alone(stack: Stack):
     stages = [stage(stack, range(2), "final"), stage(stack, range(2, 3), "final")]
-    between = stages[0].step(initial(rows(b"abc")))
-    assert not between.readout_RV.any()
+    between = stages[0].step(Activations(rows(b"abc")))
+    assert not between.readout_RV.size and between.predictions is None
     last = stack.log_probs(torch.tensor([list(b"abc")]))[-1][0, -1]
-    assert np.allclose(stages[1].step(between).readout_RV[0], last.numpy(), atol=1e-4)
+    assert np.allclose(through(stages[1:], between)[0], last.numpy(), atol=1e-4)
 
 
 def test_a_step_needs_its_context_in_the_cache(stack: Stack):
     stages = split_up(stack)
-    through(stages, initial(rows(b"abc", b"def")))
+    through(stages, Activations(rows(b"abc", b"def")))
     stages[1].release(1)
     assert stages[1].requests == (0,)
-    work = stages[0].step(initial([Row(0, 3, ids(b"g"), 1), Row(1, 3, ids(b"g"), 1)]))
+    work = stages[0].step(Activations([Row(0, 3, ids(b"g"), 1), Row(1, 3, ids(b"g"), 1)]))
     with pytest.raises(MissingPrefixError) as missing:
         stages[1].step(work)
     assert missing.value.requests == (1,)
@@ -139,10 +131,9 @@ def test_cache_bytes_are_whole_windows(stack: Stack):
     layers = sum(stack.config.depths) + sum(map(stack.config.tail_layers, range(3)))
     window = 3 * layers * stack.config.model.window * stack.config.model.width * 4
     full = stage(stack, range(3), limits=SlotLimits(cache_bytes=2 * window + 1))
-    assert full.max_requests == 2
-    full.step(initial(rows(b"a", b"b")))
-    with pytest.raises(CacheFullError):
-        full.step(initial([Row(2, 0, ids(b"c"), 1)]))
+    full.step(Activations(rows(b"a", b"b")))
+    with pytest.raises(CacheFullError, match="all 2 slots"):
+        full.step(Activations([Row(2, 0, ids(b"c"), 1)]))
     with pytest.raises(CacheFullError, match=f"{window} bytes"):
         stage(stack, range(3), limits=SlotLimits(cache_bytes=window - 1))
 
@@ -162,15 +153,15 @@ def test_cache_bytes_are_whole_windows(stack: Stack):
 def test_rows_that_make_no_sense_are_refused(stack: Stack, bad: list[Row]):
     first = stage(stack, range(1))
     with pytest.raises(ProtocolError):
-        first.step(initial(bad))
+        first.step(Activations(bad))
     assert first.requests == ()
 
 
 def test_arrays_that_do_not_fit_their_rows_are_refused(stack: Stack):
     first, second = split_up(stack)
-    work = first.step(initial(rows(b"abc")))
+    work = first.step(Activations(rows(b"abc")))
     for state, read in ((work.state[:, 1:], work.readout_RV), (work.state, work.readout_RV[:0])):
-        with pytest.raises(ProtocolError, match="of shape"):
+        with pytest.raises(ProtocolError, match="have shape"):
             second.step(Activations(work.rows, state, read))
 
 
@@ -179,14 +170,14 @@ def test_a_stage_reads_the_files_of_its_own_blocks_alone(tmp_path: Path, config:
     run = RunDir.create(tmp_path / "run", stack.config)
     for number in (1, 2):
         run.block(number).save(Snapshot(1, 1, None, weights_of(stack, number), {}, {}))
-    loaded = StageCompute.load(RunBlockSource(run), range(1, 3), CPU)
-    expected = through(split_up(stack), initial(rows(b"abc")))
-    work = stage(stack, range(1)).step(initial(rows(b"abc")))
-    assert np.allclose(loaded.step(work).readout_RV, expected.readout_RV, atol=1e-4)
+    loaded = StageCompute.load(BlockSource(run), range(1, 3), CPU)
+    expected = through(split_up(stack), Activations(rows(b"abc")))
+    work = stage(stack, range(1)).step(Activations(rows(b"abc")))
+    assert np.allclose(through([loaded], work), expected, atol=1e-4)
     exported = RunDir.create(tmp_path / "exported", stack.config)
     exported.write_exported([weights_of(stack, number) for number in range(3)])
-    front = FirstBlock.load(RunBlockSource(exported), CPU)
-    assert np.allclose(front.first.step(initial(rows(b"abc"))).state, work.state, atol=1e-4)
+    first = StageCompute.load(BlockSource(exported), range(1), CPU)
+    assert np.allclose(first.step(Activations(rows(b"abc"))).state, work.state, atol=1e-4)
 
 
 def test_weights_in_8_bits_are_nearly_the_same_with_the_same_fingerprint(
@@ -194,13 +185,13 @@ def test_weights_in_8_bits_are_nearly_the_same_with_the_same_fingerprint(
 ):
     run = RunDir.create(tmp_path / "run", stack.config)
     run.write_exported([weights_of(stack, number) for number in range(3)])
-    sources = [RunBlockSource(run, held) for held in ("full", "int8")]
+    sources = [BlockSource(run, held) for held in ("full", "int8")]
     full, int8 = (
-        through([StageCompute.load(source, range(3), CPU)], initial(rows(b"abcdef", read=6)))
+        through([StageCompute.load(source, range(3), CPU)], Activations(rows(b"abcdef", read=6)))
         for source in sources
     )
-    assert not np.array_equal(full.readout_RV, int8.readout_RV)
-    assert (full.readout_RV - int8.readout_RV).std() < 0.05 * full.readout_RV.std()
+    assert not np.array_equal(full, int8)
+    assert (full - int8).std() < 0.05 * full.std()
     names = [[source.fingerprint(block) for block in range(3)] for source in sources]
     assert names[0] == names[1]
     assert len(set(names[0])) == 3
@@ -215,7 +206,8 @@ def test_single_bytes_are_not_padded_to_a_prompt():
     lengths = [1, 40, 1, 3, 30, 5, 1]
     shares = [
         RowSpan(
-            Row(n, 0, np.zeros(length, np.uint16), 1), SlotOwner(6 - n, 0, 0.0), range(0), range(0)
+            Row(n, 0, np.zeros(length, np.uint16), 1),
+            SlotOwner(6 - n, 0, 0.0),
         )
         for n, length in enumerate(lengths)
     ]

@@ -6,37 +6,56 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.support.models import awake_stack
-from tests.support.serving import answers, of_kind, reference_text, ring, stage
+from tests.support.serving import (
+    answers,
+    of_kind,
+    reference_text,
+    ring,
+    run_locally,
+    spell_byte,
+    stage,
+    taken,
+    text_of,
+)
 
 from blocktrain.config import load_config
 from blocktrain.model.stack import Stack
-from blocktrain.numerics.sampling import log_softmax
+from blocktrain.numerics.sampling import Sampling
+from blocktrain.serve.ring.activations import Row
+from blocktrain.serve.ring.batch import SlotLimits, predictions
 from blocktrain.serve.router.decode import (
     AnswerCost,
     Decoding,
     GenerationRequest,
-    Sampling,
     TraversalCost,
     new_decoding,
 )
 from blocktrain.serve.router.first_block import FirstBlock
-from blocktrain.serve.router.local import run_locally
-from blocktrain.serve.stage.batch import Row, SlotLimits
-from blocktrain.vocabulary import BOS, MASK
 
 ROOT = Path(__file__).resolve().parents[3]
 WINDOW = 16
 KINDS = ("denoise", "cascade", "end_to_end")
 MODES = 5  # whose text is the sequential one
+BOS, MASK = 256, 257  # of a vocabulary of bytes
+# Four bytes compete, so that it matters which of them the answer has already.
+FEW_BYTES = Sampling(
+    bias={97: 9.0, 98: 8.5, 99: 8.0, 100: 7.5}, presence_penalty=1.0, frequency_penalty=0.7
+)
 
 
 @lru_cache
 def model(kind: str) -> Stack:
     tiny = ["model.width=16", "model.heads=2", f"model.window={WINDOW}"]
     return awake_stack(of_kind(load_config(ROOT / "configs" / "tiny.toml", tiny), kind))
+
+
+def decoding_of(request: GenerationRequest) -> Decoding:
+    config = load_config(ROOT / "configs" / "tiny.toml", ["model.window=32"])
+    return new_decoding(request, config, AnswerCost(), TraversalCost(), spell_byte)
 
 
 def exact(prompt: bytes, count: int, sampling: Sampling) -> list[GenerationRequest]:
@@ -75,31 +94,35 @@ def test_exact_modes_give_the_models_text_without_a_cache(
     prompts=st.lists(st.binary(max_size=40), min_size=2, max_size=4),
     sampling=st.builds(
         Sampling,
-        st.just(1.0),
+        st.sampled_from([0.0, 1.0]),
         top_k=st.integers(0, 20),
         top_p=st.floats(0.1, 1.0),
         seed=st.integers(0, 99),
+        min_p=st.sampled_from([0.0, 0.1]),
+        presence_penalty=st.floats(-1.0, 2.0),
+        frequency_penalty=st.floats(-1.0, 2.0),
+        bias=st.dictionaries(st.integers(0, 255), st.floats(-9.0, 3.0), max_size=3),
     ),
 )
-def test_filtered_sampling_is_the_same_in_every_mode_and_company(
+@example(prompts=[b"aabbcd", b"d" * 9], sampling=FEW_BYTES)
+def test_filtered_and_penalized_sampling_is_the_same_in_every_mode_and_company(
     kind: str, prompts: list[bytes], sampling: Sampling
 ):
-    stack = model(kind)
-    together = [request for prompt in prompts for request in exact(prompt, 9, sampling)]
-    alone = [answers(stack, [GenerationRequest(p, 9, "ar", sampling=sampling)])[0] for p in prompts]
+    stack, count = model(kind), 2 * WINDOW  # beyond the window, where the text is read anew
+    together = [request for prompt in prompts for request in exact(prompt, count, sampling)]
+    alone = [reference_text(stack, prompt, count, sampling) for prompt in prompts]
     assert answers(stack, together) == [text for text in alone for _ in range(MODES)]
 
 
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
-@pytest.mark.parametrize("drafted", [True, False])
-def test_however_a_sweep_starts_it_ends_the_same(kind: str, drafted: bool):
+@pytest.mark.parametrize("drafts", ["", "head"])
+def test_however_a_sweep_starts_it_ends_the_same(kind: str, drafts: str):
     stack = model(kind)
-    front = FirstBlock(stage(stack, range(1)), drafts_sweeps=drafted)
     sampling = Sampling(1.0, seed=4)
     requests = [
-        GenerationRequest(b"abc", 20, mode, 0, sampling=sampling) for mode in ("sweep", "ar")
+        GenerationRequest(b"abc", 20, mode, 0, drafts, sampling) for mode in ("sweep", "ar")
     ]
-    (swept, account), (sequential, _) = run_locally(front, [stage(stack, range(1, 3))], requests)
+    (swept, account), (sequential, _) = run_locally(*ring(stack), requests)
     assert swept == sequential
     assert account.traversals < 20
 
@@ -120,14 +143,14 @@ def test_a_sweep_is_as_many_traversals_as_it_is_asked_for(kind: str, drafts: str
 def test_a_sweep_keeps_drafts_that_are_likely_behind_the_first_that_is_wrong():
     """The model would say `abcde` after drafts `aXYZ`: Y is likely enough, Z is not."""
     asked = GenerationRequest(b"", 5, "sweep", passes=1, drafts="head")
-    decoding = new_decoding(asked, 32, TraversalCost(), AnswerCost())
+    decoding = decoding_of(asked)
     step = decoding.propose()
     assert step is not None and (step.drafts, step.refine) == (4, False)
     log_probs = np.full((5, 256), np.log(1e-4), np.float32)
     log_probs[np.arange(5), list(b"abcde")] = np.log(0.5)
     log_probs[np.arange(1, 4), list(b"XYZ")] = np.log([0.3, 0.01, 0.004])
     ids = np.array([*step.ids, *b"aXYZ"], np.uint16)
-    assert decoding.take(Row(1, 0, ids, 5), log_probs).data == b"abYde"
+    assert text_of(taken(decoding, Row(1, 0, ids, 5), log_probs)) == b"abYde"
     assert decoding.finished
 
 
@@ -137,7 +160,7 @@ def test_a_model_that_agrees_with_its_first_block_takes_all_drafts():
         *ring(model("end_to_end")), [GenerationRequest(b"", 14, "speculative")]
     )
     assert account.accepted == account.drafted == 12
-    assert (account.traversals, account.bytes_per_traversal) == (2, 7.0)
+    assert (account.traversals, account.output_tokens) == (2, 14)
 
 
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
@@ -157,7 +180,7 @@ def test_a_context_that_a_stage_lost_is_replayed(kind: str):
         ),
     )
     decodings = {
-        n: new_decoding(each, WINDOW, TraversalCost(), AnswerCost())
+        n: new_decoding(each, stack.config, AnswerCost(), TraversalCost(), spell_byte)
         for n, each in enumerate(requests)
     }
     found = dict.fromkeys(decodings, b"")
@@ -170,17 +193,18 @@ def test_a_context_that_a_stage_lost_is_replayed(kind: str):
             assert step
             if prefills := front.prefills({number: step}):
                 small.prefill(prefills)
-            [(row, log_probs)] = front.answers(small.step(front.step({number: step})))
-            found[number] += decoding.take(row, log_probs).data
+            [part] = front.step({number: step})
+            told = small.step(part).predictions
+            found[number] += text_of(decoding.take(part.rows[0], told))
     assert list(found.values()) == expected
     assert decodings[0].cost.replays > 2
 
 
 def certain(data: bytes) -> np.ndarray:
     """Distributions that leave no doubt about these bytes."""
-    logits = np.zeros((len(data), 256), np.float32)
-    logits[np.arange(len(data)), list(data)] = 50.0
-    return log_softmax(logits)
+    logits = torch.zeros(len(data), 256)
+    logits[range(len(data)), list(data)] = 50.0
+    return logits.log_softmax(dim=1).numpy()
 
 
 def sent(decoding: Decoding, drafts: bytes = b"") -> Row:
@@ -191,32 +215,28 @@ def sent(decoding: Decoding, drafts: bytes = b"") -> Row:
 
 
 def test_steps_carry_on_where_the_answer_left_off():
-    decoding = new_decoding(
-        GenerationRequest(b"ab", 9, "speculative"), 32, TraversalCost(), AnswerCost()
-    )
+    decoding = decoding_of(GenerationRequest(b"ab", 9, "speculative"))
     first = sent(decoding, b"cdX")
     assert (first.start, first.ids.tolist(), first.read) == (0, [BOS, *b"abcdX"], 4)
-    assert decoding.take(first, certain(b"cdef")).data == b"cde"
+    assert text_of(taken(decoding, first, certain(b"cdef"))) == b"cde"
     second = sent(decoding)
     # d stands at position 4 and was right; X is written over by e.
     assert (second.start, second.ids.tolist(), second.read) == (5, [*b"e"], 1)
-    assert decoding.take(second, certain(b"f")).data == b"f"
+    assert text_of(taken(decoding, second, certain(b"f"))) == b"f"
     again = decoding.replay()
     assert again and (again.start, again.ids.tolist(), again.read) == (0, [BOS, *b"abcdef"], 1)
 
 
 def test_a_sweep_starts_from_masks_and_goes_on_from_guesses():
-    decoding = new_decoding(
-        GenerationRequest(b"ab", 4, "sweep", passes=0), 32, TraversalCost(), AnswerCost()
-    )
+    decoding = decoding_of(GenerationRequest(b"ab", 4, "sweep", passes=0))
     step = decoding.propose()
     assert step and step.refine
     assert step.ids.tolist() == [BOS, *b"ab", MASK, MASK, MASK]
-    assert decoding.take(sent(decoding), certain(b"wxyz")).data == b"w"
+    assert text_of(taken(decoding, sent(decoding), certain(b"wxyz"))) == b"w"
     step = decoding.propose()
     assert step and not step.refine
     assert (step.start, step.ids.tolist(), step.read) == (3, [*b"wxy"], 3)
-    assert decoding.take(sent(decoding), certain(b"xyz")).data == b"xyz"
+    assert text_of(taken(decoding, sent(decoding), certain(b"xyz"))) == b"xyz"
     assert decoding.finished and decoding.propose() is None
 
 
@@ -229,16 +249,14 @@ def test_a_stop_string_ends_the_answer_wherever_its_bytes_came_from():
     requests = [replace(request, stop=stops) for request in exact(b"stop", 30, Sampling())]
     for data, account in run_locally(*ring(stack), requests):
         assert data == whole[:end]
-        assert (account.reason, account.output_bytes) == ("stop", end)
+        assert (account.reason, account.output_tokens) == ("stop", end)
 
 
 def test_log_probabilities_come_with_the_bytes():
-    decoding = new_decoding(
-        GenerationRequest(b"", 2, "ar", top_log_probs=3), 32, TraversalCost(), AnswerCost()
-    )
-    log_probs = log_softmax(np.random.default_rng(0).standard_normal((1, 256)).astype(np.float32))
-    piece = decoding.take(sent(decoding), log_probs)
+    decoding = decoding_of(GenerationRequest(b"", 2, "ar", top_log_probs=3))
+    row, log_probs = sent(decoding), torch.randn(1, 256).log_softmax(dim=1)
+    [token] = decoding.take(row, predictions(log_probs, [row], 3))
     best = int(log_probs.argmax())
-    assert piece.data == bytes([best])
-    assert piece.log_probs == (float(log_probs.max()),)
-    assert list(piece.top[0]) == np.argsort(-log_probs[0])[:3].tolist()
+    assert (token.id, token.data) == (best, bytes([best]))
+    assert token.log_prob == float(log_probs.max())
+    assert list(token.top or ()) == log_probs[0].argsort(descending=True)[:3].tolist()

@@ -49,7 +49,8 @@ def test_a_traversal_without_drafts_leaves_the_rate_alone():
 
 def test_a_repeat_goes_on_as_its_latest_like_did():
     text = b"the cat sat, the cat ran, the cat"
-    assert ngram_drafts(text, 5) == b" ran,"
-    assert ngram_drafts(b"aaaaaaaa", 3) == b"a"  # overlapping itself
-    assert ngram_drafts(b"nothing like it", 5) == b""
-    assert ngram_drafts(b"", 5) == b""
+    assert ngram_drafts(text, 5, 4) == list(b" ran,")
+    assert ngram_drafts(b"aaaaaaaa", 3, 4) == list(b"a")  # overlapping itself
+    assert ngram_drafts(b"nothing like it", 5, 4) == ngram_drafts(b"", 5, 4) == []
+    tokens = [7, 50_000, 3, 0xD800, 7, 50_000]
+    assert ngram_drafts(tokens, 2, 2) == [3, 0xD800] and ngram_drafts(tokens, 2, 3) == []

@@ -3,7 +3,7 @@ survive."""
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -12,23 +12,24 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.models import awake_stack
-from tests.support.serving import of_kind, reference_text, stage
+from tests.support.serving import of_kind, reference_text, spell_byte, stage, text_of
 
 from blocktrain.config import load_config
 from blocktrain.errors import OverloadedError, UnavailableError, UnreachableError
 from blocktrain.model.stack import Stack
+from blocktrain.numerics.sampling import Sampling
 from blocktrain.protocol.addresses import bound_socket
 from blocktrain.protocol.framing import FrameKind, FrameMessage
 from blocktrain.protocol.ring_keys import ROUTER, STAGE
-from blocktrain.serve.ring.connection import RingConnection
-from blocktrain.serve.ring.envelope import READS_BARE_STEPS
+from blocktrain.serve.ring.batch import SlotLimits
+from blocktrain.serve.ring.compute import StageCompute
+from blocktrain.serve.ring.connection import Hello, RingConnection
 from blocktrain.serve.ring.handshake import RingListener, dial
-from blocktrain.serve.router.decode import AnswerCost, GenerationRequest, Sampling
+from blocktrain.serve.ring.stage import PATIENCE_SECONDS, Stage
+from blocktrain.serve.router.decode import AnswerCost, GenerationRequest
 from blocktrain.serve.router.engine import MAX_UNREAD, EngineLimits, RingEngine
-from blocktrain.serve.router.first_block import FirstBlock
+from blocktrain.serve.router.first_block import DraftModel, FirstBlock
 from blocktrain.serve.router.pipeline import Pipeline
-from blocktrain.serve.stage.batch import SlotLimits
-from blocktrain.serve.stage.stage import PATIENCE_SECONDS, Stage
 
 ROOT = Path(__file__).resolve().parents[3]
 WINDOW = 16
@@ -56,13 +57,17 @@ def request(mode: str = "ar", **more: object) -> GenerationRequest:
     return GenerationRequest(PROMPT, LONG, mode, 0, sampling=SAMPLING, **more)  # type: ignore[arg-type]
 
 
+def anyone(hello: Hello) -> None:
+    pass
+
+
 class Ring:
     """Stages at their ports; one may be stopped, and stages kept from reaching each other."""
 
     def __init__(self, kind: str, stack: Stack | None = None, readout: str = "product") -> None:
         self.stack = stack or model(kind)
         self.readout = readout
-        self.stages: dict[str, Stage] = {}
+        self.computes: list[StageCompute] = []
         self.servers: dict[str, RingListener] = {}
         self.runs: dict[str, asyncio.Task[None]] = {}
         self.cut: set[str] = set()  # addresses that no stage reaches
@@ -72,19 +77,17 @@ class Ring:
         blocks: range,
         limits: SlotLimits | None = None,
         announced: str = "",
-        features: Mapping[str, bool] = READS_BARE_STEPS,
     ) -> str:
         listener = bound_socket("127.0.0.1", 0)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         computing = stage(self.stack, blocks, self.readout, limits or SlotLimits(16))
         hello = {"role": STAGE, "name": address, "blocks": list(blocks), "address": announced}
-        hello |= {"readout": self.readout, **features}
-        held = Stage(f"block {blocks[0]}", computing, self._reach(hello, self.cut))
-        self.stages[address] = held
+        served = Stage(f"block {blocks[0]}", computing, self._reach(hello, self.cut))
+        self.computes.append(computing)
         self.servers[address] = RingListener(
-            listener, None, lambda: hello, held.serve, roles=[ROUTER, STAGE]
+            listener, None, lambda: hello, served.serve, roles=[ROUTER, STAGE], check=anyone
         )
-        self.runs[address] = asyncio.create_task(held.run())
+        self.runs[address] = asyncio.create_task(served.run())
         return address
 
     async def stop(self, address: str) -> None:
@@ -92,27 +95,30 @@ class Ring:
         self.runs.pop(address).cancel()
 
     def engine(
-        self, limits: EngineLimits = PATIENT, wire: str = "fp32", reach: Reach | None = None
+        self,
+        limits: EngineLimits = PATIENT,
+        wire: str = "fp32",
+        reach: Reach | None = None,
+        draft: DraftModel | None = None,
     ) -> RingEngine:
-        count = len(self.stack.blocks)
-        pipeline = Pipeline(list(self.servers), count, reach or self.reach)
+        pipeline = Pipeline(list(self.servers), self.stack.config, reach or self.reach)
         front = FirstBlock(stage(self.stack, range(1), self.readout))
-        return RingEngine("a model", front, pipeline, "a router", wire, limits)
+        return RingEngine(front, pipeline, "a router", wire, limits, spell_byte, draft)
 
     async def reach(self, address: str) -> RingConnection:
         """As a router does."""
         hello = {"role": ROUTER, "name": "a router"}
-        return await dial(address, None, hello, roles=[STAGE])
+        return await dial(address, None, hello, roles=[STAGE], check=anyone)
 
-    def held(self) -> int:
-        """Requests that any stage still holds something of."""
-        return sum(len(held._compute.requests) for held in self.stages.values())
+    def cached_requests(self) -> int:
+        """Requests that any stage still has a context of."""
+        return sum(len(compute.requests) for compute in self.computes)
 
     def _reach(self, hello: dict[str, object], cut: set[str]) -> Reach:
         async def reach(address: str) -> RingConnection:
             if address in cut:
                 raise UnreachableError("no way there")
-            return await dial(address, None, hello, roles=[STAGE])
+            return await dial(address, None, hello, roles=[STAGE], check=anyone)
 
         return reach
 
@@ -140,7 +146,23 @@ async def answer(
     engine: RingEngine, asked: GenerationRequest, account: AnswerCost | None = None
 ) -> bytes:
     pieces = engine.generate(asked, account or AnswerCost())
-    return b"".join([piece.data async for piece in pieces])
+    return b"".join([text_of(piece) async for piece in pieces])
+
+
+def test_another_model_may_write_the_drafts() -> None:
+    async def scenario() -> None:
+        ring = Ring("cascade")
+        ring.start(range(1, 3))
+        drafting = stage(model("cascade"), range(3))
+        async with running(ring, ring.engine(draft=DraftModel(drafting))) as engine:
+            costs = [AnswerCost() for _ in range(3)]
+            asked = [answer(engine, request("speculative", drafts="model"), c) for c in costs]
+            assert await asyncio.gather(*asked) == [expected("cascade")] * 3
+            # Past the window, both read the text from different places.
+            assert all(cost.accepted > LONG / 4 for cost in costs)
+            await until(lambda: not drafting.requests and not ring.cached_requests())
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
@@ -156,23 +178,18 @@ def test_requests_of_every_mode_at_once_leave_nothing_behind(kind: str) -> None:
             assert await asyncio.gather(*asked) == [expected(kind)] * len(modes)
             assert [account.reason for account in accounts] == ["length"] * len(modes)
             assert {"block 0", "block 1", "block 2"} == set(accounts[0].stage_seconds)
-            await until(lambda: ring.held() == 0)
+            await until(lambda: ring.cached_requests() == 0)
             assert engine.status()["requests"] == engine.status()["in_the_ring"] == 0
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
-@pytest.mark.parametrize("old", [0, 1, 2, 3])
-def test_the_readout_final_works_with_stages_of_both_releases(kind: str, old: int) -> None:
-    """Bit 0 of `old`: the first stage is of release 0.1, which reads no step without a readout; bit
-    1: the second."""
-
+def test_the_readout_final_is_of_the_last_block(kind: str) -> None:
     async def scenario() -> None:
         ring = Ring(kind, readout="final")
-        for index in (0, 1):
-            features = {} if old >> index & 1 else READS_BARE_STEPS
-            ring.start(range(index + 1, index + 2), features=features)
+        ring.start(range(1, 2))
+        ring.start(range(2, 3))
         text = reference_text(model(kind), PROMPT, LONG, SAMPLING, "final")
         async with running(ring, ring.engine()) as engine:
             for mode in ("ar", "speculative"):
@@ -253,7 +270,9 @@ def test_stages_that_leave_after_their_hello_do_not_end_the_router() -> None:
         async def leave(connection: RingConnection) -> None:
             visits.append(connection)
 
-        ring.servers[address] = RingListener(fickle, None, lambda: hello, leave, roles=[ROUTER])
+        ring.servers[address] = RingListener(
+            fickle, None, lambda: hello, leave, roles=[ROUTER], check=anyone
+        )
         ring.runs[address] = asyncio.create_task(asyncio.sleep(0))
 
         async def reach(dialled: str) -> RingConnection:
@@ -294,7 +313,7 @@ def test_a_nan_fails_its_own_request_and_no_other(kind: str, block: int) -> None
                 for error in await curse:
                     assert isinstance(error, UnavailableError)
                     assert f"block {block}" in str(error)
-            await until(lambda: ring.held() == 0)
+            await until(lambda: ring.cached_requests() == 0)
 
     asyncio.run(scenario())
 
@@ -306,9 +325,9 @@ def test_a_request_that_is_closed_early_is_forgotten_everywhere() -> None:
         async with running(ring, ring.engine()) as engine:
             pieces = engine.generate(request(), AnswerCost())
             await anext(pieces)
-            assert ring.held() == 1
+            assert ring.cached_requests() == 1
             await pieces.aclose()
-            await until(lambda: ring.held() == 0)
+            await until(lambda: ring.cached_requests() == 0)
 
     asyncio.run(scenario())
 
@@ -320,11 +339,11 @@ def test_a_client_that_reads_nothing_pauses_its_request() -> None:
         async with running(ring, ring.engine()) as engine:
             account = AnswerCost()
             pieces = engine.generate(request(), account)
-            text = (await anext(pieces)).data
-            await until(lambda: account.output_bytes == MAX_UNREAD + 1)
+            text = text_of(await anext(pieces))
+            await until(lambda: account.output_tokens == MAX_UNREAD + 1)
             await asyncio.sleep(0.2)
-            assert account.output_bytes == MAX_UNREAD + 1
-            text += b"".join([piece.data async for piece in pieces])
+            assert account.output_tokens == MAX_UNREAD + 1
+            text += b"".join([text_of(piece) async for piece in pieces])
             assert text == expected("denoise")
 
     asyncio.run(scenario())
@@ -340,10 +359,10 @@ def test_a_context_that_a_stage_dropped_is_replayed(kind: str) -> None:
         async with running(ring, ring.engine()) as engine:
             account = AnswerCost()
             first = engine.generate(request(), account)
-            head = (await anext(first)).data
-            await until(lambda: account.output_bytes == MAX_UNREAD + 1)  # now it rests
+            head = text_of(await anext(first))
+            await until(lambda: account.output_tokens == MAX_UNREAD + 1)  # now it rests
             assert await answer(engine, request("speculative")) == expected(kind)
-            rest = b"".join([piece.data async for piece in first])
+            rest = b"".join([text_of(piece) async for piece in first])
             assert head + rest == expected(kind)
             assert account.replays > 0
 
@@ -361,7 +380,7 @@ def test_a_full_stage_refuses_at_once() -> None:
                 with pytest.raises(OverloadedError, match="all 1 slots"):
                     await answer(engine, request())
             await first.aclose()
-            await until(lambda: ring.held() == 0)
+            await until(lambda: ring.cached_requests() == 0)
             assert await answer(engine, request()) == expected("denoise")
 
     asyncio.run(scenario())
@@ -411,5 +430,40 @@ def test_fewer_bits_between_stages_still_answer(wire: str) -> None:
         ring.start(range(1, 3))
         async with running(ring, ring.engine(wire=wire)) as engine:
             assert len(await answer(engine, request())) == LONG
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["denoise", "cascade"])
+@pytest.mark.parametrize("mode", ["ar", "speculative", "sweep"])
+def test_replayed_frames_spoil_at_most_the_answers_of_their_time(
+    kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage sends every step and every result twice, and old ones again. It could as well send
+    wrong results; the router and the other stages go on."""
+    send = RingConnection.send
+    sent: list[FrameMessage] = []
+
+    async def replay(connection: RingConnection, message: FrameMessage) -> None:
+        await send(connection, message)
+        if message.kind in (FrameKind.STEP, FrameKind.RESULT):
+            older = [each for each in sent if each.kind is message.kind][-5:-4]
+            sent.append(message)
+            for again in (message, *older):
+                await send(connection, again)
+
+    async def scenario() -> None:
+        ring = Ring(kind)
+        ring.start(range(1, 2))
+        ring.start(range(2, 3))
+        async with running(ring, ring.engine()) as engine:
+            with monkeypatch.context() as patched:
+                patched.setattr(RingConnection, "send", replay)
+                async with asyncio.timeout(SECONDS):
+                    await asyncio.gather(
+                        *(answer(engine, request(mode)) for _ in range(2)), return_exceptions=True
+                    )
+            assert len(sent) > 5
+            assert await answer(engine, request(mode)) == expected(kind)
 
     asyncio.run(scenario())

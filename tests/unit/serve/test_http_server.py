@@ -29,12 +29,12 @@ def test_a_good_pair_is_accepted_and_so_is_no_pair(tmp_path: Path):
 
 def test_a_bad_pair_is_refused_with_the_reason(tmp_path: Path):
     pair, other = written(tmp_path / "one"), written(tmp_path / "other")
-    assert "go together" in refused(pair.certificate, None)
-    assert "go together" in refused(None, pair.key)
-    assert "nowhere.pem does not exist" in refused(tmp_path / "nowhere.pem", pair.key)
+    assert "belong together" in refused(pair.certificate, None)
+    assert "belong together" in refused(None, pair.key)
+    assert "nowhere.pem is not a file" in refused(tmp_path / "nowhere.pem", pair.key)
     assert "is not a file" in refused(pair.certificate, tmp_path)
-    assert "one/site.key is not a certificate" in refused(pair.key, pair.key)
-    assert "one/site.pem is not a private key" in refused(pair.certificate, pair.certificate)
+    assert "one/site.key is not a PEM certificate" in refused(pair.key, pair.key)
+    assert "one/site.pem is not a PEM private key" in refused(pair.certificate, pair.certificate)
     assert "other/site.key is not the key of" in refused(pair.certificate, other.key)
     assert "site.pem expired on 2028-01-15" in refused(*pair.files, now=NOW + 366 * DAY)
     assert "is valid from 2027-01-15" in refused(*pair.files, now=NOW - DAY)

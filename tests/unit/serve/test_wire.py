@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from blocktrain.codec.dense import LEAST_SCALE, STEPS
 from blocktrain.errors import ProtocolError
-from blocktrain.numerics.quantization import LEAST_SCALE, STEPS
-from blocktrain.serve.ring.wire import KINDS, arrays_of, pack, unpack
+from blocktrain.serve.ring.activations import WIRE_TYPES, pack, unpack
 
 SHAPES = arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=6)
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -18,7 +18,7 @@ MODEST = arrays.arrays(np.float32, SHAPES, elements=st.floats(-50, 50, width=32)
 
 def there_and_back(numbers: np.ndarray, kind: str) -> np.ndarray:
     sent = pack(numbers, kind)
-    assert len(sent) == arrays_of(kind)
+    assert len(sent) == len(WIRE_TYPES[kind])
     return unpack(sent, kind)
 
 
@@ -54,14 +54,14 @@ def test_what_was_packed_once_does_not_change_again(numbers: np.ndarray, kind: s
 
 
 @settings(max_examples=60, deadline=None)
-@given(MODEST, st.sampled_from(KINDS))
+@given(MODEST, st.sampled_from(list(WIRE_TYPES)))
 def test_a_position_travels_the_same_alone_and_among_others(numbers: np.ndarray, kind: str):
     together = there_and_back(numbers, kind)
     for index in range(len(numbers) if numbers.ndim > 1 else 0):
         assert there_and_back(numbers[index], kind).tobytes() == together[index].tobytes()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WIRE_TYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_not_sent(kind: str, bad: float):
     numbers = np.ones((3, 4), np.float32)
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused(kind: str, sent: tuple[np.ndarray, ...]):
         unpack(sent, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WIRE_TYPES)
 def test_unpacking_allocates_little_more_than_its_result(kind: str):
     numbers = np.random.default_rng(0).standard_normal((512, 512), np.float32)
     sent = pack(numbers, kind)

@@ -22,8 +22,8 @@ from tests.support.coordinator import (
 )
 from tests.support.scenarios import scenario
 
+from blocktrain.codec import update_codec
 from blocktrain.codec.frames import encode
-from blocktrain.codec.registry import update_codec
 from blocktrain.config import SwarmConfig
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import Lease, LeaseProgress, LeaseReturn, Wait
@@ -33,11 +33,13 @@ from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
 from blocktrain.simulate.virtual_coordinator import VirtualCoordinator
 from blocktrain.swarm import assignment, merging_rules
 from blocktrain.swarm.assignment import WorkRequest
+from blocktrain.swarm.order import Order
 from blocktrain.swarm.state import BlockState
 
 RUN = {
     "train__steps": 300,
     "swarm__quorum": 3,
+    "swarm__take_over": False,  # not simulated
     "swarm__grace_seconds": 4.0,
     "swarm__most_stale": 1,
     "swarm__lease_seconds": 10.0,
@@ -89,7 +91,7 @@ class Mirrored(VirtualCoordinator):
     """Sends every request to a real service as well, and compares."""
 
     def __init__(self, scene: Scenario, service: Service, clock: SetClock) -> None:
-        super().__init__(scene.swarm, scene.block_count, scene.train.steps, lead=scene.lead)
+        super().__init__(scene.swarm, scene.block_count, scene.train.steps, order=Order.of(scene))
         self.service, self.clock = service, clock
         self.members: dict[str, Member] = {}
         self.real: dict[str, tuple[Member, Lease]] = {}
@@ -114,7 +116,7 @@ class Mirrored(VirtualCoordinator):
         ).answer
         self.waiting.pop(worker, None)
         if lease is None:
-            self.waiting[worker] = request.steps_per_second
+            self.waiting[worker] = self.dispatcher.trusted(request).steps_per_second
             assert isinstance(answer, Wait)
             assert answer.seconds == assignment.wait_seconds(self.blocks, worker)
             return None
@@ -204,8 +206,9 @@ class Mirrored(VirtualCoordinator):
 
     def publish(self, block: VirtualBlock, merged: Sequence[VirtualLease], now: float) -> None:
         self.move_clock(now)
+        before = sum(each.version for each in self.blocks)
         super().publish(block, merged, now)
-        assert self.service.merger.merge_due() == 1
+        assert self.service.merger.merge_due() == sum(b.version for b in self.blocks) - before
         self.compare()
 
     def states(self) -> list[BlockState]:
@@ -291,13 +294,25 @@ def test_both_take_the_leases_of_silent_workers_back_before_their_deadlines(
         assert report.leases_missed
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
-def test_both_open_the_blocks_of_a_cascade_one_after_another(tmp_path: Path, codec: str):
-    settings = {**RUN, "swarm__codec": codec, "objective__kind": "cascade", "objective__tail": 1}
+CASCADE = {"objective__kind": "cascade", "objective__tail": 1}
+
+
+@pytest.mark.parametrize(
+    ("codec", "order"),
+    [
+        ("none", CASCADE),
+        ("int8", CASCADE),
+        ("none", {**CASCADE, "objective__order": "relay"}),
+        ("int8", {"objective__kind": "turns", "objective__turn_steps": 70}),
+    ],
+    ids=["lead", "lead with a codec", "relay", "turns with a codec"],
+)
+def test_both_open_blocks_in_the_same_order(tmp_path: Path, codec: str, order: dict[str, object]):
+    settings = {**RUN, "swarm__codec": codec, **order}
     clock = SetClock(now=0.0)
     with running(tmp_path, clock, **settings) as service:
         scene = scenario(**{**settings, **WORKERS, **LIVES["coming and going"]})
         report = simulate(scene, Mirrored(scene, service, clock))
-        assert scene.lead > 0.0
+        assert Order.of(scene).waits
         assert report.finished
         assert report.merged_batches == (300, 300)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.simulate.event_queue import EventQueue
+from blocktrain.simulate.simulation import EventQueue
 
 times = st.lists(st.floats(0.0, 10.0), max_size=30)
 

@@ -15,7 +15,7 @@ from blocktrain.simulate.report import Report
 from blocktrain.simulate.scenario import Scenario
 from blocktrain.simulate.simulation import new_coordinator, simulate
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
-from blocktrain.train.trainer import BlockTrainer
+from blocktrain.training.trainer import BlockTrainer
 
 # Workers differ, many leave without notice, and updates come late.
 CHURN = {
@@ -49,7 +49,7 @@ def play(scene: Scenario, corpus: Corpus) -> tuple[Report, SimulatedLearning]:
 
 
 def lease(number: int, worker: str, block: VirtualBlock, first: int, steps: int = 4):
-    return VirtualLease(f"{number:012}", worker, block, first, steps, deadline=60.0)
+    return VirtualLease(f"{number:012}", worker, block, first, steps, block.version, 60.0)
 
 
 def started(learner: SimulatedLearning, *leases: VirtualLease) -> tuple[VirtualLease, ...]:

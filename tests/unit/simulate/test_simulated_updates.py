@@ -13,7 +13,7 @@ BASE = {
 
 
 def lease(worker: str = "ann") -> VirtualLease:
-    return VirtualLease("1", worker, VirtualBlock(0, 10), 0, 5, deadline=60.0)
+    return VirtualLease("1", worker, VirtualBlock(0, 10), 0, 5, base_version=0, deadline=60.0)
 
 
 def test_without_a_codec_weights_arrive_as_they_are():

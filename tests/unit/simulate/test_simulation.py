@@ -3,19 +3,23 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from tests.support.scenarios import scenario, scenes
 
+from blocktrain.config import load_config
 from blocktrain.simulate.report import Report
-from blocktrain.simulate.scenario import Scenario
-from blocktrain.simulate.simulation import new_coordinator, simulate
+from blocktrain.simulate.scenario import Scenario, load_scenario
+from blocktrain.simulate.simulation import simulate
 from blocktrain.simulate.virtual_block import VirtualBlock, VirtualLease
 from blocktrain.simulate.virtual_coordinator import BECAME_STALE, VirtualCoordinator
 from blocktrain.swarm.assignment import WorkRequest
-from blocktrain.swarm.merging_rules import MOST_MERGED
+from blocktrain.training.estimation import estimate
+
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 class Bookkeeper(VirtualCoordinator):
@@ -41,7 +45,7 @@ class Bookkeeper(VirtualCoordinator):
 
     def all_batches(self, block: VirtualBlock) -> list[int]:
         """Every batch of a block: merged, pending, leased, given back or never handed out."""
-        leased = [lease for lease in self.leases if lease.block is block and lease.held]
+        leased = [lease for lease in self.leases if lease.block is block and lease.is_active]
         found = [*self.merged[block.index]]
         for lease in (*leased, *block.pending):
             found += batches(lease.first_batch, lease.steps)
@@ -63,7 +67,9 @@ def test_every_batch_is_merged_once_or_still_to_come(drawn: dict[str, Any]):
     for block in books.blocks:
         assert sorted(books.all_batches(block)) == list(range(block.total_batches))
         assert len(books.merged[block.index]) == block.merged_batches
-        leased = sum(lease.steps for lease in books.leases if lease.block is block and lease.held)
+        leased = sum(
+            lease.steps for lease in books.leases if lease.block is block and lease.is_active
+        )
         pending = sum(lease.steps for lease in block.pending)
         assert block.under_way == block.merged_batches + leased + pending
         assert block.to_hand_out == block.total_batches - block.under_way
@@ -355,22 +361,12 @@ def test_ten_thousand_workers_and_a_hundred_thousand_leases_take_seconds():
     assert report.leases_given > 100_000
 
 
-def test_updates_beyond_the_most_of_one_merge_stay_pending_when_stale_ones_are_refused():
-    scene = scenario(
-        model__layers=1, model__blocks=1, train__steps=10_000, swarm__first_steps=1,
-        swarm__quorum=1, swarm__grace_seconds=0.0, swarm__most_stale=0,
-    )  # fmt: skip
-    coordinator = new_coordinator(scene)
-    (block,) = coordinator.blocks
-
-    def send_updates(count: int) -> None:
-        leases = [coordinator.claim(WorkRequest(f"worker {n}"), 0.0) for n in range(count)]
-        for lease in filter(None, leases):
-            coordinator.settle(lease, 1.0)
-
-    send_updates(MOST_MERGED + 40)
-    coordinator.publish(block, coordinator.begin_merge(block, 2.0), 2.0)
-    assert len(block.pending) == 40  # of version 0, so that they are stale now
-    send_updates(MOST_MERGED)
-    assert len(coordinator.begin_merge(block, 3.0)) == MOST_MERGED - 40
-    assert len(block.pending) == MOST_MERGED
+@pytest.mark.parametrize("preset", ["demo", "wikitext2-38m-cascade"])
+def test_by_default_a_worker_is_as_large_and_as_fast_as_estimated(preset: str):
+    config = CONFIGS / f"{preset}.toml"
+    needs = estimate(load_config(config))
+    on_gpu = load_scenario(config, ["simulate.machine=rtx-4090"])
+    assert on_gpu.block_bytes == 4 * needs.parameters_per_block
+    assert needs.steps / on_gpu.steps_per_second == pytest.approx(needs.seconds(6.0e13))
+    given = load_scenario(config, ["simulate.block_megabytes=2", "simulate.steps_per_second=3"])
+    assert (given.block_bytes, given.steps_per_second) == (2e6, 3.0)

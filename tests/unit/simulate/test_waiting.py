@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.scenarios import scenario, scenes
 
-from blocktrain.simulate.event_queue import EventQueue
 from blocktrain.simulate.scenario import Scenario
-from blocktrain.simulate.simulation import Simulation, new_coordinator
+from blocktrain.simulate.simulation import EventQueue, Simulation, new_coordinator
 from blocktrain.swarm.assignment import IDLE_WAIT
 
 

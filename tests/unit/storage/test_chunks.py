@@ -541,7 +541,7 @@ def _send(store: S3Chunks, name: str, data: bytes, upload: str = UPLOAD) -> None
 
 
 def _everything(store: S3Chunks) -> list[str]:
-    return [path for path, _ in store._list(None)]
+    return [path for path, _ in store.objects()]
 
 
 # By address
@@ -556,15 +556,15 @@ def test_a_path_or_a_file_url_is_a_folder(tmp_path: Path):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("", "needs a path"),
-        ("gs://bucket", "not gs://"),
-        ("http://host/bucket", "not http://"),
+        ("", "use a path"),
+        ("gs://bucket", "gs:// is not a chunk store"),
+        ("http://host/bucket", "http:// is not a chunk store"),
         ("file://host/folder", "file:///PATH"),
         ("file://", "file:///PATH"),
         ("s3://", "s3://BUCKET/PREFIX"),
         ("s3:///prefix", "s3://BUCKET/PREFIX"),
         ("s3://key:secret@bucket/prefix", "s3://BUCKET/PREFIX"),
-        ("s3://bucket/prefix?endpiont=http://x", "endpiont.*known: endpoint, public, region"),
+        ("s3://bucket/prefix?endpiont=http://x", "endpiont.*use one of endpoint, public, region"),
         ("s3://bucket/prefix?endpoint=localhost:8333", "endpoint.*http://HOST"),
         ("s3://bucket/prefix?endpoint=ftp://host", "endpoint.*http://HOST"),
         ("s3://bucket/prefix?endpoint=", "endpoint.*http://HOST"),

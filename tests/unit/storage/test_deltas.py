@@ -8,19 +8,20 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.blobs import whole
 
+from blocktrain.codec import Codec
 from blocktrain.codec import frames as codecs
 from blocktrain.codec.dense import Bf16, Int8
-from blocktrain.codec.registry import Codec
 from blocktrain.codec.sparse import Sparse
 from blocktrain.errors import ProtocolError
 from blocktrain.numerics.merge import MergeRule
 from blocktrain.protocol.messages import Blob
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
-from blocktrain.storage.deltas import AT_ONCE, follow_blobs
 from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_blobs
 from blocktrain.storage.tensor_file import decode, encode
+from blocktrain.storage.weights_file import AT_ONCE, follow_blobs
 
 Floats = npt.NDArray[np.float32]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -43,7 +44,7 @@ def version(blobs: Blobs, shapes: Shapes = SMALL) -> Blob:
 
 def numbers_of(blobs: Blobs, blob: Blob | None) -> Floats:
     assert blob is not None
-    tensors = decode(b"".join(blobs.reader(blob).stream()))
+    tensors = decode(whole(blobs, blob))
     return np.concatenate([tensors[name].reshape(-1) for name in sorted(tensors)])
 
 

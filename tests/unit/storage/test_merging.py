@@ -9,20 +9,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import safetensors.numpy
+from tests.support.blobs import whole
 
+from blocktrain.codec import Codec
 from blocktrain.codec import frames as codecs
 from blocktrain.codec.dense import Bf16, Int8
 from blocktrain.codec.frames import FRAME_NUMBERS
-from blocktrain.codec.registry import Codec
 from blocktrain.codec.sparse import Sparse
 from blocktrain.errors import CorruptFileError, DivergedError, ProtocolError
 from blocktrain.numerics.merge import Contribution, MergeRule, finite_floats
 from blocktrain.protocol.messages import CHUNK_BYTES, Blob
 from blocktrain.storage.blobs import Blobs
 from blocktrain.storage.chunks import LocalChunks
-from blocktrain.storage.merging import MergeInput, merge_blobs
+from blocktrain.storage.merging import UPDATES_AT_ONCE, MergeInput, merge_blobs
 from blocktrain.storage.tensor_file import decode, encode
-from blocktrain.storage.weights_file import check_encoded, check_update, weights_form
+from blocktrain.storage.weights_file import check_encoded, check_update, weights_form, weights_sizes
 
 Floats = npt.NDArray[np.float32]
 
@@ -47,7 +48,7 @@ def weights(seed: int, shapes: Mapping[str, tuple[int, ...]] = SMALL) -> dict[st
 
 def loaded(blobs: Blobs, blob: Blob | None) -> dict[str, Floats]:
     assert blob is not None
-    return decode(b"".join(blobs.reader(blob).stream()))
+    return decode(whole(blobs, blob))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_a_merge_takes_an_update_once(blobs: Blobs):
         merge_blobs(
             blobs, file, [MergeInput("a", file, 1.0), MergeInput("a", file, 1.0)], None, PLAIN
         )
-    with pytest.raises(ValueError, match="needs updates"):
+    with pytest.raises(ValueError, match="at least one update"):
         merge_blobs(blobs, file, [], None, PLAIN)
 
 
@@ -146,8 +147,7 @@ def test_memory_does_not_grow_with_files_or_updates(blobs: Blobs):
         assert tracemalloc.get_traced_memory()[1] < 40e6
         tracemalloc.reset_peak()
         form = weights_form(blobs.reader(current))
-        (change,) = check_update(blobs, ends[0], current, form)
-        assert change.distance > 0
+        assert check_update(blobs, ends[0], current, form).rms > 0
         assert tracemalloc.get_traced_memory()[1] < 20e6
     finally:
         tracemalloc.stop()
@@ -184,12 +184,25 @@ def test_the_distance_from_the_base_is_known_tensor_by_tensor(
     before, after = weights(0, shapes), weights(1, shapes)
     base, update = blobs.write(encode(before)), blobs.write(encode(after))
     form = weights_form(blobs.reader(base))
-    changes = check_update(blobs, update, base, form)
-    assert [change.name for change in changes] == sorted(shapes)
-    for change in changes:
-        distance = rms(after[change.name].astype(np.float64) - before[change.name])
-        assert change.distance == pytest.approx(distance, rel=1e-5)
-        assert change.base == pytest.approx(rms(before[change.name]), rel=1e-5)
+    changes = [after[name] - before[name] for name in sorted(shapes)]
+    found = check_update(blobs, update, base, form)
+    assert found.rms == pytest.approx(list(map(rms, changes)), rel=1e-5)
+    assert found.largest == pytest.approx([np.abs(change).max(initial=0) for change in changes])
+    found = weights_sizes(blobs, base, form)
+    assert found.rms == pytest.approx([rms(before[name]) for name in sorted(shapes)], rel=1e-5)
+
+
+@pytest.mark.parametrize("codec", [Bf16(), Int8(), Sparse(64)], ids=["bf16", "int8", "sparse"])
+def test_the_size_of_an_encoded_change_is_known_tensor_by_tensor(blobs: Blobs, codec: Codec):
+    form = weights_form(blobs.reader(blobs.write(encode(weights(0, LARGE)))))
+    update = learned(blobs, weights(1, LARGE), codec)
+    found, its_codec = check_encoded(blobs, update, form, codec)
+    assert its_codec == codec
+    flat = decoded(blobs, MergeInput("a", update, 1.0, encoded=True))
+    ends = np.cumsum([int(np.prod(shape)) for shape in LARGE.values()])
+    parts = np.split(flat, ends[:-1])
+    assert found.rms == pytest.approx(list(map(rms, parts)), rel=1e-5)
+    assert found.largest == pytest.approx([np.abs(part).max() for part in parts])
 
 
 @pytest.mark.parametrize(("bad", "place"), [(np.nan, 0), (np.inf, 1_000_000), (-np.inf, -1)])
@@ -200,7 +213,7 @@ def test_what_is_not_finite_is_found(blobs: Blobs, bad: float, place: int):
     form = weights_form(blobs.reader(base))
     file["w"][place] = bad
     update = blobs.write(encode(file))
-    with pytest.raises(ProtocolError, match="not finite"):
+    with pytest.raises(ProtocolError, match="NaN, infinite"):
         check_update(blobs, update, base, form)
     with pytest.raises(DivergedError, match="not finite"):
         merge_blobs(blobs, base, [MergeInput("a", update, 1.0)], None, PLAIN)
@@ -359,15 +372,45 @@ def test_memory_does_not_grow_with_encoded_updates(blobs: Blobs, codec: Codec, m
 
 
 class Counting(LocalChunks):
-    """Counts how often a chunk is read, which is a download in S3."""
+    """Counts how often a chunk is read, which is a download in S3, and the files that are open."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, sync=False)
         self.loads: Counter[str] = Counter()
+        self.most_open = 0
+        self._files: list[IO[bytes]] = []
 
     def open(self, name: str) -> tuple[IO[bytes], int]:
         self.loads[name] += 1
-        return super().open(name)
+        file, size = super().open(name)
+        self._files = [file, *(file for file in self._files if not file.closed)]
+        self.most_open = max(self.most_open, len(self._files))
+        return file, size
+
+
+@pytest.mark.parametrize("rule", [PLAIN, DILOCO], ids=["mean", "diloco"])
+def test_more_updates_than_files_may_be_open_give_the_same_bits(tmp_path: Path, rule: MergeRule):
+    chunks = Counting(tmp_path)
+    blobs = Blobs(chunks)
+    shape = {"w": (70_000,)}  # two frames
+    current, start = (weights(seed, shape) for seed in range(2))
+    file, late = blobs.write(encode(current)), blobs.write(encode(start))
+    updates, contributions = [], []
+    for number in range(2 * UPDATES_AT_ONCE + 9):
+        name, weight, numbers = f"{number:03}", 1.0 + number, weights(10 + number, shape)
+        base = start["w"] if number % 2 else None
+        updates.append(
+            MergeInput(name, blobs.write(encode(numbers)), weight, None if base is None else late)
+        )
+        contributions.append(Contribution(name, numbers["w"], weight, base))
+    target, speed = rule.combine(current["w"], contributions, None)
+    np.random.default_rng(0).shuffle(updates)
+    merged = merge_blobs(blobs, file, updates, None, rule)
+    assert loaded(blobs, merged.weights)["w"].tobytes() == finite_floats(target).tobytes()
+    if speed is not None:
+        assert loaded(blobs, merged.velocity)["w"].tobytes() == speed.tobytes()
+    assert chunks.most_open < 2 * UPDATES_AT_ONCE
+    assert all(chunks.loads[blobs.recipe(u.end.name).chunks[0]] == 1 for u in updates)
 
 
 def test_an_update_of_one_chunk_is_read_from_the_store_once(tmp_path: Path):
@@ -393,3 +436,32 @@ def test_an_encoded_update_that_was_altered_is_noticed(blobs: Blobs, place: str)
     path.write_bytes(data)
     with pytest.raises(CorruptFileError):
         merge_blobs(blobs, file, [MergeInput("a", end, 1.0, encoded=True)], None, PLAIN)
+
+
+@pytest.mark.parametrize("shapes", [SMALL, LARGE], ids=["small", "large"])
+def test_a_clipped_update_counts_like_one_whose_tensors_are_smaller(
+    blobs: Blobs, shapes: Mapping[str, tuple[int, ...]]
+):
+    """Whole, late and encoded; by powers of two, so that rounding is the same."""
+    current, start, change = (weights(seed, shapes) for seed in range(3))
+    factors = [0.25**index for index in range(len(shapes))]
+    names = dict(zip(sorted(shapes), factors, strict=True))
+    less = {name: np.float32(names[name]) * change[name] for name in shapes}
+    file, late = blobs.write(encode(current)), blobs.write(encode(start))
+
+    def merged(learned_: Mapping[str, Floats], clip: list[float] | None) -> Floats:
+        fresh, old = (
+            blobs.write(encode({name: base[name] + learned_[name] for name in shapes}))
+            for base in (current, start)
+        )
+        encoded = learned(blobs, learned_, Bf16())
+        updates = [
+            MergeInput("a", fresh, 1.0, clip=clip),
+            MergeInput("b", old, 2.0, late, share=0.5, clip=clip),
+            MergeInput("c", encoded, 3.0, encoded=True, clip=clip),
+        ]
+        weights_ = loaded(blobs, merge_blobs(blobs, file, updates, None, PLAIN).weights)
+        return np.concatenate([weights_[name].reshape(-1) for name in sorted(shapes)])
+
+    np.testing.assert_allclose(merged(change, factors), merged(less, None), atol=1e-5)
+    assert not np.allclose(merged(change, None), merged(less, None), atol=1e-2)

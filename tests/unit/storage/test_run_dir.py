@@ -183,12 +183,12 @@ def test_tensors_are_written_without_a_copy_of_them(tmp_path: Path):
 def test_a_run_is_not_exported_into_itself(run: RunDir):
     for index in range(2):
         run.block(index).save(snapshot(1))
-    with pytest.raises(RunError, match="use another directory"):
+    with pytest.raises(RunError, match="use another folder"):
         run.export(run.path)
 
 
 def test_what_is_not_a_run_is_refused(tmp_path: Path):
-    with pytest.raises(RunError, match="no run"):
+    with pytest.raises(RunError, match="does not exist"):
         RunDir.open(tmp_path / "absent")
     with pytest.raises(RunError, match=r"config\.toml"):
         RunDir.open(tmp_path)

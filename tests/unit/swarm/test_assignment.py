@@ -23,6 +23,7 @@ from blocktrain.swarm.assignment import (
     wait_seconds,
     waits_for_own_update,
 )
+from blocktrain.swarm.order import Order
 from blocktrain.swarm.state import BlockState, PendingUpdate
 
 LONG = SWARM.lease_seconds  # of transfers: too long to wait for one's own update
@@ -42,7 +43,7 @@ def choose(
 ) -> int | None:
     """The index of the block that a worker gets which has trained its `own`."""
     request = WorkRequest(worker, own, allowed, trained, transfer_seconds=transfer_seconds)
-    block = choose_block(SWARM, blocks, request, now, lead=lead, others=others)
+    block = choose_block(SWARM, blocks, request, now, order=Order(lead), others=others)
     return None if block is None else block.index
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocktrain.config import SwarmConfig
-from blocktrain.swarm.attendance import Attendance
+from blocktrain.swarm.dispatcher import Attendance
 from blocktrain.swarm.lease_terms import MICROSTEP
 
 SWARM = SwarmConfig(lease_seconds=30.0, most_steps=100)

@@ -17,13 +17,15 @@ from tests.support.worker_side import KEY, RUN, WORKER, described, joined
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import ConfigError, DeviceError, ProtocolError, RefusedError, RunError
-from blocktrain.protocol.identity import verify_update
+from blocktrain.memory import FreeMemory
+from blocktrain.protocol.identity import update_text, verify
 from blocktrain.protocol.messages import (
     Blob,
     Downloaded,
     Finished,
     Lease,
     LeaseAnswer,
+    LeaseProgress,
     LeaseRequest,
     LeaseReturn,
     LeaseState,
@@ -38,12 +40,13 @@ from blocktrain.protocol.messages import (
 from blocktrain.storage import tensor_file
 from blocktrain.storage.chunks import name_of
 from blocktrain.storage.tensor_file import Tensors
-from blocktrain.train.device import resolve
-from blocktrain.train.trainer import BlockTrainer
-from blocktrain.worker.agent import Agent
+from blocktrain.training.device import resolve
+from blocktrain.training.memory_check import Device
+from blocktrain.training.trainer import BlockTrainer
+from blocktrain.worker import lease_loop
+from blocktrain.worker.agent import Agent, WorkerSettings
 from blocktrain.worker.client import Client
-from blocktrain.worker.machine import Idleness, WorkerSettings
-from blocktrain.worker.worker_events import WorkerEvent
+from blocktrain.worker.machine import Idleness, WorkerEvent
 
 CPU = resolve("cpu", "fp32")
 SOON = Wait(seconds=0.02, reason="the last update is about to become a version")
@@ -66,7 +69,8 @@ class Script:
         self._given = 0
         server.on("POST /v1/join", lambda body: self._joined())
         server.on("POST /v1/lease", self._lease)
-        server.on("POST /v1/lease/[^/]+/progress", lambda body: self.open)
+        self.ended: list[int] = []  # steps of the leases that ended early
+        server.on("POST /v1/lease/[^/]+/progress", self._progress)
         server.on("POST /v1/lease/[^/]+/return", self._take_back)
         server.on("POST /v1/updates", self._offer)
         server.on("POST /v1/updates/[^/]+/commit", self._commit)
@@ -125,6 +129,11 @@ class Script:
             self.answers.pop(0)
         return LeaseAnswer(answer=answer)
 
+    def _progress(self, body: bytes) -> LeaseState:
+        told = LeaseProgress.model_validate_json(body)
+        self.ended += [told.steps_done] if told.ends else []
+        return self.open
+
     def _take_back(self, body: bytes) -> LeaseState:
         self.returns.append(LeaseReturn.model_validate_json(body))
         return LeaseState(open=False, seconds_left=0.0)
@@ -162,13 +171,13 @@ class Watched:
         self.settings = WorkerSettings(folder / "worker", "cpu", name="tested")
         self.events: list[WorkerEvent] = []
         self.on_event: Callable[[WorkerEvent], None] = lambda event: None
-        self.idleness: Idleness | None = None
+        self.stopped = threading.Event()
 
     def make(self, **settings: Any) -> Agent:
-        return Agent(self.client, replace(self.settings, **settings), self._hear, self.idleness)
+        return Agent(self.client, replace(self.settings, **settings), self._hear)
 
     def run(self, **settings: Any) -> bool:
-        return self.make(**settings).run()
+        return self.make(**settings).run(self.stopped.is_set)
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events if event.kind not in ("training", "waiting")]
@@ -215,7 +224,7 @@ def test_a_workers_whole_life(script: Script, watched: Watched, server: FaultSer
     assert script.requests[0].transfer_seconds == 0.0
     assert script.requests[-1].transfer_seconds > 0.0
     assert [claim.base_version for claim in script.claims] == [0, 1, 2]
-    assert all(verify_update(KEY.public, o.claim, o.signature) for o in script.offers)
+    assert all(verify(KEY.public, update_text(o.claim), o.signature) for o in script.offers)
     assert {(claim.run, claim.worker) for claim in script.claims} == {(RUN, WORKER)}
     assert watched.kinds() == [
         "joined", "corpus", *["leased", "trained", "accepted"] * 3, "finished"
@@ -348,13 +357,29 @@ def test_a_lost_lease_is_dropped(script: Script, watched: Watched):
     assert not script.offers and not script.returned
 
 
+def test_shortly_before_its_deadline_a_worker_sends_what_it_has(script: Script, watched: Watched):
+    script.config = script.config.with_settings(train__steps=100_000)
+    first = script.first_weights()
+    script.open = LeaseState(open=True, seconds_left=0.5)
+    script.answers = [
+        lambda: script.lease(first, 0, 100_000, seconds_left=2.0), script.after(1, Finished)
+    ]  # fmt: skip
+    assert watched.run()
+    (steps,) = script.ended
+    trainer = BlockTrainer(script.config, 0, script.corpus, CPU, None)
+    trainer.run(0, steps)
+    assert_equal(script.weights(0), trainer.weights())
+    (accepted,) = (event.text for event in watched.events if event.kind == "accepted")
+    assert f"update of {steps} steps accepted" in accepted
+    assert not script.returned
+
+
 def test_a_stop_gives_a_long_lease_back(script: Script, watched: Watched):
     script.config = script.config.with_settings(train__steps=1_000_000)
     first = script.first_weights()
     script.answers = [lambda: script.lease(first, 0, 1_000_000)]
-    agent = watched.make()
-    watched.on_event = lambda event: agent.stop() if event.kind == "training" else None
-    assert not agent.run()
+    watched.on_event = lambda event: watched.stopped.set() if event.kind == "training" else None
+    assert not watched.run()
     assert script.returned == ["the worker was stopped"]
     assert watched.kinds()[-2:] == ["returned", "stopped"]
     assert not script.offers
@@ -363,10 +388,8 @@ def test_a_stop_gives_a_long_lease_back(script: Script, watched: Watched):
 def test_a_stop_lets_a_short_lease_finish(script: Script, watched: Watched):
     first = script.first_weights()
     script.answers = [lambda: script.lease(first, 0, 40)]
-    agent = watched.make()
-    stopped = threading.Event()
-    watched.on_event = lambda event: stopped.set() if event.kind == "training" else None
-    assert not agent.run(stopped.is_set)
+    watched.on_event = lambda event: watched.stopped.set() if event.kind == "training" else None
+    assert not watched.run()
     assert not script.returned
     assert len(script.claims) == 1
     assert watched.kinds()[-2:] == ["accepted", "stopped"]
@@ -374,12 +397,30 @@ def test_a_stop_lets_a_short_lease_finish(script: Script, watched: Watched):
 
 def test_a_stop_ends_a_wait(script: Script, watched: Watched):
     script.answers = [lambda: Wait(seconds=1000.0, reason="everything is handed out")]
-    agent = watched.make()
-    watched.on_event = lambda event: agent.stop() if event.kind == "waiting" else None
+    watched.on_event = lambda event: watched.stopped.set() if event.kind == "waiting" else None
     began = time.monotonic()
-    assert not agent.run()
+    assert not watched.run()
     assert time.monotonic() - began < 3.0
     assert watched.events[-2].text == "everything is handed out"
+
+
+def test_no_wait_is_endless(script: Script, watched: Watched, monkeypatch: pytest.MonkeyPatch):
+    """Whatever a coordinator says, it is asked again."""
+    monkeypatch.setattr(lease_loop, "LONGEST_WAIT", 0.02)
+    script.answers = [lambda: Wait(seconds=1e300, reason="wait"), Finished]
+    assert watched.run()
+
+
+@pytest.mark.parametrize(("block", "predecessors"), [(99, ()), (1, (0, 0)), (0, (1,))])
+def test_a_lease_of_blocks_that_the_run_does_not_have_ends_the_worker(
+    script: Script, watched: Watched, block: int, predecessors: tuple[int, ...]
+):
+    base = script.first_weights()
+    named = tuple(Predecessor(block=each, version=0, weights=base) for each in predecessors)
+    script.answers = [lambda: script.lease(base, 0, 2, block=block, predecessors=named)]
+    with pytest.raises(ProtocolError, match="blocks that the run does not have"):
+        watched.run()
+    assert "blocks that the run does not have" in script.returned[0]
 
 
 def test_its_time_may_be_over(script: Script, watched: Watched):
@@ -421,7 +462,7 @@ def test_weights_that_do_not_fit_end_the_worker(script: Script, watched: Watched
 
 def test_work_goes_on_after_a_refused_update(script: Script, watched: Watched):
     first = script.first_weights()
-    script.receipt = Receipt(state="refused", reason="it is 9 versions behind, more than 4")
+    script.receipt = Receipt(state="refused", reason="the update is 9 versions behind, more than 4")
     script.answers = [
         lambda: script.lease(first, 0, 2),
         script.after(1, lambda: script.lease(first, 2, 2)),
@@ -429,7 +470,7 @@ def test_work_goes_on_after_a_refused_update(script: Script, watched: Watched):
     ]
     assert watched.run()
     told = [event.text for event in watched.events if event.kind == "refused"]
-    assert told == ["update refused: it is 9 versions behind, more than 4"] * 2
+    assert told == ["update refused: the update is 9 versions behind, more than 4"] * 2
     assert watched.events[-1].contribution == 0
 
 
@@ -462,9 +503,8 @@ def test_a_worker_that_stops_before_its_update_is_sent_reports_its_downloads(
     server.faults = [Fault("PUT /v1/chunks", status=503, times=1000)]
     first = script.first_weights()
     script.answers = [lambda: script.lease(first, 0, 2), script.after(1, Finished)]
-    agent = watched.make()
-    watched.on_event = lambda event: agent.stop() if event.kind == "trained" else None
-    assert not agent.run()
+    watched.on_event = lambda event: watched.stopped.set() if event.kind == "trained" else None
+    assert not watched.run()
     (told,) = script.returns
     assert told.downloads == (Downloaded(block=0, whole=first.size, differences=0, raw=first.size),)
 
@@ -482,10 +522,13 @@ def test_a_coordinator_that_restarts_is_waited_for(
     assert len(script.claims) == 1
 
 
-def test_it_pauses_while_others_use_the_machine(script: Script, watched: Watched):
+def test_it_pauses_while_others_use_the_machine(
+    script: Script, watched: Watched, monkeypatch: pytest.MonkeyPatch
+):
     first = script.first_weights()
     load = [0.0]
-    watched.idleness = Idleness(lambda: load[0], lambda: 0.0, TurnedClock().clock, 1)
+    idleness = Idleness(lambda: load[0], lambda: 0.0, TurnedClock().clock, 1)
+    monkeypatch.setattr("blocktrain.worker.agent.idleness_of_this_machine", lambda clock: idleness)
 
     def on_event(event: WorkerEvent) -> None:
         if event.kind == "training" and event.step == 1:
@@ -501,7 +544,7 @@ def test_it_pauses_while_others_use_the_machine(script: Script, watched: Watched
 
 
 def test_blocks_that_do_not_fit_are_refused_before_any_work(script: Script, watched: Watched):
-    with pytest.raises(DeviceError, match=r"needs about .* MB to train, --memory allows 0 MB"):
+    with pytest.raises(DeviceError, match=r"needs about .* MB, but --memory allows 0.0 MB"):
         watched.run(memory_bytes=1000)
     with pytest.raises(ConfigError, match="the run has blocks 0 to 1"):
         watched.run(blocks=(2,))
@@ -509,11 +552,34 @@ def test_blocks_that_do_not_fit_are_refused_before_any_work(script: Script, watc
     assert script.requests[-1].blocks == (1,)
 
 
+def test_by_default_a_worker_uses_a_share_of_free_memory(
+    script: Script, watched: Watched, monkeypatch: pytest.MonkeyPatch
+):
+    def set_free(count: float) -> None:
+        free = FreeMemory(int(count), "this machine")
+        monkeypatch.setattr("blocktrain.training.memory_check.free_memory", lambda: free)
+
+    needed = max(Device.named("cpu").training_bytes(script.config, updates=True))
+    set_free(0.9 * needed)
+    with pytest.raises(DeviceError, match=r"more than is free on this machine .* --force"):
+        watched.run(memory_bytes=10**12)
+    set_free(1.2 * needed)
+    with pytest.raises(DeviceError, match=r"more than 75% of the memory that is free .* --memory"):
+        watched.run()
+    assert watched.run(memory_bytes=10**12)
+    assert watched.run(checks_memory=False)
+    set_free(needed / 0.74)
+    assert watched.run()
+    assert script.requests[-1].blocks is None  # all fit, so it asks for any
+
+
 def test_an_invite_for_another_role_is_refused(
     script: Script, watched: Watched, server: FaultServer
 ):
     server.on("POST /v1/join", lambda body: joined(role="evaluate"))
-    with pytest.raises(ConfigError, match=r"not training: add --evaluate, .* another --folder"):
+    with pytest.raises(
+        ConfigError, match=r"for evaluation; .* use --evaluate; .* another --folder"
+    ):
         watched.run()
 
 
@@ -555,10 +621,10 @@ def test_two_workers_cannot_share_a_folder(script: Script, watched: Watched):
     first, second = watched.make(), watched.make()
     waiting = threading.Event()
     watched.on_event = lambda event: waiting.set() if event.kind == "waiting" else None
-    thread = threading.Thread(target=first.run)
+    thread = threading.Thread(target=first.run, args=(watched.stopped.is_set,))
     thread.start()
     assert waiting.wait(10)
     with pytest.raises(RunError, match="another worker uses"):
         second.run()
-    first.stop()
+    watched.stopped.set()
     thread.join()

@@ -4,8 +4,7 @@ import time
 import pytest
 from tests.support.turned_clock import TurnedClock
 
-from blocktrain.worker.machine import Clock
-from blocktrain.worker.transfer import LARGEST_PIECE, Bandwidth
+from blocktrain.worker.machine import LARGEST_PIECE, Bandwidth, Clock
 
 
 def test_bytes_pass_at_the_limit_after_the_burst():

@@ -16,11 +16,11 @@ from blocktrain.protocol.messages import (
     LeaseAnswer,
     LeaseRequest,
     Message,
-    Status,
     Token,
     TokenRequest,
     Wait,
 )
+from blocktrain.protocol.status_messages import Status
 from blocktrain.protocol.tls import Authority
 from blocktrain.worker.client import Client
 from blocktrain.worker.machine import Clock
@@ -69,10 +69,10 @@ def test_joining_sends_key_name_and_device(client: Client, server: FaultServer):
 
 def test_another_run_or_another_protocol_is_refused(client: Client, server: FaultServer):
     server.on("GET /v1/hello", lambda body: Hello(run="run00002", protocols=(1,)))
-    with pytest.raises(ProtocolError, match="run run00002 answers there"):
+    with pytest.raises(ProtocolError, match="the coordinator serves run run00002"):
         client.join("name", "cpu")
     server.on("GET /v1/hello", lambda body: Hello(run=RUN, protocols=(7, 8)))
-    with pytest.raises(ProtocolError, match="speaks version 7, 8 of the protocol, this worker 1"):
+    with pytest.raises(ProtocolError, match="speaks protocol 7, 8, this worker protocol 1"):
         client.join("name", "cpu")
     server.on("GET /v1/hello", lambda body: Hello(run=RUN, protocols=(2, 1)))
     assert client.join("name", "cpu").worker == WORKER
@@ -99,7 +99,8 @@ def test_a_token_is_renewed_before_it_ends(server: FaultServer, new_client: NewC
     tokens = authorizations(server, "POST /v1/lease")
     assert tokens == [f"Bearer token{n}" for n in (1, 1, 2, 2, 3)]
     assert asked[0].time == 5081
-    assert identity.verify_token_request(KEY.public, RUN, WORKER, asked[0].time, asked[0].signature)
+    text = identity.token_request_text(RUN, WORKER, asked[0].time)
+    assert identity.verify(KEY.public, text, asked[0].signature)
 
 
 def test_a_refused_token_is_renewed_once(client: Client, server: FaultServer):
@@ -179,7 +180,7 @@ def test_a_refused_request_is_not_repeated(client: Client, server: FaultServer):
 @pytest.mark.parametrize(
     ("body", "match"),
     [
-        (b"<html>", "answer to /v1/hello is not understood"),
+        (b"<html>", "answer to /v1/hello is invalid"),
         (b'{"run":"run00001","protocols":[1],"new":1}', "new: Extra inputs"),
     ],
 )
@@ -249,7 +250,7 @@ def test_the_certificate_is_fetched_once_and_pinned(
 
 def test_a_server_with_another_authority_gets_no_secret(secure: FaultServer, new_client: NewClient):
     client = new_client(secure.address, fingerprint="ab" * 32)
-    with pytest.raises(UntrustedError, match="not the one the invite names"):
+    with pytest.raises(UntrustedError, match="does not match the invite"):
         client.status()
     assert secure.lines() == ["GET /v1/ca"]
     assert "Authorization" not in secure.seen[0].headers

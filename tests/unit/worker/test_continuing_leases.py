@@ -17,12 +17,12 @@ from blocktrain.errors import RefusedError
 from blocktrain.protocol.messages import Blob, Downloaded, Finished, Lease, LeaseAnswer, Receipt
 from blocktrain.storage import tensor_file
 from blocktrain.storage.tensor_file import Tensors
-from blocktrain.train.stored_models import load_block
-from blocktrain.train.trainer import BlockTrainer
+from blocktrain.training.stored_models import load_block
+from blocktrain.training.trainer import BlockTrainer
 from blocktrain.worker.client import Client
-from blocktrain.worker.local_block import LeaseTrainer, Trained
-from blocktrain.worker.residual import ResidualFile
-from blocktrain.worker.worker_events import WorkerEvent
+from blocktrain.worker.lease_trainer import LeaseTrainer, Trained
+from blocktrain.worker.local_block import ResidualFile
+from blocktrain.worker.machine import WorkerEvent
 
 
 class FinalUpdates(Script):
@@ -161,16 +161,17 @@ def test_a_lease_that_continues_a_forgotten_one_is_given_back(
         script.after(1, Finished),
     ]
     assert watched.run()
-    assert "started again" in script.returned[0]
+    assert "worker restarted" in script.returned[0]
     assert len(script.claims) == 1
 
 
 def test_a_worker_that_leaves_sends_what_it_has_trained(script: FinalUpdates, watched: Watched):
     base = script.first_weights()
     script.answers = [lambda: script.lease(base, 0, 3)]
-    agent = watched.make()
-    watched.on_event = lambda e: agent.stop() if e.kind == "training" and e.step == 3 else None
-    assert not agent.run()
+    watched.on_event = lambda e: (
+        watched.stopped.set() if e.kind == "training" and e.step == 3 else None
+    )
+    assert not watched.run()
     assert len(script.claims) == 1
 
 
@@ -337,15 +338,15 @@ def test_a_worker_that_stops_before_its_update_arrived_keeps_the_old_residual(
     def on_event(event: WorkerEvent) -> None:
         if event.kind == "trained" and server.faults:
             before.extend(path.read_bytes() for path in tmp_path.rglob("residual-0.safetensors"))
-            agent.stop()
+            watched.stopped.set()
 
     script.answers = [
         lambda: script.lease(base, 0, 3),
         script.after(1, next_chunks_are_not_taken),
         script.after(2, Finished),
     ]
-    agent, watched.on_event = watched.make(), on_event
-    assert not agent.run()
+    watched.on_event = on_event
+    assert not watched.run()
     assert script.returned == ["the worker was stopped"]
     (owed,) = tmp_path.rglob("residual-0.safetensors*")
     assert [owed.read_bytes()] == before

@@ -17,12 +17,11 @@ from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import RefusedError, RunError
 from blocktrain.model.stack import initial_block
-from blocktrain.protocol.messages import Score
+from blocktrain.protocol.status_messages import Score
 from blocktrain.storage import tensor_file
+from blocktrain.worker.agent import Evaluator, WorkerSettings
 from blocktrain.worker.client import DEFAULT_SECONDS, Client
-from blocktrain.worker.evaluator import Evaluator
-from blocktrain.worker.machine import WorkerSettings
-from blocktrain.worker.worker_events import WorkerEvent
+from blocktrain.worker.machine import WorkerEvent
 
 
 class Judge:
@@ -46,7 +45,7 @@ class Judge:
 
     def make(self, **settings: Any) -> Evaluator:
         changed = replace(self.settings, **settings)
-        return Evaluator(self.client, changed, self.events.append, windows=2)
+        return Evaluator(self.client, changed, self.events.append)
 
     def has_scored(self) -> bool:
         return bool(self.scores) and self.scores[-1].block is None
@@ -70,6 +69,7 @@ def judge(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Judge:
     monkeypatch.setenv("BLOCKTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("blocktrain.worker.agent.SCORED_WINDOWS", 2)
     return Judge(server, client, config, corpus, tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_a_diverged_block_is_reported_and_newer_versions_are_scored(
     assert not judge.evaluator.run(judge.has_scored)
     diverged = [event.text for event in judge.events if event.kind == "diverged"]
     assert [text.split(":")[0] for text in diverged] == ["block 1, version 5", "versions 5, 5"]
-    assert all("CE nan" in text for text in diverged)
+    assert all("CE is nan" in text for text in diverged)
     assert [(score.block, score.versions) for score in judge.scores] == [
         (0, (5,)), (0, (5,)), (1, (6,)), (None, (5, 6)),
     ]  # fmt: skip

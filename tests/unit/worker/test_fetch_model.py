@@ -1,5 +1,7 @@
 """A model is fetched while the run goes on, and what it is made of is replaced meanwhile."""
 
+import hashlib
+import json
 import tempfile
 from pathlib import Path
 
@@ -9,15 +11,17 @@ from tests.support.worker_side import RUN, described
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
-from blocktrain.errors import RefusedError, RunError
-from blocktrain.protocol.messages import Blob, BlockStatus, Moved, Status
+from blocktrain.data.run_text import scored_text
+from blocktrain.errors import DataError, RefusedError, RunError
+from blocktrain.protocol.messages import Blob
+from blocktrain.protocol.status_messages import BlockStatus, Moved, Status
 from blocktrain.storage import tensor_file
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.train.device import resolve
-from blocktrain.train.trainer import BlockTrainer
+from blocktrain.training.device import resolve
+from blocktrain.training.trainer import BlockTrainer
 from blocktrain.worker.client import Client
+from blocktrain.worker.downloads import fetch_model
 from blocktrain.worker.machine import Deadline
-from blocktrain.worker.versions import fetch_model
 
 GONE = Blob(name="ab" * 32, size=1000)
 
@@ -74,13 +78,17 @@ def test_a_folder_that_holds_a_model_is_refused_before_anything_is_fetched(
     client: Client, blocks: Blocks, server: FaultServer, config: Config, tmp_path: Path
 ):
     RunDir.create(tmp_path / "trained", config).block(0).path.mkdir()
-    fetch_model(client, tmp_path / "model")
+    fetched = fetch_model(client, tmp_path / "model").run
+    manifest = json.loads((fetched.path / "manifest.json").read_text())
+    (fetched.path / "manifest.json").write_text(json.dumps({**manifest, "run": "another0"}))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     asked = len(server.lines("GET /v1/blobs"))
     for folder, why in (
-        ("trained", "holds a run's blocks"), ("model", "is there already"), ("mine", "not empty"),
-    ):  # fmt: skip
+        ("trained", "contains a run's blocks"),
+        ("model", "contains another model"),
+        ("mine", "not empty"),
+    ):
         with pytest.raises(RunError, match=why):
             fetch_model(client, tmp_path / folder)
     assert len(server.lines("GET /v1/blobs")) == asked
@@ -101,7 +109,34 @@ def test_a_fetch_needs_disk_space_for_one_block_beside_the_model(
     monkeypatch.setattr(client, "status", looked)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: pytest.fail("another file system"))
     fetch_model(client, out)
-    assert [[path.name for path in paths] for paths in held] == [["config.toml"]] * 2
+    assert [[path.name for path in paths] for paths in held] == [["config.toml"]] * 3
     assert sorted(path.name for path in out.iterdir()) == [
         "config.toml", "manifest.json", "model.safetensors"
     ]  # fmt: skip
+
+
+def test_a_fetched_run_is_updated_and_brings_along_the_text_to_score_it_on(
+    client: Client, server: FaultServer, blocks: Blocks, config: Config, corpus: Corpus,
+    tmp_path: Path,
+):  # fmt: skip
+    out = tmp_path / "model"
+    text = {split: bytes(corpus.splits[split]) for split in ("train", "valid", "test")}
+    described_run = described(
+        config=config.with_settings(data__source="text:/etc/passwd").to_toml(),
+        corpus={split: server.hold(data) for split, data in text.items()},
+        corpus_digests={split: hashlib.sha256(data).hexdigest() for split, data in text.items()},
+    )
+    server.on("GET /v1/run", lambda body: described_run)
+    run = fetch_model(client, out).run
+    blocks.told = [[(6, weights)] for [(_, weights)] in blocks.told]
+    requests = len(server.lines("GET /v1/chunks"))
+    assert fetch_model(client, out).versions == [6, 6]
+    assert len(server.lines("GET /v1/chunks")) == requests + 2  # two blocks, no text
+    scored = scored_text(run).corpus
+    assert bytes(scored.split("valid")) == text["valid"]
+    assert bytes(scored.split("test")) == text["test"]
+    with pytest.raises(DataError, match=r"no train split .* --data"):
+        scored.split("train")
+    (run.text_folder / "valid.bin").write_bytes(b"damaged")
+    fetch_model(client, out)
+    assert bytes(scored_text(run).corpus.split("valid")) == text["valid"]

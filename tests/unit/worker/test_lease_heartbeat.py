@@ -1,6 +1,6 @@
-import threading
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 from tests.support.fault_server import Fault, FaultServer
@@ -15,7 +15,7 @@ from blocktrain.protocol.messages import (
     LeaseState,
 )
 from blocktrain.worker.client import Client
-from blocktrain.worker.lease_work import LeaseHeartbeat
+from blocktrain.worker.lease_work import LeaseHeartbeat, LeaseWork
 
 LEASE = Lease(
     lease="lease000", fence=3, block=0, base_version=0, base=Blob(name="0" * 64, size=1),
@@ -53,9 +53,9 @@ def until(condition: object, seconds: float = 5.0) -> None:
 
 
 def test_it_reports_progress_regularly(told: list[LeaseProgress], heartbeat: LeaseHeartbeat):
-    heartbeat.update(2, 1.5)
+    heartbeat.progress = LeaseProgress(fence=3, steps_done=2, loss=1.5)
     until(lambda: len(told) >= 2)
-    heartbeat.update(4, None)
+    heartbeat.progress = LeaseProgress(fence=3, steps_done=4)
     until(lambda: told[-1].steps_done == 4)
     assert told[0] == LeaseProgress(fence=3, steps_done=2, loss=1.5)
     heartbeat.release()
@@ -90,21 +90,35 @@ def test_a_coordinator_that_is_away_for_a_while_does_not_end_the_lease(
     assert heartbeat.lost is None
 
 
-def test_a_returned_lease_has_a_reason_and_downloads(
-    server: FaultServer, heartbeat: LeaseHeartbeat
-):
-    said = threading.Event()
+@pytest.fixture
+def session(client: Client) -> Mock:
+    client.join("name", "cpu")
+    session = Mock(client=client)
+    session.block.versions.take_downloads.return_value = DOWNLOADS
+    return session
+
+
+@pytest.fixture
+def work(session: Mock) -> Iterator[LeaseWork]:
+    work = LeaseWork(session, LEASE)
+    yield work
+    work.heartbeat.release()
+
+
+def test_a_returned_lease_has_a_reason_and_downloads(server: FaultServer, work: LeaseWork):
+    returned: list[LeaseReturn] = []
 
     def take_back(body: bytes) -> LeaseState:
-        returned = LeaseReturn.model_validate_json(body)
-        assert returned == LeaseReturn(fence=3, reason="x" * 500, downloads=DOWNLOADS)
-        said.set()
+        returned.append(LeaseReturn.model_validate_json(body))
         return LeaseState(open=False, seconds_left=0.0)
 
     server.on("POST /v1/lease/lease000/return", take_back)
-    assert heartbeat.give_back("x" * 600, DOWNLOADS)
-    assert said.is_set()
+    work.give_back("x" * 600)
+    assert returned == [LeaseReturn(fence=3, reason="x" * 500, downloads=DOWNLOADS)]
+    assert work.heartbeat.lost is None
 
 
-def test_returning_a_lost_lease_is_not_an_error(heartbeat: LeaseHeartbeat):
-    assert not heartbeat.give_back("nobody there to take it")
+def test_returning_a_lost_lease_is_not_an_error(session: Mock, work: LeaseWork):
+    """What was downloaded for it is reported later."""
+    work.give_back("nobody there to take it")
+    session.block.versions.put_back.assert_called_once_with(DOWNLOADS)

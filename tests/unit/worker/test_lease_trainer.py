@@ -1,19 +1,21 @@
 import threading
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
-from blocktrain.errors import DivergedError, ProtocolError
-from blocktrain.protocol.messages import Blob, Lease, Predecessor
+from blocktrain.errors import DeviceError, DivergedError, ProtocolError
+from blocktrain.protocol.messages import Blob, Lease, LeaseProgress, Predecessor
+from blocktrain.storage import tensor_file
 from blocktrain.storage.tensor_file import Tensors
-from blocktrain.train.device import resolve
-from blocktrain.train.optimizer import learning_rate
-from blocktrain.train.trainer import BlockTrainer
-from blocktrain.worker.local_block import LeaseReport, LeaseTrainer, MomentsFile
+from blocktrain.training.device import resolve
+from blocktrain.training.trainer import BlockTrainer
+from blocktrain.worker.lease_trainer import LeaseTrainer, load_moments
 
 CPU = resolve("cpu", "fp32")
 BLOB = Blob(name="0" * 64, size=1)
@@ -42,7 +44,7 @@ def never() -> bool:
     return False
 
 
-def quiet(report: LeaseReport) -> None:
+def quiet(report: LeaseProgress) -> None:
     pass
 
 
@@ -163,7 +165,7 @@ def test_predecessors_are_those_of_each_lease(config: Config, corpus: Corpus, tm
         named = (Predecessor(block=0, version=version, weights=BLOB),)
         trainer.run(lease(1, first, 2, predecessors=named), base, weights_of, quiet, never)
     assert asked == [4, 5]
-    with pytest.raises(ProtocolError, match="does not name a version of block 0"):
+    with pytest.raises(ProtocolError, match="names no version of block 0"):
         trainer.run(lease(1, 0, 2), base, weights_of, quiet, never)
 
 
@@ -187,7 +189,7 @@ def test_the_learning_rate_follows_the_schedule_not_the_batch(
     for position in (2, 6, 10):
         by_hand.train_step(position)
         rate = float(by_hand.optimizer.param_groups[0]["lr"])
-        assert rate == pytest.approx(learning_rate(position, config.train), rel=1e-6)
+        assert rate == pytest.approx(config.train.learning_rate(position), rel=1e-6)
 
     trainer = LeaseTrainer(config, 0, corpus, CPU, tmp_path)
     given = lease(0, 9, 3, schedule_start=2, schedule_stride=4)
@@ -198,7 +200,7 @@ def test_the_learning_rate_follows_the_schedule_not_the_batch(
 
 def test_reports_count_steps_and_average_the_loss(config: Config, corpus: Corpus, tmp_path: Path):
     trainer = LeaseTrainer(config, 0, corpus, CPU, tmp_path)
-    reports: list[LeaseReport] = []
+    reports: list[LeaseProgress] = []
     trained = trainer.run(
         lease(0, 0, 4), initial(config, 0, corpus), none_before, reports.append, never
     )
@@ -210,8 +212,8 @@ def test_reports_count_steps_and_average_the_loss(config: Config, corpus: Corpus
 
 def test_a_stopped_lease_has_no_result(config: Config, corpus: Corpus, tmp_path: Path):
     trainer = LeaseTrainer(config, 0, corpus, CPU, tmp_path)
-    stops = iter([False, False, True])
-    reports: list[LeaseReport] = []
+    stops = chain([False, False], repeat(True))
+    reports: list[LeaseProgress] = []
     assert not trainer.run(
         lease(0, 0, 9), initial(config, 0, corpus), none_before, reports.append, stops.__next__
     )
@@ -246,15 +248,34 @@ def test_a_worker_that_comes_back_to_a_block_has_its_moments(
 
 
 def test_moments_of_another_shape_or_in_a_broken_file_are_ignored(tmp_path: Path):
-    kept = MomentsFile(tmp_path / "moments.safetensors")
+    path = tmp_path / "moments.safetensors"
     shapes = {"w.momentum": (2, 3), "b.step": (), "b.exp_avg": (3,), "b.exp_avg_sq": (3,)}
-    assert kept.load(shapes) is None
-    kept.save({name: np.ones(shape, np.float32) for name, shape in shapes.items()})
-    assert kept.load(shapes) is not None
-    assert kept.load({**shapes, "w.momentum": (3, 3)}) is None
-    assert kept.load({**shapes, "v.momentum": (2, 3)}) is None
-    assert kept.load({name: shapes[name] for name in list(shapes)[1:]}) is None
-    (tmp_path / "moments.safetensors").write_bytes(b"half a fi")
-    assert kept.load(shapes) is None
-    kept.remove()
-    assert kept.load(shapes) is None
+    assert load_moments(path, shapes) is None
+    moments = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    path.write_bytes(b"".join(tensor_file.encode(moments)))
+    assert load_moments(path, shapes) is not None
+    assert load_moments(path, {**shapes, "w.momentum": (3, 3)}) is None
+    assert load_moments(path, {**shapes, "v.momentum": (2, 3)}) is None
+    assert load_moments(path, {name: shapes[name] for name in list(shapes)[1:]}) is None
+    path.write_bytes(b"half a fi")
+    assert load_moments(path, shapes) is None
+
+
+def test_moments_are_forgotten_for_good(config: Config, corpus: Corpus, tmp_path: Path):
+    trainer = LeaseTrainer(config, 0, corpus, CPU, tmp_path)
+    trainer.run(lease(0, 0, 2), initial(config, 0, corpus), none_before, quiet, never)
+    trainer.put_away()
+    assert list(tmp_path.iterdir())
+    trainer.forget()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_allocation_says_what_to_do(config: Config, corpus: Corpus, tmp_path: Path):
+    trainer = LeaseTrainer(config, 0, corpus, CPU, tmp_path)
+
+    def allocate(report: LeaseProgress) -> None:
+        torch.empty(1 << 50)
+
+    base = initial(config, 0, corpus)
+    with pytest.raises(DeviceError, match="cpu has too little memory for block 0; set --memory"):
+        trainer.run(lease(0, 0, 2), base, none_before, allocate, never)

@@ -16,7 +16,7 @@ from blocktrain.errors import UnreachableError
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import Lease
 from blocktrain.worker.client import Client
-from blocktrain.worker.residual import ResidualFile, settle_leftover_residuals
+from blocktrain.worker.local_block import ResidualFile, settle_leftover_residuals
 
 OLD, NEW = np.full(5, 1.0, np.float32), np.full(5, 2.0, np.float32)
 DROPPED = np.zeros(5, np.float32)

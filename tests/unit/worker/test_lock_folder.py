@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from blocktrain.errors import RunError
-from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.machine import lock_folder
+from blocktrain.worker.transfer import BlobCache
 
 
 def test_a_folder_is_one_workers_at_a_time(tmp_path: Path):

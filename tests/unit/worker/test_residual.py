@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from blocktrain.errors import UnreachableError
-from blocktrain.worker.residual import PIECE, ResidualFile, settle_leftover_residuals
+from blocktrain.worker.local_block import PIECE, ResidualFile, settle_leftover_residuals
 
 OWED = np.arange(5, dtype=np.float32)
 

@@ -13,10 +13,9 @@ from blocktrain.errors import UnreachableError
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import MOST_DOWNLOADS, Blob, Differences, Downloaded
 from blocktrain.storage import tensor_file
-from blocktrain.worker.blob_cache import BlobCache
 from blocktrain.worker.client import Client
-from blocktrain.worker.transfer import Transfer
-from blocktrain.worker.versions import LocalVersions
+from blocktrain.worker.downloads import LocalVersions
+from blocktrain.worker.transfer import BlobCache, Transfer
 
 
 @pytest.fixture
@@ -212,7 +211,7 @@ def test_deltas_that_give_other_weights_or_are_larger_are_not_used(
     moved = had(service, versions, transfer)
     assert moved.whole == whole.size
     assert (moved.differences == 0) == (kind in ("long", "other"))
-    led_elsewhere = "block 0: the deltas from version 0 to 2 gave other weights"
+    led_elsewhere = "block 0: the deltas from version 0 to 2 gave wrong weights"
     assert [text.split(";")[0] for text in astray] == (
         [led_elsewhere] if kind in ("twice", "short") else []
     )

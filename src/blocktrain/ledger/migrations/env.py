@@ -1,4 +1,4 @@
-"""Alembic runs this file, on the connection that `create_or_upgrade` passes on."""
+"""Alembic runs this file, with the connection from `create_or_upgrade`."""
 
 from alembic import context
 

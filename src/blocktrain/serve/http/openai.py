@@ -1,24 +1,26 @@
-"""OpenAI's request bodies as what the engine is to generate, and errors in OpenAI's format."""
+"""Parses OpenAI's request bodies into requests to the engine, and formats errors as OpenAI does."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from blocktrain.config import closest_match
 from blocktrain.errors import (
     ConfigError,
+    DataError,
     OverloadedError,
     RefusedError,
     RequestError,
     UnavailableError,
+    closest_match,
 )
+from blocktrain.numerics.sampling import Sampling
 from blocktrain.protocol.messages import first_problem
-from blocktrain.serve.router.decode import DRAFTS, MODES, GenerationRequest, Sampling
-from blocktrain.vocabulary import BYTES
+from blocktrain.serve.http.served_model import ServedModel
+from blocktrain.serve.router.decode import DRAFTS, MODES, GenerationRequest
 
 STATUS_OF = {
     "invalid_api_key": 401, "model_not_found": 404, "not_found": 404, "method_not_allowed": 405,
@@ -31,88 +33,78 @@ CODE_OF = {404: "not_found", 405: "method_not_allowed"}
 class ApiError:
     status: int
     message: str
-    type: str
     code: str | None = None
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
     def body(self) -> dict[str, Any]:
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": error}
+        types = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kind = types.get(self.status, "invalid_request_error")
+        fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": fields}
 
 
 def api_error(error: Exception) -> ApiError:
-    """Errors the client can act on, in words; any other is a 500 whose cause is in the log."""
+    """The response to an error. Clients are told the cause only if they can act on it; any other
+    error becomes a 500, with the cause in the log only."""
     match error:
-        case RequestError():
-            return ApiError(400, str(error), "invalid_request_error", error.code, error.field)
         case ConfigError():
-            return ApiError(400, str(error), "invalid_request_error")
+            code, field = getattr(error, "code", None), getattr(error, "field", None)
+            return ApiError(400, str(error), code, field)
         case RefusedError():
-            status = STATUS_OF.get(error.code, 400)
-            return ApiError(status, str(error), "invalid_request_error", error.code)
+            return ApiError(STATUS_OF.get(error.code, 400), str(error), error.code)
         case OverloadedError():
             later = {"retry-after": str(math.ceil(error.seconds))}
-            code = "rate_limit_exceeded"
-            return ApiError(429, str(error), "rate_limit_error", code, headers=later)
+            return ApiError(429, str(error), "rate_limit_exceeded", headers=later)
         case UnavailableError():
-            return ApiError(
-                503, str(error), "server_error", "unavailable", headers={"retry-after": "1"}
-            )
-    return ApiError(500, "internal error; the server's log has details", "server_error", "internal")
+            return ApiError(503, str(error), "unavailable", headers={"retry-after": "1"})
+        case DataError():  # a faulty file of the model, such as its chat template
+            return ApiError(500, str(error), "broken_model")
+    return ApiError(500, "internal error; the server's log has details", "internal")
 
 
-SPEAKER_OF = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
-END_OF_TURN = b"\nUser:"
 MAX_STOPS = 4
 SEEDS = 2**63
-LEAST_TEMPERATURE = 1e-4  # below it is greedy: divided by less, log-probabilities overflow
-LEAST_TOP_P = 1e-9  # OpenAI allows 0; the likeliest byte is always kept
+LEAST_TEMPERATURE = 1e-4  # lower ones count as 0, because log-probabilities would overflow
+LEAST_TOP_P = 1e-9  # OpenAI allows 0, which keeps only the likeliest token
 
-# Fields that are not supported, with the values that ask for nothing and are accepted.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-    "tools": (None, []),
-    "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
-    "audio": (None,),
-}
-# OpenAI's fields that do not change an answer's text.
+# OpenAI's fields that are accepted without effect.
 IGNORED = {
     "function_call", "metadata", "modalities", "parallel_tool_calls", "prediction",
     "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier",
     "service_tier", "store", "tool_choice", "user", "verbosity", "web_search_options",
 }  # fmt: skip
-MAX_SHOWN = 64  # characters of an unknown field in its error
+MAX_SHOWN = 64  # characters of an unknown field's name in its error
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """How much one request may ask for."""
+    """Limits of one request. `long_prompts`: what happens to a prompt that exceeds the model's
+    window; "truncate" reads its end, "reject" is an error."""
 
-    prompt_bytes: int = 65_536
-    output_bytes: int = 8_192
-    default_bytes: int = 256  # of an answer, if the request does not say
+    long_prompts: str = "truncate"
+    prompt_tokens: int = 65_536
+    output_tokens: int = 8_192
+    default_tokens: int = 256  # output if the request sets no limit
     choices: int = 8
+    biases: int = 300  # tokens in logit_bias
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """The body of an HTTP request: one answer for each of `generations`."""
+    """A parsed request: one answer for each of `generations`."""
 
-    chat: bool
     model: str | None
     generations: tuple[GenerationRequest, ...]
-    prompt_bytes: int
-    log_probs: bool
+    prompt_tokens: int
     stream: bool
     include_usage: bool
+    truncated_tokens: int = 0  # of prompts, which the answers do not depend on
+
+    @property
+    def log_probs(self) -> bool:
+        return self.generations[0].top_log_probs is not None
 
 
 class _Body(BaseModel):
@@ -123,13 +115,18 @@ class _StreamOptions(_Body):
     include_usage: bool | None = None
 
 
-class _CommonBody(_Body):
-    """The fields of both kinds of request."""
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
-    model_config = ConfigDict(extra="allow")  # `_parsed` looks at them
+
+class _CommonBody(_Body):
+    """Fields of both kinds of request."""
+
+    model_config = ConfigDict(extra="allow")  # `_parsed` checks them
+    # Unsupported fields: the neutral values that are accepted, and why others are not.
+    neutral: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-SEEDS, lt=SEEDS)] | None = None
@@ -137,26 +134,50 @@ class _CommonBody(_Body):
     stop: str | tuple[str, ...] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     # not OpenAI's
-    top_k: Annotated[int, Field(ge=0, le=BYTES)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     mode: str | None = None
     passes: Annotated[int, Field(ge=0, le=1024)] | None = None
     drafts: str | None = None
-    # unsupported, see NEUTRAL
-    logit_bias: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
+
+    @property
+    def output_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def top_log_probs(self) -> int | None:
+        """How many likeliest tokens to report; None if no log-probabilities are requested."""
+        raise NotImplementedError
+
+    @property
+    def echoes(self) -> bool:
+        return False
 
 
-_Byte = Annotated[int, Field(ge=0, lt=BYTES)]
+_Tokens = tuple[Annotated[int, Field(ge=0)], ...]
 
 
 class _CompletionBody(_CommonBody):
-    prompt: str | tuple[str, ...] | tuple[_Byte, ...] | tuple[tuple[_Byte, ...], ...]
+    neutral = {
+        "suffix": ((None, ""), "the model continues a text and cannot fill gaps in one"),
+        "best_of": ((None, 1), "answers are not ranked; ask for several with n"),
+    }
+
+    prompt: str | tuple[str, ...] | _Tokens | tuple[_Tokens, ...]
+    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    echo: Any = None
-    suffix: Any = None
-    best_of: Any = None
+
+    @property
+    def top_log_probs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
 
 class _TextPart(_Body):
@@ -170,140 +191,215 @@ class _ChatMessage(_Body):
 
 
 class _ChatBody(_CommonBody):
+    neutral = {
+        "tools": ((None, []), "the server does not call tools; describe them in a message"),
+        "functions": ((None, []), "the server does not call functions; describe them in a message"),
+        "audio": ((None,), "the model reads and writes text only"),
+        "response_format": (
+            (None, {"type": "text"}),
+            "the answer's form cannot be enforced; ask for it in a message",
+        ),
+    }  # fmt: skip
+
     messages: Annotated[tuple[_ChatMessage, ...], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Any = None
-    functions: Any = None
-    response_format: Any = None
-    audio: Any = None
+    # not OpenAI's
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def output_tokens(self) -> int | None:
+        longest = self.max_completion_tokens
+        return self.max_tokens if longest is None else longest
+
+    @property
+    def top_log_probs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs; set logprobs to true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 def completion(
-    body: bytes, limits: RequestLimits, new_seed: Callable[[], int]
+    body: bytes, model: ServedModel, limits: RequestLimits, seed: int
 ) -> CompletionRequest:
-    """POST /v1/completions."""
+    """Parse the body of POST /v1/completions. `seed`: the seed if the body has none."""
     fields = _parsed(_CompletionBody, body)
-    prompts = _prompts(fields.prompt)
-    return _request(fields, prompts, fields.max_tokens, (), fields.logprobs, limits, new_seed)
+    return _request(fields, _prompts(fields.prompt, model), (), model, limits, seed)
 
 
-def chat(body: bytes, limits: RequestLimits, new_seed: Callable[[], int]) -> CompletionRequest:
-    """POST /v1/chat/completions."""
+def chat(body: bytes, model: ServedModel, limits: RequestLimits, seed: int) -> CompletionRequest:
+    """Parse the body of POST /v1/chat/completions. `seed`: the seed if the body has none."""
     fields = _parsed(_ChatBody, body)
-    if fields.top_logprobs is not None and not fields.logprobs:
-        raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    top = (fields.top_logprobs or 0) if fields.logprobs else None
-    max_bytes = fields.max_completion_tokens or fields.max_tokens
-    prompt = conversation([(message.role, _content(message)) for message in fields.messages])
-    return _request(fields, [prompt], max_bytes, (END_OF_TURN,), top, limits, new_seed)
+    turns = [(message.role, _content(message)) for message in fields.messages]
+    prompt, own_stops = model.conversation(turns, fields.chat_template_kwargs or {})
+    return _request(fields, [prompt], own_stops, model, limits, seed)
 
 
-def conversation(turns: Sequence[tuple[str, str]]) -> bytes:
-    """A line for every message, with its speaker, and the beginning of the answer's line."""
-    for role, _ in turns:
-        if role not in SPEAKER_OF:
-            raise RequestError(
-                f"a message's role must be one of {', '.join(SPEAKER_OF)}", "messages"
-            )
-    lines = [f"{SPEAKER_OF[role]}: {content}\n" for role, content in turns]
-    return "".join([*lines, "Assistant: "]).encode()
+class _TokenizeBody(_Body):
+    prompt: str
+    add_special_tokens: bool = True
 
 
-A = TypeVar("A", bound=_CommonBody)
+class _DetokenizeBody(_Body):
+    tokens: _Tokens
 
 
-def _parsed(kind: type[A], body: bytes) -> A:
+def tokens(body: bytes, model: ServedModel) -> list[int]:
+    """The answer to the body of POST /tokenize."""
+    fields = _validated(_TokenizeBody, body)
+    start = [model.vocabulary.bos] if model.vocabulary.starts_with_bos else []
+    return [*(start if fields.add_special_tokens else ()), *model.encode(fields.prompt)]
+
+
+def text(body: bytes, model: ServedModel) -> str:
+    """The answer to the body of POST /detokenize."""
+    data = model.tokenizer.decode(_validated(_DetokenizeBody, body).tokens)
+    return data.decode(errors="replace")
+
+
+A = TypeVar("A", bound=_Body)
+B = TypeVar("B", bound=_CommonBody)
+
+
+def _validated(kind: type[A], body: bytes) -> A:
     try:
-        fields = kind.model_validate_json(body)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         path, problem = first_problem(error)
         field = path.partition(".")[0]
         raise RequestError(f"{field or 'the body'}: {problem}", field or None) from None
-    for field in fields.model_extra or {}:
-        if field not in IGNORED:
-            raise _unknown(field[:MAX_SHOWN], kind)
-    for field, neutral in NEUTRAL.items():
-        if getattr(fields, field, None) not in neutral:
-            raise RequestError(
-                f"{field} is not supported; leave it out",
-                field,
-                "unsupported_parameter",
-            )
+
+
+def _parsed(kind: type[B], body: bytes) -> B:
+    fields = _validated(kind, body)
+    for name, value in (fields.model_extra or {}).items():
+        if name in kind.neutral:
+            accepted, reason = kind.neutral[name]
+            if value not in accepted:
+                reason = f"{name} is not supported: {reason}"
+                raise RequestError(reason, name, "unsupported_parameter")
+        elif name not in IGNORED:
+            excerpt = name[:MAX_SHOWN]
+            guess = closest_match(excerpt, kind.model_fields)
+            hint = f"; did you mean {guess}?" if guess else ""
+            raise RequestError(f"unknown field {excerpt}{hint}", excerpt, "unknown_parameter")
     return fields
-
-
-def _unknown(field: str, kind: type[_CommonBody]) -> RequestError:
-    guess = closest_match(field, kind.model_fields)
-    hint = f"; did you mean {guess}?" if guess else ""
-    return RequestError(f"unknown field {field}{hint}", field, "unknown_parameter")
 
 
 def _request(
     fields: _CommonBody,
-    prompts: Sequence[bytes],
-    max_bytes: int | None,
+    prompts: Sequence[Sequence[int]],
     own_stops: tuple[bytes, ...],
-    top_log_probs: int | None,
+    model: ServedModel,
     limits: RequestLimits,
-    new_seed: Callable[[], int],
+    seed: int,
 ) -> CompletionRequest:
-    """`top_log_probs` is None if no log-probabilities are requested."""
     if fields.stream_options is not None and not fields.stream:
-        raise RequestError("stream_options needs stream to be true", "stream_options")
-    count = fields.n or 1
+        raise RequestError("stream_options needs stream; set stream to true", "stream_options")
+    count, seed = fields.n or 1, seed if fields.seed is None else fields.seed
     _check_limit("n", "choices", len(prompts) * count, limits.choices)
     for prompt in prompts:
         too_long = "context_length_exceeded"
-        _check_limit("prompt", "prompt bytes", len(prompt), limits.prompt_bytes, too_long)
-    max_bytes = max_bytes or min(limits.default_bytes, limits.output_bytes)
-    _check_limit("max_tokens", "output bytes", max_bytes, limits.output_bytes)
-    seed = new_seed() if fields.seed is None else fields.seed
-    default = GenerationRequest(b"", 0)
+        _check_limit("prompt", "prompt tokens", len(prompt), limits.prompt_tokens, too_long)
+    output_tokens = _output_tokens(fields, limits)
+    truncated = [_truncated(prompt, model) if output_tokens else 0 for prompt in prompts]
+    if any(truncated) and limits.long_prompts == "reject":
+        raise RequestError(
+            f"the prompt has {max(map(len, prompts))} tokens, {max(truncated)} more than fit into"
+            f" the window of {model.name} ({model.config.model.window}); shorten it",
+            "prompt",
+            too_long,
+        )
+    generation = GenerationRequest(
+        (),
+        output_tokens,
+        mode=_one_of("mode", MODES, fields.mode or "speculative"),
+        passes=1 if fields.passes is None else fields.passes,
+        drafts=model.drafts(
+            fields.mode, fields.drafts and _one_of("drafts", DRAFTS, fields.drafts)
+        ),
+        sampling=_sampling(fields, model, limits),
+        stop=(*_stops(fields.stop), *own_stops),
+        top_log_probs=fields.top_log_probs,
+        echo=fields.echoes,
+    )
     generations = [
-        GenerationRequest(
-            prompt,
-            max_bytes,
-            mode=_one_of("mode", MODES, fields.mode or default.mode),
-            passes=default.passes if fields.passes is None else fields.passes,
-            drafts=_one_of("drafts", DRAFTS, fields.drafts) if fields.drafts else default.drafts,
-            sampling=_sampling(fields, (seed + choice) % SEEDS),
-            stop=(*_stops(fields.stop), *own_stops),
-            top_log_probs=top_log_probs or 0,
+        replace(
+            generation,
+            prompt=prompt,
+            sampling=replace(generation.sampling, seed=(seed + choice) % SEEDS),
         )
         for prompt, choice in product(prompts, range(count))
     ]
     return CompletionRequest(
-        chat=isinstance(fields, _ChatBody),
         model=fields.model,
         generations=tuple(generations),
-        prompt_bytes=sum(map(len, prompts)),
-        log_probs=top_log_probs is not None,
+        prompt_tokens=sum(map(len, prompts)),
         stream=bool(fields.stream),
         include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        truncated_tokens=sum(truncated),
     )
 
 
-def _sampling(fields: _CommonBody, seed: int) -> Sampling:
+def _truncated(prompt: Sequence[int], model: ServedModel) -> int:
+    """How many tokens at the prompt's beginning are outside the window of the answer's first
+    token."""
+    vocabulary = model.vocabulary
+    adds_bos = vocabulary.starts_with_bos and list(prompt[:1]) != [vocabulary.bos]
+    return max(0, len(prompt) + adds_bos - model.config.model.window)
+
+
+def _output_tokens(fields: _CommonBody, limits: RequestLimits) -> int:
+    count = fields.output_tokens
+    if count is None:
+        return min(limits.default_tokens, limits.output_tokens)
+    if count == 0 and not fields.echoes:
+        raise RequestError("max_tokens: 0 needs echo to be true; use 1 or more", "max_tokens")
+    _check_limit("max_tokens", "output tokens", count, limits.output_tokens)
+    return count
+
+
+def _sampling(fields: _CommonBody, model: ServedModel, limits: RequestLimits) -> Sampling:
+    """The sampling options except the seed."""
+    _check_limit("top_k", "tokens for top_k", fields.top_k or 0, model.vocabulary.size)
     temperature = 1.0 if fields.temperature is None else fields.temperature
     return Sampling(
         temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_k=fields.top_k or 0,
         top_p=1.0 if fields.top_p is None else max(fields.top_p, LEAST_TOP_P),
-        seed=seed,
+        min_p=fields.min_p or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        bias=_biases(fields.logit_bias or {}, model, limits.biases),
     )
 
 
-def _prompts(prompt: Any) -> list[bytes]:
-    """One prompt or several, each as text or as a list of bytes."""
-    if isinstance(prompt, str):
-        return [prompt.encode()]
-    if not prompt:
-        raise RequestError("prompt is an empty list", "prompt")
-    if isinstance(prompt[0], int):
-        return [bytes(prompt)]
-    return [each.encode() if isinstance(each, str) else bytes(each) for each in prompt]
+def _biases(given: Mapping[str, float], model: ServedModel, most: int) -> dict[int, float]:
+    _check_limit("logit_bias", "tokens in logit_bias", len(given), most)
+    for name in given:
+        if not name.isdecimal() or int(name) >= model.vocabulary.size:
+            raise RequestError(_no_token("logit_bias", name[:MAX_SHOWN], model), "logit_bias")
+    return {int(name): bias for name, bias in given.items() if bias}
+
+
+def _no_token(field: str, name: object, model: ServedModel) -> str:
+    unit = "bytes" if model.vocabulary.is_bytes else "the ids of its tokenizer"
+    return (
+        f"{field}: {name} is not a token of {model.name}; its tokens are {unit},"
+        f" 0 to {model.vocabulary.size - 1}"
+    )
+
+
+def _prompts(prompt: Any, model: ServedModel) -> list[Sequence[int]]:
+    """One prompt or several, each as text or as a list of tokens."""
+    if not prompt and not isinstance(prompt, str):
+        raise RequestError("prompt is an empty list; give at least one text or token", "prompt")
+    several = prompt if isinstance(prompt, tuple) and not isinstance(prompt[0], int) else [prompt]
+    for tokens in several:
+        if not isinstance(tokens, str) and max(tokens, default=0) >= model.vocabulary.size:
+            raise RequestError(_no_token("prompt", max(tokens), model), "prompt")
+    return [model.encode(each) if isinstance(each, str) else each for each in several]
 
 
 def _content(message: _ChatMessage) -> str:
@@ -318,11 +414,11 @@ def _stops(stop: str | tuple[str, ...] | None) -> tuple[bytes, ...]:
     stops = (stop,) if isinstance(stop, str) else stop or ()
     _check_limit("stop", "stop strings", len(stops), MAX_STOPS)
     if "" in stops:
-        raise RequestError("a stop string is empty", "stop")
+        raise RequestError("a stop string is empty; leave it out", "stop")
     return tuple(each.encode() for each in stops)
 
 
-def _one_of(field: str, allowed: Sequence[str], value: str) -> str:
+def _one_of(field: str, allowed: Collection[str], value: str) -> str:
     if value not in allowed:
         raise RequestError(f"{field} must be one of {', '.join(allowed)}", field)
     return value
@@ -330,4 +426,4 @@ def _one_of(field: str, allowed: Sequence[str], value: str) -> str:
 
 def _check_limit(field: str, what: str, value: int, limit: int, code: str | None = None) -> None:
     if value > limit:
-        raise RequestError(f"{value} {what} requested; the limit is {limit}", field, code)
+        raise RequestError(f"{value} {what} requested, but the limit is {limit}", field, code)

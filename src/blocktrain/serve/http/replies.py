@@ -1,131 +1,137 @@
-"""Responses in OpenAI's formats, and an answer's bytes as text.
+"""Responses in OpenAI's formats, and the decoding of an answer's tokens.
 
-A stream never splits a character: joined, its texts are the whole answer decoded at once. U+FFFD
+A stream never splits a character: its texts joined equal the whole answer decoded at once. U+FFFD
 stands only for bytes that are not UTF-8.
 """
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from blocktrain.serve.router.decode import AnswerCost, Piece
+from blocktrain.serve.http.served_model import ServedModel
+from blocktrain.serve.router.decode import AnswerCost
+from blocktrain.serve.router.output import OutputToken
 
 Json = dict[str, Any]
 
-LEAST_LOG_PROB = -9999.0  # OpenAI's number for what is impossible; JSON has no infinity
+# Added up over several answers.
+SUMMED = ("traversals", "drafted", "accepted", "replays", "network_seconds")
+LEAST_LOG_PROB = -9999.0  # OpenAI's value for impossible tokens; JSON has no infinity
 
-
-@dataclass(frozen=True)
-class TokenText:
-    """A byte, its log-probability, the likeliest bytes, and its character's place in the text."""
-
-    byte: int
-    log_prob: float
-    top: Mapping[int, float]
-    offset: int
+PlacedToken = tuple[OutputToken, int]  # with the offset of its first character in the text
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """More text of an answer, with its bytes if log-probabilities were requested."""
+    """New text of an answer, with its tokens if log-probabilities were requested."""
 
     text: str = ""
-    tokens: tuple[TokenText, ...] | None = None
+    tokens: tuple[PlacedToken, ...] | None = None
+
+    @classmethod
+    def joined(cls, deltas: Sequence["TextDelta"]) -> "TextDelta":
+        tokens = tuple(token for delta in deltas for token in delta.tokens or ())
+        text = "".join(delta.text for delta in deltas)
+        return cls(text, None if deltas[0].tokens is None else tokens)
 
 
 class Transcript:
-    """Decodes one answer piece by piece; counts its bytes and characters."""
+    """Decodes one answer piece by piece, and counts its characters."""
 
     def __init__(self, *, log_probs: bool) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._log_probs = log_probs
         self._characters = 0
-        self.bytes = 0
 
-    def take(self, piece: Piece) -> TextDelta:
-        self.bytes += len(piece.data)
+    def take(self, tokens: Sequence[OutputToken]) -> TextDelta:
         if not self._log_probs:
-            return TextDelta(self._decoder.decode(piece.data))
-        texts, tokens = [], []
-        for index, byte in enumerate(piece.data):
-            texts.append(self._decoder.decode(bytes([byte])))
-            self._characters += len(texts[-1])
-            unfinished = bool(self._decoder.getstate()[0])
-            offset = self._characters - (not unfinished)
-            top = piece.top[index] if piece.top else {}
-            tokens.append(TokenText(byte, piece.log_probs[index], top, offset))
-        return TextDelta("".join(texts), tuple(tokens))
+            return TextDelta(self._decoder.decode(b"".join(token.data for token in tokens)))
+        texts, placed = [], []
+        for token in tokens:
+            # The first byte may end an incomplete character of the token before: decode it alone.
+            texts.append(self._decode(token.data[:1]))
+            is_whole = token.data and not self._decoder.getstate()[0]
+            placed.append((token, self._characters - bool(is_whole)))
+            texts.append(self._decode(token.data[1:]))
+        return TextDelta("".join(texts), tuple(placed))
 
     def rest(self) -> TextDelta:
-        """What was held back of a character that was never completed."""
+        """The remainder of a character that was never completed."""
         return TextDelta(self._decoder.decode(b"", final=True), () if self._log_probs else None)
 
-
-def joined(deltas: list[TextDelta]) -> TextDelta:
-    tokens = [delta.tokens for delta in deltas]
-    return TextDelta(
-        "".join(delta.text for delta in deltas),
-        tuple(token for some in tokens for token in some or ()) if tokens[0] is not None else None,
-    )
+    def _decode(self, data: bytes) -> str:
+        text = self._decoder.decode(data)
+        self._characters += len(text)
+        return text
 
 
 @dataclass(frozen=True)
 class ResponseFormat(ABC):
-    """How one response is written: its bodies, whole or in chunks, share an id."""
+    """The JSON format of one response. Its bodies, whole or in chunks, share an id."""
 
-    id: str  # without its prefix
+    id: str  # without the prefix
     created: int
-    model: str
+    model: ServedModel
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
     def whole(self, choices: Sequence[Json], **more: Json) -> Json:
-        return self._body(self.whole_object, choices, more)
+        return self._body(self.whole_object, choices) | more
 
     def chunk(self, choices: Sequence[Json], **more: Json | None) -> Json:
-        return self._body(self.chunk_object, choices, more)
+        return self._body(self.chunk_object, choices) | more
 
-    def _body(self, kind: str, choices: Sequence[Json], more: Mapping[str, Json | None]) -> Json:
-        head: Json = {"id": self.prefix + self.id, "object": kind}
-        head |= {"created": self.created, "model": self.model}
-        return {**head, "choices": list(choices), **more}
-
-    @abstractmethod
-    def choice(self, index: int, answer: TextDelta, reason: str) -> Json:
-        """A whole answer."""
-
-    @abstractmethod
-    def opening(self, index: int) -> Json | None:
-        """What a stream sends before an answer's first text."""
-
-    @abstractmethod
-    def delta(self, index: int, delta: TextDelta, reason: str | None = None) -> Json:
-        """More text of an answer; `reason` with its end."""
-
-
-class TextFormat(ResponseFormat):
-    """/v1/completions"""
-
-    prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
+    def _body(self, kind: str, choices: Sequence[Json]) -> Json:
+        head = {"id": self.prefix + self.id, "created": self.created, "model": self.model.name}
+        return {**head, "object": kind, "choices": list(choices)}
 
     def choice(self, index: int, answer: TextDelta, reason: str) -> Json:
+        """The JSON of a whole answer."""
         return self.delta(index, answer, reason)
 
     def opening(self, index: int) -> Json | None:
+        """The JSON of a streamed answer's first chunk, before any text; None if the format has
+        none."""
         return None
 
+    @abstractmethod
     def delta(self, index: int, delta: TextDelta, reason: str | None = None) -> Json:
-        log_probs = None if delta.tokens is None else _columns(delta.tokens)
+        """The JSON of new text of an answer. `reason`: why the answer ends, only at its end."""
+
+
+class TextFormat(ResponseFormat):
+    """The format of /v1/completions."""
+
+    prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def delta(self, index: int, delta: TextDelta, reason: str | None = None) -> Json:
+        log_probs = None if delta.tokens is None else self._log_probs(delta.tokens)
         choice = {"index": index, "text": delta.text}
         return {**choice, "logprobs": log_probs, "finish_reason": reason}
 
+    def _log_probs(self, placed: Sequence[PlacedToken]) -> Json:
+        return {
+            "tokens": [self.model.token_name(token.id) for token, _ in placed],
+            "token_logprobs": [_finite(token.log_prob) for token, _ in placed],
+            "top_logprobs": [self._top(token.top) for token, _ in placed],
+            "text_offset": [offset for _, offset in placed],
+        }
+
+    def _top(self, top: Mapping[int, float] | None) -> Json | None:
+        if top is None:
+            return None
+        named: Json = {}
+        for token, log_prob in top.items():  # the likeliest of tokens with the same name
+            named.setdefault(self.model.token_name(token), _finite(log_prob))
+        return named
+
 
 class ChatFormat(ResponseFormat):
-    """/v1/chat/completions"""
+    """The format of /v1/chat/completions."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
@@ -144,67 +150,45 @@ class ChatFormat(ResponseFormat):
     def _choice(
         self, index: int, key: str, message: Json, delta: TextDelta, reason: str | None
     ) -> Json:
-        log_probs = None if delta.tokens is None else {"content": [_row(t) for t in delta.tokens]}
+        log_probs = None
+        if delta.tokens is not None:
+            log_probs = {"content": [self._log_probs(token) for token, _ in delta.tokens]}
         return {"index": index, key: message, "logprobs": log_probs, "finish_reason": reason}
 
+    def _log_probs(self, token: OutputToken) -> Json:
+        top = [self._named(likely, log_prob) for likely, log_prob in (token.top or {}).items()]
+        return {**self._named(token.id, token.log_prob), "top_logprobs": top}
 
-def usage_body(prompt_bytes: int, output_bytes: int) -> Json:
-    """A token is a byte."""
+    def _named(self, token: int, log_prob: float | None) -> Json:
+        data = list(self.model.tokenizer.token_bytes(token))
+        name = self.model.token_name(token)
+        return {"token": name, "logprob": _finite(log_prob), "bytes": data}
+
+
+def usage_body(prompt_tokens: int, output_tokens: int, truncated: int = 0) -> Json:
+    """`truncated`: tokens of prompts that were left out because the window is full."""
     return {
-        "prompt_tokens": prompt_bytes,
-        "completion_tokens": output_bytes,
-        "total_tokens": prompt_bytes + output_bytes,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        **({"truncated_prompt_tokens": truncated} if truncated else {}),
     }
 
 
-def cost_body(costs: Sequence[AnswerCost]) -> Json:
-    """What one answer took, or several together."""
-    total = AnswerCost()
+def cost_body(costs: Iterable[AnswerCost]) -> Json:
+    """The cost of one answer, or of several together."""
+    total, tokens = AnswerCost(), 0
     for cost in costs:
-        total.add(cost)
+        tokens += cost.output_tokens
+        total.add_seconds(cost.stage_seconds)
+        for name in SUMMED:
+            setattr(total, name, getattr(total, name) + getattr(cost, name))
     return {
-        "traversals": total.traversals,
-        "bytes_per_traversal": round(total.bytes_per_traversal, 3),
-        "drafted": total.drafted,
-        "accepted": total.accepted,
-        "replays": total.replays,
-        "stage_seconds": {
-            stage: round(seconds, 6) for stage, seconds in total.stage_seconds.items()
-        },
+        **{name: round(getattr(total, name), 6) for name in SUMMED},
+        "tokens_per_traversal": round(tokens / max(1, total.traversals), 3),
+        "stage_seconds": {name: round(each, 6) for name, each in total.stage_seconds.items()},
     }
 
 
-def model_card(name: str, created: int) -> Json:
-    return {"id": name, "object": "model", "created": created, "owned_by": "blocktrain"}
-
-
-def token_text(byte: int) -> str:
-    """A byte's name in log-probabilities: its character, or bytes:\\xNN beyond ASCII."""
-    return chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}"
-
-
-def _columns(tokens: Sequence[TokenText]) -> Json:
-    """As /v1/completions has them."""
-    return {
-        "tokens": [token_text(token.byte) for token in tokens],
-        "token_logprobs": [_finite(token.log_prob) for token in tokens],
-        "top_logprobs": [
-            {token_text(byte): _finite(value) for byte, value in token.top.items()}
-            for token in tokens
-        ],
-        "text_offset": [token.offset for token in tokens],
-    }
-
-
-def _row(token: TokenText) -> Json:
-    """As /v1/chat/completions has them."""
-    top = [_named(byte, log_prob) for byte, log_prob in token.top.items()]
-    return {**_named(token.byte, token.log_prob), "top_logprobs": top}
-
-
-def _named(byte: int, log_prob: float) -> Json:
-    return {"token": token_text(byte), "logprob": _finite(log_prob), "bytes": [byte]}
-
-
-def _finite(log_prob: float) -> float:
-    return max(float(log_prob), LEAST_LOG_PROB)
+def _finite(log_prob: float | None) -> float | None:
+    return None if log_prob is None else max(float(log_prob), LEAST_LOG_PROB)

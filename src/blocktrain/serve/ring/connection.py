@@ -1,6 +1,5 @@
-"""A connection of the ring: messages both ways, with flow control, heartbeat and a reason for its
-end. Knows nothing of what the messages are for.
-"""
+"""A connection of the ring: messages in both directions, with flow control, heartbeat and a reason
+for its end. Does not know what the messages mean."""
 
 import asyncio
 import socket
@@ -21,7 +20,6 @@ from blocktrain.errors import (
 )
 from blocktrain.protocol.framing import (
     LIMIT,
-    Buffer,
     FrameDecoder,
     FrameKind,
     FrameMessage,
@@ -35,7 +33,7 @@ MAX_LIMIT = 2**40
 MAX_BEAT = 60.0
 JOINED_BYTES = 64 * 1024  # a smaller frame is written in one piece
 WRITE_BUFFER_BYTES = 256 * 1024  # beyond one frame
-CONGESTION = b"bbr"  # after a pause it continues at the speed it had
+CONGESTION = b"bbr"  # keeps its speed after a pause
 FAREWELL_SECONDS = 1.0
 MAX_REASON = 500  # characters
 PADDING_BYTES = 4 << 20
@@ -55,12 +53,12 @@ class Peer:
 
 @dataclass(frozen=True)
 class Terms:
-    """Settings of one side's connections."""
+    """Settings of one side of a connection."""
 
     beat: float = 1.0  # seconds between pings
-    slack: float = 0.5  # seconds that a ping may be late
+    slack: float = 0.5  # tolerated delay of a ping in seconds
     greeting_seconds: float = 5.0
-    limit: int = LIMIT  # bytes of a message's meta and arrays
+    limit: int = LIMIT  # largest message (meta and arrays) in bytes
     padding: int = PADDING_BYTES  # largest warm-up message; 0: no warm-up
 
 
@@ -68,9 +66,10 @@ DEFAULT_TERMS = Terms()
 
 
 class RingConnection(asyncio.BufferedProtocol):
-    """Made by `handshake.dial` and `handshake.RingListener`. Do not change arrays once sent.
+    """A connection to another member of the ring, made by `handshake.dial` and
+    `handshake.RingListener`. Do not change arrays after sending them.
 
-    `reason` is why it ended; messages that arrived before can still be received.
+    `reason` says why the connection ended. Messages that arrived before can still be received.
     """
 
     def __init__(self, terms: Terms, address: str) -> None:
@@ -82,7 +81,7 @@ class RingConnection(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._decoder = FrameDecoder(MAX_HELLO_BYTES)
         self._inbox: asyncio.Queue[FrameMessage | None] = asyncio.Queue()  # None: the end
-        self._greeting: asyncio.Future[Hello] = self._loop.create_future()
+        self.greeting: asyncio.Future[Hello] = self._loop.create_future()  # the peer's
         self._incoming = ReceiveCredit(window_for(largest_frame(terms.limit)))
         self._outgoing = SendCredit()
         self._sending = asyncio.Lock()
@@ -93,25 +92,21 @@ class RingConnection(asyncio.BufferedProtocol):
         self._warming: asyncio.Task[None] | None = None
         self._abort_timer: asyncio.TimerHandle | None = None
 
-    @property
-    def round_trip(self) -> float | None:
-        """Seconds, smoothed; None until the first answer to a ping."""
-        return self._heartbeat.round_trip
-
     async def send(self, message: FrameMessage) -> None:
-        """Returns once the message is handed to the transport; raises why the connection ended."""
+        """Hand a message to the transport. Raises `reason` if the connection has ended."""
         parts = encode(message)
         size = sum(map(len, parts))
         if size > self._outgoing.max_frame:
-            raise ProtocolError(f"a message of {size} bytes is too large for {self.peer}")
+            raise ProtocolError(f"a message of {size} bytes exceeds the limit of {self.peer}")
         async with self._sending:
             await self._outgoing.take(size)
             if self.reason:
                 raise self.reason
-            self._write(parts, size)
+            for part in [b"".join(parts)] if size <= JOINED_BYTES else parts:
+                self._transport.write(part)
 
     async def receive(self) -> FrameMessage:
-        """The next message; after the last one, raises why the connection ended."""
+        """The next message. Raises `reason` after the last one."""
         message = await self._inbox.get()
         if message is None:
             self._inbox.put_nowait(None)
@@ -125,11 +120,11 @@ class RingConnection(asyncio.BufferedProtocol):
         await self._closed.wait()
 
     def close(self) -> None:
-        """What was sent still goes out, if the other side reads it soon."""
+        """Close; sent messages still go out if the peer reads them soon."""
         self._end(UnreachableError(f"the connection to {self.peer} is closed"), farewell=True)
 
     def refuse(self, reason: BlocktrainError) -> None:
-        """Close, and tell the other side why."""
+        """Close, and tell the peer why."""
         self._write_control(FrameKind.ERROR, meta={"reason": str(reason)[:MAX_REASON]})
         self._end(reason, farewell=True)
 
@@ -140,11 +135,8 @@ class RingConnection(asyncio.BufferedProtocol):
         meta = {"hello": hello, "limit": terms.limit, "beat": terms.beat}
         self._write_control(FrameKind.HELLO, meta=meta)
 
-    async def greeted(self) -> Hello:
-        return await self._greeting
-
     def begin(self, peer: Peer, hello: Hello) -> None:
-        """Start the heartbeat and the warm-up, once both sides have said HELLO."""
+        """Start heartbeat and warm-up, once both sides have sent HELLO."""
         self.peer, self.hello = peer, hello
         self._heartbeat.start()
         warming = warm_up(self._pad, self._max_padding, self._loop.time)
@@ -167,7 +159,7 @@ class RingConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self.reason:
             return
-        self._heartbeat.heard()
+        self._heartbeat.reset()
         try:
             self._decoder.buffer_updated(nbytes)
             for message in self._decoder.messages():
@@ -187,7 +179,7 @@ class RingConnection(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         early = (
-            "" if self._outgoing.is_open else " before a greeting: it is full, or of another ring"
+            "" if self._outgoing.is_open else " before a greeting; it is full or in another ring"
         )
         self._end(UnreachableError(f"{self.peer} closed the connection{early}"), farewell=True)
 
@@ -208,11 +200,15 @@ class RingConnection(asyncio.BufferedProtocol):
             reason = str(message.meta.get("reason", "no reason given"))[:MAX_REASON]
             self._end(RefusedError("refused", f"{self.peer} refused: {reason}"), farewell=True)
         elif (message.kind is FrameKind.HELLO) == self._outgoing.is_open:
-            raise ProtocolError("the first message, and no other, must be a HELLO")
+            if message.kind is FrameKind.HELLO:
+                raise ProtocolError("a second HELLO arrived")
+            raise ProtocolError("the first message is not a HELLO")
         elif message.kind is FrameKind.HELLO:
             self._take_hello(message.meta)
+        elif message.kind is FrameKind.PING and self._outgoing.paused:
+            self._unsent_pong = message.sequence
         elif message.kind is FrameKind.PING:
-            self._answer_ping(message.sequence)
+            self._write_control(FrameKind.PONG, message.sequence)
         elif message.kind is FrameKind.PONG:
             self._heartbeat.pong(message.sequence)
         elif message.kind is FrameKind.CREDIT:
@@ -228,19 +224,13 @@ class RingConnection(asyncio.BufferedProtocol):
         if not isinstance(hello, dict) or type(limit) is not int or type(beat) is not float:
             raise ProtocolError("a HELLO needs hello, limit and beat")
         if not (MAX_HELLO_BYTES <= limit <= MAX_LIMIT and 0 < beat <= MAX_BEAT):
-            raise ProtocolError(f"a limit of {limit} or a beat of {beat} is out of range")
+            raise ProtocolError(f"the HELLO's limit of {limit} or beat of {beat} is out of range")
         self._outgoing.open(largest_frame(limit))
         self._heartbeat.expect(beat)
         self._max_padding = min(self._terms.padding, limit // 2)
         self._decoder.limit = self._terms.limit
-        if not self._greeting.done():
-            self._greeting.set_result(hello)
-
-    def _answer_ping(self, ping: int) -> None:
-        if self._outgoing.paused:
-            self._unsent_pong = ping
-        else:
-            self._write_control(FrameKind.PONG, ping)
+        if not self.greeting.done():
+            self.greeting.set_result(hello)
 
     def _take_padding(self, message: FrameMessage) -> None:
         if not message.arrays:  # an acknowledgement
@@ -267,7 +257,7 @@ class RingConnection(asyncio.BufferedProtocol):
             self._write_control(FrameKind.CREDIT, more)
 
     async def _pad(self, size: int) -> None:
-        """Returns once the other side has received this many meaningless bytes."""
+        """Send this many padding bytes; returns once the peer has received them."""
         self._padded = self._loop.create_future()
         await self.send(FrameMessage(FrameKind.PAD, arrays=(np.zeros(size, np.uint8),)))
         await self._padded
@@ -278,13 +268,6 @@ class RingConnection(asyncio.BufferedProtocol):
         if not self.reason:
             self._transport.write(b"".join(encode(FrameMessage(kind, 0, sequence, meta or {}))))
 
-    def _write(self, parts: list[Buffer], size: int) -> None:
-        if size <= JOINED_BYTES:
-            self._transport.write(b"".join(parts))
-            return
-        for part in parts:
-            self._transport.write(part)
-
     def _end(self, reason: BlocktrainError, *, farewell: bool = False) -> None:
         if self.reason:
             return
@@ -292,14 +275,14 @@ class RingConnection(asyncio.BufferedProtocol):
         self._heartbeat.stop()
         if self._warming:
             self._warming.cancel()
-        if not self._greeting.done():
-            self._greeting.set_exception(reason)
-            self._greeting.exception()  # marks it as seen: there may be no waiter
+        if not self.greeting.done():
+            self.greeting.set_exception(reason)
+            self.greeting.exception()  # marks it as retrieved: there may be no waiter
         self._inbox.put_nowait(None)
         self._outgoing.end()
         if farewell:
-            # Closing with unread input would reset the connection and lose what was sent, so send
-            # an end of file first.
+            # Send an end of file first: closing with unread input would reset the connection and
+            # lose sent data.
             transport = self._transport
             (transport.write_eof if transport.can_write_eof() else transport.close)()
             self._abort_timer = self._loop.call_later(FAREWELL_SECONDS, transport.abort)
@@ -311,7 +294,7 @@ def _tune(link: socket.socket) -> None:
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_CONGESTION"):
-        with suppress(OSError):  # not every kernel has it
+        with suppress(OSError):  # not every kernel supports it
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
 
 
@@ -319,7 +302,7 @@ Dial = Callable[[str], Awaitable[RingConnection]]
 
 
 class ConnectionPool:
-    """One connection to each address, dialled when it is needed."""
+    """One connection per address, opened when it is needed."""
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial

@@ -1,178 +1,229 @@
-"""Steps, prefills, releases and failures as messages of router and stages, validated on arrival.
+"""Messages between router and stages (steps, prefills, releases, failures), validated on arrival.
 
-A step is source-routed: it names the stages still to come and the router that waits for it. Knows
+A step carries its route: the stages still to come, and the router that waits for the result. Knows
 nothing of connections or models.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import numpy.typing as npt
+from pydantic import Field, StringConstraints, ValidationError
 
+from blocktrain.config import Vocabulary
 from blocktrain.errors import ProtocolError
 from blocktrain.numerics.sampling import Sampling
 from blocktrain.protocol.framing import FrameKind, FrameMessage
-from blocktrain.protocol.messages import first_problem
-from blocktrain.serve.ring import wire
-from blocktrain.serve.stage.batch import Activations, Refinement, Row
-from blocktrain.vocabulary import BYTES, IDS
+from blocktrain.protocol.messages import Message, first_problem
+from blocktrain.serve.ring.activations import (
+    EMPTY,
+    WIRE_TYPES,
+    Activations,
+    Array,
+    Choice,
+    Predictions,
+    Row,
+    pack,
+    unpack,
+)
 
 MAX_HOPS = 64
 MAX_ROWS = 1024
 MAX_POSITIONS = 1 << 20
+MAX_TOP = 256
+MAX_FAILURE = 1000  # characters
+MAX_BIASES = 1024
+TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]  # JSON's keys are texts
 
 Count = Field(ge=0, le=MAX_POSITIONS)
 Identifier = Field(ge=0, lt=2**63)
 
-
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+AHead = TypeVar("AHead", bound=Message)
 
 
-AHead = TypeVar("AHead", bound=Strict)
+class RowHead(Message):
+    """A row without its ids, and with the fields of its `choice`. Omitted fields have their
+    defaults."""
 
-
-class RefinementHead(Strict):
-    temperature: float = Field(ge=0.0, allow_inf_nan=False)
-    top_k: int = Field(ge=0, le=BYTES)
-    top_p: float = Field(gt=0.0, le=1.0)
-    seed: int = Identifier
-    position: int = Field(ge=0, lt=2**63)
-
-
-class RowHead(Strict):
     request: int = Identifier
     start: int = Count
     length: int = Count
     read: int = Count
-    refinement: RefinementHead | None = None
+    temperature: float = Field(0.0, ge=0.0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    seed: int = Field(0, ge=0, lt=2**63)
+    position: int = Field(0, ge=0, lt=2**63)
+    top: int = Field(0, ge=0, le=MAX_TOP)
+    refine: bool = False
+    answer_from: int = Field(0, ge=0, le=MAX_POSITIONS)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: dict[TokenId, float] = Field({}, max_length=MAX_BIASES)
+
+    @property
+    def choice(self) -> Choice:
+        sampling = Sampling(
+            self.temperature, self.top_k, self.top_p, self.seed, self.min_p, self.presence_penalty,
+            self.frequency_penalty, {int(token): bias for token, bias in self.bias.items()},
+        )  # fmt: skip
+        return Choice(sampling, self.position, self.top, self.refine, self.answer_from)
 
 
-class StepHead(Strict):
+class RowsHead(Message):
+    rows: list[RowHead] = Field(min_length=1, max_length=MAX_ROWS)
+
+
+class StepHead(RowsHead):
     router: str = Field(max_length=64)
     hops: list[str] = Field(max_length=MAX_HOPS)
-    rows: list[RowHead] = Field(min_length=1, max_length=MAX_ROWS)
     wire: Literal["fp32", "bf16", "int8"]
     seconds: dict[str, float] = Field(default_factory=dict, max_length=MAX_HOPS)
 
 
-class RowsHead(Strict):
-    rows: list[RowHead] = Field(min_length=1, max_length=MAX_ROWS)
+class ResultHead(Message):
+    requests: list[int] = Field(min_length=1, max_length=MAX_ROWS)
+    read: list[Annotated[int, Count]] = Field(min_length=1, max_length=MAX_ROWS)
+    seconds: dict[str, float] = Field(max_length=MAX_HOPS)
 
 
-class ReleaseHead(Strict):
+class ReleaseHead(Message):
     requests: list[int] = Field(max_length=MAX_ROWS)
 
 
-class FailureHead(Strict):
-    """Requests whose step failed, and why; `hop` is a stage that could not be reached."""
+class FailureHead(Message):
+    """Requests whose step failed, and why. `hop` is a stage that could not be reached."""
 
     requests: list[int] = Field(max_length=MAX_ROWS)
     code: Literal["missing_prefix", "cache_full", "unreachable", "failed"]
-    message: str = Field(max_length=1000)
+    message: str = Field(max_length=MAX_FAILURE)
     hop: str = ""
 
 
 @dataclass(frozen=True)
 class StepEnvelope:
-    """A step on its way: `hops` are the stages still to come, `seconds` what each stage took."""
+    """A step with its route. `hops`: the stages still to come; `seconds`: time spent in each
+    stage."""
 
     activations: Activations
     router: str
     hops: tuple[str, ...]
     wire: str = "fp32"
-    seconds: tuple[tuple[str, float], ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def route(self) -> tuple[str, tuple[str, ...], str]:
-        """Steps with the same route can be computed together."""
+        """The router, the stages still to come, and the wire format. Steps with equal routes can be
+        computed together."""
         return self.router, self.hops, self.wire
 
-    def carrying(self, activations: Activations) -> "StepEnvelope":
-        """The same envelope around other activations."""
-        return replace(self, activations=activations)
 
-    def after(self, activations: Activations, stage: str, seconds: float) -> "StepEnvelope":
-        """The envelope once a stage has computed its blocks."""
-        return replace(self, activations=activations, seconds=(*self.seconds, (stage, seconds)))
+@dataclass(frozen=True)
+class StepResult:
+    """The last stage's predictions for each request, and the time spent in each stage."""
 
-    def next_hop(self) -> tuple[str, "StepEnvelope"]:
-        return self.hops[0], replace(self, hops=self.hops[1:])
+    predictions: Mapping[int, Predictions]
+    seconds: Mapping[str, float]
 
 
-# In a HELLO: this side reads steps without a readout. Release 0.1 does not send it.
-READS_BARE_STEPS = {"reads_bare_steps": True}
+def step_message(step: StepEnvelope, vocabulary: Vocabulary) -> FrameMessage:
+    """A message to the next stage."""
+    rows, readout = step.activations.rows, step.activations.readout_RV
+    meta = {
+        "router": step.router,
+        "hops": list(step.hops),
+        "rows": [_row_meta(row) for row in rows],
+        "wire": step.wire,
+        "seconds": _rounded(step.seconds),
+    }
+    packed = pack(step.activations.state, step.wire)
+    if readout.size:
+        packed += pack(readout, step.wire)
+    return FrameMessage(FrameKind.STEP, meta=meta, arrays=(_ids(rows, vocabulary), *packed))
 
 
-def takes_bare_steps(hello: Mapping[str, Any]) -> bool:
-    """Whether a stage needs no readout of earlier blocks, as it uses the last one's alone."""
-    return hello.get("readout") == "final" and READS_BARE_STEPS.items() <= hello.items()
-
-
-def step_message(step: StepEnvelope, *, bare: bool = False) -> FrameMessage:
-    """To the next stage; `bare` leaves the readout out."""
-    activations = step.activations
-    readout = () if bare else wire.pack(activations.readout_RV, step.wire)
-    return _message(FrameKind.STEP, step, (*readout, *wire.pack(activations.state, step.wire)))
-
-
-def result_message(step: StepEnvelope) -> FrameMessage:
-    """To the router, with the readout alone."""
-    return _message(FrameKind.RESULT, step, wire.pack(step.activations.readout_RV, step.wire))
-
-
-def _message(kind: FrameKind, step: StepEnvelope, arrays: Sequence[np.ndarray]) -> FrameMessage:
-    rows = step.activations.rows
-    head = StepHead(
-        router=step.router,
-        hops=list(step.hops),
-        rows=[_row_head(row) for row in rows],
-        wire=step.wire,  # type: ignore[arg-type]
-        seconds=dict(step.seconds),
-    )
-    return FrameMessage(kind, meta=head.model_dump(), arrays=(_ids(rows), *arrays))
-
-
-def read_step(message: FrameMessage) -> StepEnvelope:
+def read_step(message: FrameMessage, vocabulary: Vocabulary) -> StepEnvelope:
     head = _checked(StepHead, message.meta)
-    count = wire.arrays_of(head.wire)
-    ids, *packed = message.arrays or [np.zeros(0, np.uint16)]
-    rows = _rows(head.rows, ids)
-    expected = {count} if message.kind is FrameKind.RESULT else {count, 2 * count}
-    if len(packed) not in expected:
-        raise ProtocolError(f"a step has {len(packed)} arrays, expected {max(expected)}")
-    shape = (sum(row.read for row in rows), BYTES)
-    readout = np.zeros(shape, np.float32)
-    if message.kind is FrameKind.RESULT or len(packed) == 2 * count:
-        readout, packed = wire.unpack(packed[:count], head.wire), packed[count:]
-    state = wire.unpack(packed, head.wire) if packed else readout[:, :0]
-    if readout.shape != shape or state.ndim != 2:
+    count = len(WIRE_TYPES[head.wire])
+    ids, *packed = message.arrays or [EMPTY]
+    rows = _rows(head.rows, ids, vocabulary)
+    if len(packed) not in (count, 2 * count):
+        raise ProtocolError(
+            f"a step has {len(packed)} arrays of numbers; {count} or {2 * count} are expected"
+        )
+    state = unpack(packed[:count], head.wire)
+    readout = unpack(packed[count:], head.wire) if packed[count:] else EMPTY
+    if state.ndim != 2 or readout.ndim != 2:
         raise ProtocolError("a step's arrays do not match its rows")
-    return StepEnvelope(
-        Activations(rows, state, readout),
-        head.router,
-        tuple(head.hops),
-        head.wire,
-        tuple(head.seconds.items()),
+    activations = Activations(rows, state, readout)
+    return StepEnvelope(activations, head.router, tuple(head.hops), head.wire, head.seconds)
+
+
+def result_message(step: StepEnvelope, vocabulary: Vocabulary) -> FrameMessage:
+    """A message to the router, with only the predictions."""
+    rows, predicted = step.activations.rows, step.activations.predictions
+    assert predicted is not None  # the last block predicts
+    meta = {
+        "requests": [row.request for row in rows],
+        "read": [row.read for row in rows],
+        "seconds": _rounded(step.seconds),
+    }
+    kind = id_type(vocabulary)
+    arrays = [predicted.tokens_R.astype(kind), predicted.log_probs_R, predicted.next_log_probs_R]
+    if predicted.top_tokens_RK.size:
+        arrays += [predicted.top_tokens_RK.astype(kind), predicted.top_log_probs_RK]
+    return FrameMessage(FrameKind.RESULT, meta=meta, arrays=tuple(arrays))
+
+
+def read_result(message: FrameMessage, vocabulary: Vocabulary) -> StepResult:
+    head, arrays = _checked(ResultHead, message.meta), list(message.arrays)
+    ends = list(accumulate(head.read))
+    if len(arrays) == 3:
+        arrays += [np.zeros((ends[-1], 0), arrays[0].dtype), np.zeros((ends[-1], 0), np.float32)]
+    if len(head.requests) != len(ends):
+        raise ProtocolError(
+            f"a result has {len(head.requests)} requests, but read positions of {len(ends)}"
+        )
+    if len(arrays) != 5:
+        raise ProtocolError(f"a result has {len(message.arrays)} arrays; 3 or 5 are expected")
+    predicted = Predictions(*arrays)
+    if not _fits(predicted, ends[-1], vocabulary):
+        raise ProtocolError("a result's arrays do not match its requests")
+    parts = zip(head.requests, head.read, ends, strict=True)
+    return StepResult({r: predicted[end - read : end] for r, read, end in parts}, head.seconds)
+
+
+def _fits(predicted: Predictions, positions: int, vocabulary: Vocabulary) -> bool:
+    tokens = (predicted.tokens_R, predicted.top_tokens_RK)
+    log_probs = (predicted.log_probs_R, predicted.next_log_probs_R, predicted.top_log_probs_RK)
+    return (
+        all(each.dtype == id_type(vocabulary) for each in tokens)
+        and all((each < vocabulary.size).all() for each in tokens)
+        and all(each.dtype == np.float32 and np.isfinite(each).all() for each in log_probs)
+        and all(each.shape == (positions,) for each in (predicted.tokens_R, *log_probs[:2]))
+        and predicted.top_tokens_RK.shape == predicted.top_log_probs_RK.shape
+        and predicted.top_tokens_RK.shape[:1] == (positions,)
     )
 
 
-def prefill_message(rows: Sequence[Row]) -> FrameMessage:
-    head = RowsHead(rows=[_row_head(row) for row in rows])
-    return FrameMessage(FrameKind.PREFILL, meta=head.model_dump(), arrays=(_ids(rows),))
+def prefill_message(rows: Sequence[Row], vocabulary: Vocabulary) -> FrameMessage:
+    meta = {"rows": [_row_meta(row) for row in rows]}
+    return FrameMessage(FrameKind.PREFILL, meta=meta, arrays=(_ids(rows, vocabulary),))
 
 
-def read_prefill(message: FrameMessage) -> tuple[Row, ...]:
+def read_prefill(message: FrameMessage, vocabulary: Vocabulary) -> tuple[Row, ...]:
     head = _checked(RowsHead, message.meta)
     if len(message.arrays) != 1:
-        raise ProtocolError("a prefill has one array, the ids")
-    return _rows(head.rows, message.arrays[0])
+        raise ProtocolError("a prefill must have exactly one array, the ids")
+    return _rows(head.rows, message.arrays[0], vocabulary)
 
 
 def release_message(requests: Sequence[int]) -> FrameMessage:
-    return FrameMessage(FrameKind.RELEASE, meta=ReleaseHead(requests=list(requests)).model_dump())
+    return FrameMessage(FrameKind.RELEASE, meta={"requests": requests})
 
 
 def read_release(message: FrameMessage) -> list[int]:
@@ -180,70 +231,56 @@ def read_release(message: FrameMessage) -> list[int]:
 
 
 def failure_message(requests: Sequence[int], code: str, text: str, hop: str = "") -> FrameMessage:
-    head = FailureHead(requests=list(requests), code=code, message=text[:1000], hop=hop)  # type: ignore[arg-type]
-    return FrameMessage(FrameKind.ERROR, request=requests[0], meta=head.model_dump())
+    meta = {"requests": requests, "code": code, "message": text[:MAX_FAILURE], "hop": hop}
+    return FrameMessage(FrameKind.ERROR, request=requests[0], meta=meta)
 
 
 def read_failure(message: FrameMessage) -> FailureHead:
     return _checked(FailureHead, message.meta)
 
 
-def _row_head(row: Row) -> RowHead:
-    return RowHead(
-        request=row.request,
-        start=row.start,
-        length=len(row.ids),
-        read=row.read,
-        refinement=_refinement_head(row.refinement) if row.refinement else None,
-    )
+def id_type(vocabulary: Vocabulary) -> npt.DTypeLike:
+    """The type of ids on the wire."""
+    return np.uint16 if vocabulary.ids <= 1 << 16 else np.uint32
 
 
-def _refinement_head(refinement: Refinement) -> RefinementHead:
-    sampling = refinement.sampling
-    return RefinementHead(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        position=refinement.position,
-    )
+def _ids(rows: Sequence[Row], vocabulary: Vocabulary) -> Array:
+    return np.concatenate([row.ids for row in rows]).astype(id_type(vocabulary))
 
 
-def _ids(rows: Sequence[Row]) -> np.ndarray:
-    return np.concatenate([row.ids.astype(np.uint16, copy=False) for row in rows])
+def _row_meta(row: Row) -> dict[str, Any]:
+    choice = {**vars(row.choice), **vars(row.choice.sampling)}
+    predicted = {
+        name: value for name, value in choice.items() if value != _DEFAULTS.get(name, value)
+    }
+    place = {"request": row.request, "start": row.start, "length": len(row.ids), "read": row.read}
+    return place | predicted
 
 
-def _rows(heads: Sequence[RowHead], ids: np.ndarray) -> tuple[Row, ...]:
-    total = sum(head.length for head in heads)
-    if ids.dtype != np.uint16 or ids.shape != (total,) or (ids >= IDS).any():
+_DEFAULTS = {name: each.default for name, each in RowHead.model_fields.items()}
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {stage: round(each, 6) for stage, each in seconds.items()}
+
+
+def _rows(heads: Sequence[RowHead], ids: Array, vocabulary: Vocabulary) -> tuple[Row, ...]:
+    ends = list(accumulate(head.length for head in heads))
+    is_typed = ids.dtype == id_type(vocabulary) and ids.shape == (ends[-1],)
+    if not is_typed or (ids >= vocabulary.ids).any():
         raise ProtocolError("a message's ids do not match its rows")
-    rows, at = [], 0
-    for head in heads:
-        if not head.length or head.read > head.length:
-            raise ProtocolError("a row is empty, or reads more positions than it has")
-        rows.append(
-            Row(
-                head.request,
-                head.start,
-                ids[at : at + head.length],
-                head.read,
-                _refinement(head.refinement),
-            )
-        )
-        at += head.length
-    return tuple(rows)
-
-
-def _refinement(head: RefinementHead | None) -> Refinement | None:
-    if head is None:
-        return None
-    sampling = Sampling(head.temperature, head.top_k, head.top_p, head.seed)
-    return Refinement(sampling, head.position)
+    if any(not head.length or head.read > head.length for head in heads):
+        raise ProtocolError("a row is empty, or reads more positions than it has")
+    cut = np.split(ids.astype(np.uint32), ends[:-1])
+    return tuple(
+        Row(head.request, head.start, own, head.read, head.choice)
+        for head, own in zip(heads, cut, strict=True)
+    )
 
 
 def _checked(model: type[AHead], meta: dict[str, Any]) -> AHead:
     try:
         return model.model_validate(meta)
     except ValidationError as error:
-        field, problem = first_problem(error)
-        raise ProtocolError(f"a message is malformed at {field or 'its head'}: {problem}") from None
+        where, problem = first_problem(error)
+        raise ProtocolError(f"a message is malformed at {where or 'its head'}: {problem}") from None

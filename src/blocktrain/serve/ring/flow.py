@@ -1,6 +1,6 @@
-"""Credit, heartbeat and warm-up of one connection. Knows no sockets and no messages.
+"""Credit, heartbeat and warm-up of one connection. Knows neither sockets nor messages.
 
-Credit bounds what a reader must hold in memory, in bytes: a message costs its frame and a constant.
+Credit limits the bytes that a reader must buffer. A message costs its frame plus a constant.
 """
 
 import asyncio
@@ -10,11 +10,10 @@ from contextlib import suppress
 
 from blocktrain.errors import BlocktrainError, ProtocolError
 
-MESSAGE_COST = 1024  # what a small message takes in memory, beyond its frame
+MESSAGE_COST = 1024  # memory per message beyond its frame
 TICKS_PER_BEAT = 4
-SMOOTHING = 1 / 8  # of round trips, as in TCP
 FIRST_PADDING_BYTES = 1 << 15
-FULL_LINE = 2  # padding that takes this many shortest times filled the line
+FULL_LINE = 2  # padding this many times slower than the fastest has saturated the link
 
 
 def message_cost(frame_bytes: int) -> int:
@@ -22,12 +21,12 @@ def message_cost(frame_bytes: int) -> int:
 
 
 def window_for(max_frame: int) -> int:
-    """Credit for two of the largest frames: one is processed while the next one travels."""
+    """Credit for two of the largest frames: one in processing, one in transit."""
     return 2 * message_cost(max_frame)
 
 
 class ReceiveCredit:
-    """What the other side may still send. It gets more in bulk, not after every message."""
+    """How much the peer may still send. Credit is granted in bulk, not after every message."""
 
     def __init__(self, window: int) -> None:
         self._left, self._read, self._window = window, 0, window
@@ -35,7 +34,7 @@ class ReceiveCredit:
     def arrived(self, frame_bytes: int) -> None:
         self._left -= message_cost(frame_bytes)
         if self._left < 0:
-            raise ProtocolError("the other side sent more than its credit allows")
+            raise ProtocolError("the peer sent more than its credit allows")
 
     def read(self, frame_bytes: int) -> None:
         self._read += message_cost(frame_bytes)
@@ -43,8 +42,8 @@ class ReceiveCredit:
     def top_up(self) -> int:
         """Credit to grant now; 0 until it is a quarter of the window.
 
-        So a writer whose reader keeps up has at least three quarters of the window, which is more
-        than the largest frame: no message waits forever.
+        If the reader keeps up, the writer thus has at least three quarters of the window. That is
+        more than the largest frame, so no message waits forever.
         """
         if self._read < self._window // 4:
             return 0
@@ -54,14 +53,15 @@ class ReceiveCredit:
 
 
 class SendCredit:
-    """What this side may still send; also holds back while the transport's buffer is full."""
+    """How much this side may still send. Sending also pauses while the transport's buffer is
+    full."""
 
     def __init__(self) -> None:
-        self.max_frame = 0  # until the other side's HELLO
+        self.max_frame = 0  # until the peer's HELLO
         self.paused = False
         self._window = self._credit = 0
         self._ended = False
-        self._wake: asyncio.Future[None] | None = None
+        self._wake = asyncio.Event()
 
     @property
     def is_open(self) -> bool:
@@ -72,38 +72,34 @@ class SendCredit:
         self._window = self._credit = window_for(max_frame)
 
     async def take(self, frame_bytes: int) -> None:
-        """Wait until a frame of this size may be written, or the connection has ended. For one
-        caller at a time."""
+        """Wait until a frame of this size may be written, or the connection has ended. One caller
+        at a time."""
         needed = message_cost(frame_bytes)
         while not self._ended and (self._credit < needed or self.paused):
-            self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
+            self._wake.clear()
+            await self._wake.wait()
         self._credit -= needed
 
     def grant(self, more: int) -> None:
         self._credit += more
         if self._credit > self._window:
-            raise ProtocolError("the other side granted more credit than the window has")
-        self._wake_up()
+            raise ProtocolError("the peer granted more credit than its window")
+        self._wake.set()
 
     def resume(self) -> None:
         self.paused = False
-        self._wake_up()
+        self._wake.set()
 
     def end(self) -> None:
         self._ended = True
-        self._wake_up()
-
-    def _wake_up(self) -> None:
-        if self._wake and not self._wake.done():
-            self._wake.set_result(None)
+        self._wake.set()
 
 
 class Heartbeat:
-    """Pings the other side, measures the round trip, and notices silence.
+    """Pings the peer, and detects its silence.
 
-    Silence is counted in ticks of the event loop, not read from a clock: time in which this process
-    itself stood still does not count.
+    Silence is counted in ticks of the event loop, so time during which this process was suspended
+    does not count.
     """
 
     def __init__(
@@ -113,7 +109,6 @@ class Heartbeat:
         ping: Callable[[int], None],
         on_silence: Callable[[float], None],
     ) -> None:
-        self.round_trip: float | None = None
         self._beat, self._slack = beat, slack
         self._ping, self._on_silence = ping, on_silence
         self._patience = 2 * beat + slack
@@ -122,18 +117,15 @@ class Heartbeat:
         self._timer: asyncio.TimerHandle | None = None
 
     def expect(self, other_beat: float) -> None:
-        """Be patient with a side that pings less often."""
+        """Allow more silence if the peer pings less often."""
         self._patience = 2 * max(other_beat, self._beat) + self._slack
 
-    def heard(self) -> None:
+    def reset(self) -> None:
         self._silence = 0.0
 
     def pong(self, ping: int) -> None:
-        seconds = (self._microseconds() - ping) / 1e6
-        if seconds < 0:
-            raise ProtocolError("a PONG without a PING")
-        before = seconds if self.round_trip is None else self.round_trip
-        self.round_trip = before + SMOOTHING * (seconds - before)
+        if ping > self._microseconds():
+            raise ProtocolError("the peer sent a PONG without a PING")
 
     def start(self) -> None:
         seconds = self._beat / TICKS_PER_BEAT
@@ -157,10 +149,10 @@ class Heartbeat:
 async def warm_up(
     pad: Callable[[int], Awaitable[None]], limit: int, clock: Callable[[], float]
 ) -> None:
-    """Send padding, twice as much each time, until its size and not the round trip makes it slow:
-    the kernel's congestion control has then learnt the line's speed."""
+    """Send padding of doubling size until bandwidth, not the round trip, limits it: by then the
+    kernel's congestion control knows the link's speed."""
     size, shortest = FIRST_PADDING_BYTES, math.inf
-    with suppress(BlocktrainError):  # users of the connection learn of its end by themselves
+    with suppress(BlocktrainError):  # users of the connection notice its end themselves
         while size <= limit:
             started = clock()
             await pad(size)

@@ -1,56 +1,47 @@
-"""How an answer is decoded: a request's mode proposes positions, and takes their predictions in.
+"""Decodes one answer: proposes positions to predict, and takes in the predictions.
 
-Knows nothing of HTTP, stages or tensors. Shapes: R positions read, V bytes.
+Knows nothing of HTTP, stages or tensors. Shapes: R positions read, K likeliest tokens.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
-from blocktrain.numerics.sampling import Sampling, likeliest, picks
-from blocktrain.serve.stage.batch import Row
-from blocktrain.vocabulary import BOS, MASK
+from blocktrain.config import Config
+from blocktrain.numerics.sampling import Sampling
+from blocktrain.serve.ring.activations import GREEDY, Predictions, Row
+from blocktrain.serve.router.output import Output, OutputToken, Spell
 
-__all__ = ["DRAFTS", "MODES", "AnswerCost", "GenerationRequest", "Piece", "Sampling"]
-
-MODES = ("ar", "sweep", "speculative")
-DRAFTS = ("head", "ngram")
-GREEDY = Sampling()
+DRAFTS = ("head", "ngram", "model")
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    prompt: bytes
-    max_bytes: int
-    mode: str = "speculative"
+    prompt: Sequence[int]  # tokens
+    max_tokens: int
+    mode: str = "speculative"  # one of MODES
     passes: int = 1  # traversals of a sweep; 0: until nothing changes
-    drafts: str = ""  # one of DRAFTS; "": what the mode does by default
+    drafts: str = ""  # one of DRAFTS; "": the default of mode and model
     sampling: Sampling = GREEDY
     stop: tuple[bytes, ...] = ()
-    top_log_probs: int = 0
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Bytes that are final, in order, each with the log-probability it was picked with."""
-
-    data: bytes
-    log_probs: tuple[float, ...] = ()
-    top: tuple[dict[int, float], ...] = ()  # of each byte, the likeliest bytes, if requested
+    top_log_probs: int | None = None  # likeliest tokens to report; None: no log-probabilities
+    echo: bool = False  # the answer begins with the prompt
 
 
 @dataclass
 class AnswerCost:
-    """What an answer took. `reason` is set once it is complete: "stop" or "length"."""
+    """The cost of an answer. `reason` is set once the answer is complete: "stop" or "length"."""
 
-    prompt_bytes: int = 0
-    output_bytes: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
     traversals: int = 0
     drafted: int = 0
     accepted: int = 0
     replays: int = 0
+    network_seconds: float = 0.0  # of traversals, outside of all stages
     stage_seconds: dict[str, float] = field(default_factory=dict)
     reason: str = ""
 
@@ -58,37 +49,27 @@ class AnswerCost:
         for stage, more in seconds.items():
             self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + more
 
-    def add(self, other: "AnswerCost") -> None:
-        self.output_bytes += other.output_bytes
-        self.traversals += other.traversals
-        self.drafted += other.drafted
-        self.accepted += other.accepted
-        self.replays += other.replays
-        self.add_seconds(other.stage_seconds)
-
-    @property
-    def bytes_per_traversal(self) -> float:
-        return self.output_bytes / self.traversals if self.traversals else 0.0
-
 
 MAX_DRAFTS = 32
-UNMEASURED_COST = 0.01  # of a draft, in traversals
-# The acceptance rate starts as if this many drafts had been tried, and this many accepted.
+UNMEASURED_COST = 0.01  # cost of a draft in traversals, until it is measured
+# The acceptance rate starts as if so many drafts had been tried, and so many accepted.
 FIRST_TRIED, FIRST_RIGHT = 4.0, 3.0
-DECAY = 0.9  # of a traversal's weight in the acceptance rate, with every later one
-LONGEST_MATCH, SHORTEST_MATCH = 24, 4
+DECAY = 0.9  # factor of a traversal's weight in the acceptance rate, per later traversal
+LONGEST_MATCH = 24
+SHORTEST_MATCH, SHORTEST_BYTE_MATCH = 2, 4
+SCORED_AT_ONCE = 256  # prompt tokens per step, which bounds the memory for their distributions
 
 
 @dataclass
 class TraversalCost:
-    """Seconds as the engine measures them; None until there is a measurement."""
+    """Measured seconds of a draft and of a traversal; None before the first measurement."""
 
     draft: float | None = None
     traversal: float | None = None
 
     @property
     def draft_cost(self) -> float:
-        """What one draft costs, in traversals."""
+        """The cost of one draft, in traversals."""
         if self.draft is None or not self.traversal:
             return UNMEASURED_COST
         return self.draft / self.traversal
@@ -96,26 +77,26 @@ class TraversalCost:
 
 @dataclass
 class Acceptance:
-    """How often a draft is right if all before it are; recent drafts count most."""
+    """How often a draft is right if all earlier ones are. Recent drafts count most."""
 
-    tried: float = FIRST_TRIED
-    right: float = FIRST_RIGHT
+    attempts: float = FIRST_TRIED
+    successes: float = FIRST_RIGHT
 
     def update(self, drafted: int, accepted: int) -> None:
-        self.tried = DECAY * self.tried + min(accepted + 1, drafted)
-        self.right = DECAY * self.right + accepted
+        self.attempts = DECAY * self.attempts + min(accepted + 1, drafted)
+        self.successes = DECAY * self.successes + accepted
 
     @property
     def rate(self) -> float:
-        return self.right / self.tried if self.tried else 0.0
+        return self.successes / self.attempts if self.attempts else 0.0
 
 
 def best_length(rate: float, draft_cost: float, limit: int) -> int:
-    """The number of drafts that gives the most bytes per second."""
+    """The number of drafts that yields the most tokens per second."""
     best, best_speed = 0, 0.0
     expected, chance = 0.0, 1.0
     for count in range(min(limit, MAX_DRAFTS) + 1):
-        expected += chance  # bytes of a traversal with `count` drafts
+        expected += chance  # tokens per traversal with `count` drafts
         chance *= rate
         speed = expected / (1.0 + count * draft_cost)
         if speed > best_speed:
@@ -123,70 +104,15 @@ def best_length(rate: float, draft_cost: float, limit: int) -> int:
     return best
 
 
-def ngram_drafts(text: bytes, limit: int) -> bytes:
-    """What followed the latest longest earlier match of the text's end; empty if there is none."""
-    for length in range(min(LONGEST_MATCH, len(text) - 1), SHORTEST_MATCH - 1, -1):
+def ngram_drafts(tokens: Sequence[int], limit: int, shortest: int) -> list[int]:
+    """Drafts copied from the text: the tokens that followed the longest suffix of the text where it
+    occurred last before. Empty if no suffix occurred before."""
+    text = "".join(map(chr, tokens))  # one character per token, because string search is fast
+    for length in range(min(LONGEST_MATCH, len(text) - 1), shortest - 1, -1):
         at = text.rfind(text[-length:], 0, len(text) - 1)
         if at >= 0:
-            return text[at + length : at + length + min(limit, MAX_DRAFTS)]
-    return b""
-
-
-Top = dict[int, float]
-
-
-class Output:
-    """Final bytes, held back as long as they may become part of a stop string."""
-
-    def __init__(self, stop: Sequence[bytes], max_bytes: int) -> None:
-        self._stop = [text for text in stop if text]
-        self._max_bytes = max_bytes
-        self._data = bytearray()
-        self._log_probs: list[float] = []
-        self._top: list[Top] = []
-        self.shown = 0
-        self.reason = "" if max_bytes > 0 else "length"
-
-    def add(self, data: bytes, log_probs: Sequence[float], top: Sequence[Top]) -> Piece:
-        """Take final bytes; returns those that may be shown now."""
-        before = len(self._data)
-        self._data += data
-        self._log_probs += log_probs
-        self._top += top
-        end = self._end(before)
-        piece = Piece(
-            bytes(self._data[self.shown : end]),
-            tuple(self._log_probs[self.shown : end]),
-            tuple(self._top[self.shown : end]),
-        )
-        self.shown = end
-        return piece
-
-    def _end(self, before: int) -> int:
-        """Up to where bytes may be shown; sets the reason if the answer ends."""
-        matches = (
-            self._data.find(stop, max(0, before - len(stop) + 1), self._max_bytes)
-            for stop in self._stop
-        )
-        if ends := [index for index in matches if index >= 0]:
-            self.reason = "stop"
-            return min(ends)
-        if len(self._data) >= self._max_bytes:
-            self.reason = "length"
-            return self._max_bytes
-        return len(self._data) - self._undecided()
-
-    def _undecided(self) -> int:
-        """How many of the last bytes may be the beginning of a stop string."""
-        return max(
-            (
-                count
-                for stop in self._stop
-                for count in range(1, min(len(stop), len(self._data) + 1))
-                if self._data.endswith(stop[:count])
-            ),
-            default=0,
-        )
+            return list(tokens[at + length : at + length + min(limit, MAX_DRAFTS)])
+    return []
 
 
 LEAST_LIKELY = np.log(0.01)  # a sweep keeps drafts at least this likely, relative to the best
@@ -194,113 +120,209 @@ LEAST_LIKELY = np.log(0.01)  # a sweep keeps drafts at least this likely, relati
 
 @dataclass(frozen=True)
 class Proposal:
-    """Positions to send through the blocks. The last `read` of them predict the text's bytes from
-    `position` on; after them the first block may draft `drafts` more."""
+    """Positions to send through the blocks. The last `read` of them predict the tokens from
+    `position` on; then the first block may draft `drafts` more."""
 
     start: int
-    ids: np.ndarray  # uint16
+    ids: np.ndarray
     read: int
     position: int
     sampling: Sampling
     drafts: int = 0
-    refine: bool = False  # all read but the first are guesses, which every block improves
+    text: Sequence[int] | None = None  # all of it, if a draft model is to write the drafts
+    refine: bool = False  # positions read after the first are guesses that every block improves
+    top: int = 0  # number of likeliest tokens to report per position read
+    answer_from: int = 0  # position of the answer's first token, for penalties
 
     @property
     def context(self) -> int:
-        """How many positions come before those that are read."""
+        """Number of positions before those that are read."""
         return len(self.ids) - self.read
 
 
 class Decoding(ABC):
     """One answer's text so far, and what to try next."""
 
-    def __init__(self, request: GenerationRequest, window: int, cost: AnswerCost) -> None:
-        self.request = request
-        self.cost = cost
-        cost.prompt_bytes = len(request.prompt)
-        self._window = window
-        self._text = bytearray(request.prompt)
-        self._base = max(0, len(self._text) - (window - 1))
-        self._cached = 0  # positions whose ids every block has in its cache
-        self._output = Output(request.stop, request.max_bytes)
-        self.cost.reason = self._output.reason
+    least_top = 0  # number of likeliest tokens per position that `_reconciled` needs
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        config: Config,
+        cost: AnswerCost,
+        pace: TraversalCost,
+        spell: Spell,
+    ) -> None:
+        self.request, self.cost, self.pace, self.config = request, cost, pace, config
+        self.vocabulary, self._window = config.vocabulary, config.model.window
+        self._spell = spell
+        self._output = Output(request.max_tokens, request.stop, self.vocabulary.eos)
+        cost.prompt_tokens = len(request.prompt)
+        scored_from = self._scored_from()
+        self._text = list(request.prompt[:scored_from])
+        self._unscored = list(request.prompt[scored_from:])
+        self._read_from(self._prompt_start())
+        self._update_cost()
+
+    @property
+    def opening(self) -> list[OutputToken]:
+        """The first tokens of the answer, known before any prediction."""
+        known = self.request.prompt[: self._scored_from()] if self.request.echo else ()
+        return [OutputToken(token, self._spell(token)) for token in known]
 
     @property
     def finished(self) -> bool:
-        return bool(self._output.reason)
+        return bool(self.cost.reason)
 
     def propose(self) -> Proposal | None:
-        """What to send through the blocks next; the same until `take` is called."""
+        """What to send through the blocks next; unchanged until `take` is called."""
         if self.finished:
             return None
-        guesses, drafts, refine = self._plan(self._room - 1)
-        context = [BOS, *self._text[self._base :]][self._cached :]
-        ids = np.array([*context, *guesses], np.uint16)
-        sampling = self.request.sampling
-        position = len(self._text)
-        return Proposal(self._cached, ids, 1 + len(guesses), position, sampling, drafts, refine)
+        if self._unscored:
+            guesses = self._unscored[: min(self._in_window - 1, SCORED_AT_ONCE)]
+            drafts, refine = 0, False
+        else:
+            guesses, drafts, refine = self._plan(self._room - 1)
+        context = [*self._lead, *self._text[self._base :]][self._cached :]
+        ids = np.array([*context, *guesses], np.uint32)
+        return Proposal(
+            self._cached,
+            ids,
+            read=1 + len(guesses),
+            position=len(self._text),
+            sampling=self.request.sampling,
+            drafts=drafts,
+            text=self._text if self.request.drafts == "model" else None,
+            refine=refine,
+            top=max(self.least_top, self.request.top_log_probs or 0),
+            answer_from=self._answer_from,
+        )
 
     def replay(self) -> Proposal | None:
-        """Propose the same from the first position on, after a cache was lost."""
+        """Propose the same from position 0, after a cache was lost."""
         self._cached = 0
         self.cost.replays += 1
         return self.propose()
 
-    def take(self, row: Row, log_probs_RV: np.ndarray) -> Piece:
-        """Take the predictions for a row that was sent; returns bytes that are final and new."""
-        text, count = self._text, row.read
-        drafts = row.ids[len(row.ids) - count + 1 :]
-        positions = range(len(text), len(text) + count)
-        picked = picks(log_probs_RV, [self.request.sampling] * count, positions)
-        # Refining blocks read contexts of their own: only the first byte is the model's.
-        right = 0 if row.refinement else _agreeing(drafts, picked)
-        self._cached = len(text) - self._base + 1 + right
+    def take(self, row: Row, predicted: Predictions) -> list[OutputToken]:
+        """Take the predictions of a row that was sent. Returns new final tokens."""
         self.cost.traversals += 1
-        if not row.refinement:
-            picked = self._reconciled(picked, drafts, right, log_probs_RV)
-        settled = self._settle(picked, right)
-        text += bytes(picked[:settled].tolist())
-        if len(text) - self._base >= self._window:
-            self._base, self._cached = len(text) - self._window // 2, 0
-        return self._show(picked[:settled], log_probs_RV)
+        drafts = row.ids[len(row.ids) - row.read + 1 :]
+        tokens = self._score(drafts, predicted) if self._unscored else self._pick(row, predicted)
+        self._update_cost()
+        return tokens
+
+    def _pick(self, row: Row, predicted: Predictions) -> list[OutputToken]:
+        drafts = row.ids[len(row.ids) - row.read + 1 :]
+        # With refinement each block reads its own guesses, so only the first equals that of `ar`.
+        right = 0
+        if not row.choice.refine:
+            right = int(np.logical_and.accumulate(drafts == predicted.tokens_R[:-1]).sum())
+            predicted = self._reconciled(predicted, drafts, right)
+        self._cached = self._positions + right
+        settled = self._settle(predicted.tokens_R, right)
+        picked = self._tokens(predicted.tokens_R[:settled], predicted.log_probs_R, predicted)
+        self._text += [token.id for token in picked]
+        if self._in_window <= 0:
+            self._read_from(len(self._text) - self._window // 2)
+        return self._output.add(picked)
+
+    def _score(self, known: np.ndarray, predicted: Predictions) -> list[OutputToken]:
+        """Score the next tokens of the prompt: the same tokens with log-probabilities."""
+        self._text += known.tolist()
+        del self._unscored[: len(known)]
+        self._cached = self._positions - 1  # each step must read at least one position
+        if self._unscored and self._in_window <= 1:
+            self._read_from(len(self._text) - self._window // 2)
+        elif not self._unscored and self._base != self._prompt_start():
+            self._read_from(self._prompt_start())
+        return self._tokens(known, predicted.next_log_probs_R, predicted)
+
+    def _tokens(
+        self, tokens_R: np.ndarray, log_probs_R: np.ndarray, predicted: Predictions
+    ) -> list[OutputToken]:
+        count = self.request.top_log_probs or 0
+        top_tokens_RK = predicted.top_tokens_RK[:, :count].tolist()
+        top_log_probs_RK = predicted.top_log_probs_RK[:, :count].tolist()
+        rows = zip(
+            tokens_R.tolist(), log_probs_R.tolist(), top_tokens_RK, top_log_probs_RK, strict=False
+        )
+        return [
+            OutputToken(
+                token, self._spell(token), log_prob, dict(zip(likeliest, values, strict=True))
+            )
+            for token, log_prob, likeliest, values in rows
+        ]
+
+    def _scored_from(self) -> int:
+        """How many prompt tokens get no log-probability: all if none are requested, else the first
+        if no token comes before it."""
+        prompt, vocabulary = self.request.prompt, self.vocabulary
+        if not self.request.echo or self.request.top_log_probs is None:
+            return len(prompt)
+        return int(not vocabulary.starts_with_bos or list(prompt[:1]) == [vocabulary.bos])
+
+    def _prompt_start(self) -> int:
+        """Where reading a prompt starts: only its end is read if it exceeds the window."""
+        return max(0, len(self._text) + self.vocabulary.starts_with_bos - self._window)
+
+    def _read_from(self, base: int) -> None:
+        """Read the text again from this position on, after the BOS token if texts begin with it."""
+        first, bos = self._text[base : base + 1], self.vocabulary.bos
+        begins = not first or (self.vocabulary.starts_with_bos and first != [bos])
+        self._base, self._lead = base, [bos] if begins else []
+        self._cached = 0  # number of positions in every block's cache
+
+    @property
+    def _positions(self) -> int:
+        """Number of positions that the model reads for the text so far."""
+        return len(self._lead) + len(self._text) - self._base
+
+    @property
+    def _answer_from(self) -> int:
+        """The position of the answer's first token, or of the first that is still read; 0 if it
+        does not matter."""
+        if not self.request.sampling.penalizes:
+            return 0
+        return len(self._lead) + max(0, len(self.request.prompt) - self._base)
+
+    @property
+    def _in_window(self) -> int:
+        """Tokens until the window is full."""
+        return self._window + 1 - self._positions
 
     @property
     def _room(self) -> int:
-        """Bytes until the window is full or the answer complete."""
-        in_window = self._window - (len(self._text) - self._base)
-        return min(in_window, len(self.request.prompt) + self.request.max_bytes - len(self._text))
+        """Tokens until the window is full or the answer is complete."""
+        length = len(self.request.prompt) + self.request.max_tokens
+        return min(self._in_window, length - len(self._text))
 
-    def _show(self, picked: np.ndarray, log_probs_RV: np.ndarray) -> Piece:
-        top = self.request.top_log_probs
-        piece = self._output.add(
-            bytes(picked.tolist()),
-            log_probs_RV[np.arange(len(picked)), picked].tolist(),
-            [likeliest(log_probs_V, top) for log_probs_V in log_probs_RV[: len(picked)]]
-            if top
-            else [],
-        )
-        self.cost.output_bytes = self._output.shown
-        self.cost.reason = self._output.reason
-        return piece
+    def _copied(self, limit: int) -> list[int]:
+        """Drafts copied from the text so far."""
+        shortest = SHORTEST_BYTE_MATCH if self.vocabulary.is_bytes else SHORTEST_MATCH
+        return ngram_drafts(self._text, limit, shortest)
 
-    def _reconciled(
-        self, picked: np.ndarray, drafts: np.ndarray, right: int, log_probs_RV: np.ndarray
-    ) -> np.ndarray:
-        """The bytes to go on with; behind the drafts that were right they need not be exact."""
-        return picked
+    def _update_cost(self) -> None:
+        self.cost.output_tokens = self._output.length
+        self.cost.reason = "" if self._unscored else self._output.reason
+
+    def _reconciled(self, predicted: Predictions, drafts: np.ndarray, right: int) -> Predictions:
+        """The predictions to continue with. Those after the first wrong draft need not equal what
+        `ar` would give."""
+        return predicted
 
     @abstractmethod
     def _plan(self, limit: int) -> tuple[list[int], int, bool]:
-        """Ids to try after the text, how many the first block drafts instead (either at most
-        `limit`), and whether the blocks refine them."""
+        """Guesses to try after the text, how many the first block drafts instead (each at most
+        `limit`), and whether the blocks refine the guesses."""
 
     @abstractmethod
     def _settle(self, picked: np.ndarray, right: int) -> int:
-        """How many of the picked bytes are final, given how many drafts were right."""
+        """How many of the picked tokens are final, given the number of correct drafts."""
 
 
 class Sequential(Decoding):
-    """One byte per traversal."""
+    """One token per traversal."""
 
     def _plan(self, limit: int) -> tuple[list[int], int, bool]:
         return [], 0, False
@@ -310,19 +332,19 @@ class Sequential(Decoding):
 
 
 class Speculative(Decoding):
-    """Drafts by the first block, or from earlier text, verified in one traversal."""
+    """Drafts from a model or from earlier text, verified in one traversal."""
 
-    def __init__(
-        self, request: GenerationRequest, window: int, cost: AnswerCost, pace: TraversalCost
-    ) -> None:
-        super().__init__(request, window, cost)
-        self._pace = pace
-        self._acceptance = Acceptance()
+    @cached_property
+    def _acceptance(self) -> Acceptance:
+        return Acceptance()
 
     def _plan(self, limit: int) -> tuple[list[int], int, bool]:
-        if self.request.drafts == "ngram" and (copied := ngram_drafts(bytes(self._text), limit)):
-            return list(copied), 0, False
-        return [], best_length(self._acceptance.rate, self._pace.draft_cost, limit), False
+        has_head = self.config.has_head(0)
+        if self.request.drafts == "ngram" or not (self.request.drafts or has_head):
+            copied = self._copied(limit)
+            if copied or not has_head:
+                return copied, 0, False
+        return [], best_length(self._acceptance.rate, self.pace.draft_cost, limit), False
 
     def _settle(self, picked: np.ndarray, right: int) -> int:
         drafted = len(picked) - 1
@@ -333,39 +355,42 @@ class Speculative(Decoding):
 
 
 class Sweep(Decoding):
-    """All bytes that fit at once, in `passes` traversals. The first starts from masks or from the
-    first block's drafts, every later one from the guesses of the one before. At least one more byte
-    becomes exact each time.
+    """Drafts all tokens that fit at once, and verifies them in `passes` traversals. The first
+    traversal starts from masks or drafts, every later one from the guesses before it. Each makes at
+    least one more token equal to that of `ar`.
 
-    With a fixed number of passes, every block refines guesses that began as masks, and likely
-    drafts are kept: both improve the text. Without one, neither is done, because a traversal must
-    tell how many bytes are exact.
+    With a fixed number of passes, every block refines guesses that started as masks, and likely
+    drafts are kept: both improve the text. Without one (`passes` 0), neither is done, because each
+    traversal must show how many tokens equal those of `ar`.
     """
 
-    def __init__(self, request: GenerationRequest, window: int, cost: AnswerCost) -> None:
-        super().__init__(request, window, cost)
-        self._guesses: list[int] = []
-        self._passes = 0
+    least_top = 1
+    _guesses: Sequence[int] = ()
+    _passes = 0  # traversals since the guesses started
 
     def _plan(self, limit: int) -> tuple[list[int], int, bool]:
-        drafted = self.request.drafts == "head"
+        drafted = bool(self.request.drafts)
         if self._passes:
-            return self._guesses[:limit], 0, self.request.passes > 0 and not drafted
-        return ([], limit, False) if drafted else ([MASK] * limit, 0, True)
+            return list(self._guesses[:limit]), 0, self.request.passes > 0 and not drafted
+        if drafted:
+            return [], limit, False
+        if not self.config.has_head(0):  # it cannot turn masks into guesses
+            last = self._text[-1:] or [0]
+            return (self._copied(limit) + last * limit)[:limit], 0, False
+        return [self.vocabulary.mask] * limit, 0, True
 
-    def _reconciled(
-        self, picked: np.ndarray, drafts: np.ndarray, right: int, log_probs_RV: np.ndarray
-    ) -> np.ndarray:
-        """Behind the first wrong draft, picked bytes were predicted after drafts: to replace only
-        some drafts would not fit together, so those that are likely stay."""
-        if not self.request.passes:
-            return picked
+    def _reconciled(self, predicted: Predictions, drafts: np.ndarray, right: int) -> Predictions:
+        """Keep likely drafts after the first wrong one. The tokens there were predicted from a
+        wrong draft, and replacing only some of the drafts would give inconsistent text."""
+        sampling = self.request.sampling
+        if not self.request.passes or sampling.penalizes or sampling.bias:
+            return predicted
         after = np.arange(right + 1, len(drafts))
-        best = log_probs_RV[after].max(axis=1)
-        likely = log_probs_RV[after, drafts[after]] >= best + LEAST_LIKELY
-        fitting = picked.copy()
-        fitting[after[likely]] = drafts[after[likely]]
-        return fitting
+        best_R, next_R = predicted.top_log_probs_RK[:, 0], predicted.next_log_probs_R
+        stay = after[next_R[after] >= best_R[after] + LEAST_LIKELY]
+        tokens_R, log_probs_R = predicted.tokens_R.copy(), predicted.log_probs_R.copy()
+        tokens_R[stay], log_probs_R[stay] = drafts[stay], next_R[stay]
+        return replace(predicted, tokens_R=tokens_R, log_probs_R=log_probs_R)
 
     def _settle(self, picked: np.ndarray, right: int) -> int:
         self._passes += 1
@@ -376,16 +401,16 @@ class Sweep(Decoding):
         return settled
 
 
+MODES: dict[str, type[Decoding]] = {"ar": Sequential, "sweep": Sweep, "speculative": Speculative}
+
+
 def new_decoding(
-    request: GenerationRequest, window: int, pace: TraversalCost, cost: AnswerCost
+    request: GenerationRequest,
+    config: Config,
+    cost: AnswerCost,
+    pace: TraversalCost,
+    spell: Spell = lambda token: b"",
 ) -> Decoding:
-    if request.mode == "ar":
-        return Sequential(request, window, cost)
-    if request.mode == "sweep":
-        return Sweep(request, window, cost)
-    return Speculative(request, window, cost, pace)
-
-
-def _agreeing(drafts: np.ndarray, picked: np.ndarray) -> int:
-    differs = np.flatnonzero(drafts != picked[: len(drafts)])
-    return int(differs[0]) if len(differs) else len(drafts)
+    """Begin to decode an answer. `spell` returns a token's text, for stop strings and for the
+    answer's text."""
+    return MODES[request.mode](request, config, cost, pace, spell)

@@ -1,19 +1,16 @@
-"""The router's engine: many requests at once, a step of each through the ring, and what to do when
-a stage, a step or a cache is lost.
-"""
+"""The router's engine: many requests at once, one step of each in the ring, and recovery when a
+stage, a step or a cache is lost."""
 
 import asyncio
 import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from blocktrain.errors import (
     BlocktrainError,
@@ -22,55 +19,59 @@ from blocktrain.errors import (
     OverloadedError,
     UnavailableError,
 )
-from blocktrain.serve.ring.envelope import FailureHead, StepEnvelope
+from blocktrain.serve.ring.activations import (
+    NOT_FINITE,
+    Activations,
+    Predictions,
+    Row,
+    is_finite,
+    joined,
+)
+from blocktrain.serve.ring.envelope import FailureHead, StepEnvelope, StepResult
 from blocktrain.serve.router.decode import (
     AnswerCost,
     Decoding,
     GenerationRequest,
-    Piece,
     Proposal,
     TraversalCost,
     new_decoding,
 )
-from blocktrain.serve.router.first_block import FirstBlock
+from blocktrain.serve.router.first_block import DraftModel, FirstBlock
+from blocktrain.serve.router.output import OutputToken, Spell
 from blocktrain.serve.router.pipeline import Pipeline, Route
-from blocktrain.serve.stage.batch import Activations, Row, is_finite, joined, split_rows
 
-MAX_UNREAD = 32  # pieces a client may leave unread before its request pauses
-MAX_REPLAYS = 5  # in a row, without a result between them
+MAX_UNREAD = 32  # unread pieces after which a request pauses
+MAX_REPLAYS = 5  # consecutive, without a result between them
 WATCH_SECONDS = 0.25
 SMOOTHING = 1 / 8
 OWN_STAGE = "block 0"
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request in progress: where its current step is, and what it waits for."""
+    """A request in progress: its current step, and what it waits for."""
 
     decoding: Decoding
-    pieces: "asyncio.Queue[Piece | BlocktrainError]" = field(default_factory=asyncio.Queue)
-    key: int = 0  # of its context in every cache; a new context gets a new key
+    pieces: "asyncio.Queue[list[OutputToken] | BlocktrainError]" = field(
+        default_factory=asyncio.Queue
+    )
+    key: int = 0  # names its context in every cache; a new context gets a new key
     route: Route | None = None
     row: Row | None = None  # as it was sent
-    readout_RV: np.ndarray | None = None  # a result that is not taken in yet
+    predictions: Predictions | None = None  # a result that is not taken in yet
     in_ring: bool = False
     sent_at: float = 0.0
-    deadline: float | None = None  # of the step in the ring, or of the wait for a route
+    deadline: float | None = None  # for the step in the ring, or for a route
     replays: int = 0
-    lost: bool = False  # a cache that had its context is gone
+    lost: bool = False  # a cache with its context is gone
     failed: bool = False
     cancelled: bool = False
 
     @property
-    def cost(self) -> AnswerCost:
-        return self.decoding.cost
-
-    @property
     def complete(self) -> bool:
-        """Nothing more will come but what is in the queue already."""
+        """Whether the answer has ended and all of its pieces were read."""
         return (self.decoding.finished or self.failed) and self.pieces.empty()
 
     @property
@@ -82,15 +83,11 @@ class ActiveRequest:
     def send(self, row: Row, now: float, seconds: float) -> None:
         self.row, self.in_ring, self.sent_at, self.deadline = row, True, now, now + seconds
 
-    def take_result(self, readout_RV: np.ndarray) -> None:
-        self.in_ring, self.deadline, self.readout_RV = False, None, readout_RV
-
-    def wait_until(self, deadline: float) -> None:
-        if self.deadline is None:
-            self.deadline = deadline
+    def take_result(self, predictions: Predictions | None) -> None:
+        self.in_ring, self.deadline, self.predictions = False, None, predictions
 
     def start_over(self) -> None:
-        """Replay the context with the next step; a result that has arrived still counts."""
+        """Replay the context with the next step. A result that has arrived still counts."""
         self.in_ring, self.deadline, self.lost = False, None, True
 
     def next_proposal(self) -> Proposal:
@@ -107,26 +104,26 @@ class ActiveRequest:
 @dataclass(frozen=True)
 class EngineLimits:
     requests: int = 64
-    patience_seconds: float = 10.0  # for a lost stage to come back, if no other has its block
-    step_seconds: float = 30.0  # for a step to come back while all its stages seem alive
+    patience_seconds: float = 10.0  # wait for a lost stage without a replica
+    step_seconds: float = 30.0  # wait for a step while all its stages seem alive
 
 
 class RingEngine:
-    """Implements `http.answer.AnswerEngine` over the first block and a pipeline of stages."""
+    """Generates answers with the first block and a pipeline of stages."""
 
     def __init__(
         self,
-        model: str,
         first_block: FirstBlock,
         pipeline: Pipeline,
         name: str,
         wire: str = "fp32",
         limits: EngineLimits = EngineLimits(),  # noqa: B008 - frozen
-        clock: Callable[[], float] = time.monotonic,
+        spell: Spell = lambda token: b"",
+        draft_model: DraftModel | None = None,
     ) -> None:
-        self.model = model
+        self._spell, self._draft_model = spell, draft_model
         self._first_block, self._pipeline = first_block, pipeline
-        self._name, self._wire_kind, self._limits, self._clock = name, wire, limits, clock
+        self._name, self._wire_kind, self._limits = name, wire, limits
         self._pace = TraversalCost()
         self._active: list[ActiveRequest] = []
         self._in_ring: dict[int, ActiveRequest] = {}
@@ -136,7 +133,7 @@ class RingEngine:
         self._thread = ThreadPoolExecutor(1, "compute")
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Run until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._pipeline.run(self))
@@ -147,25 +144,32 @@ class RingEngine:
 
     async def generate(
         self, request: GenerationRequest, cost: AnswerCost
-    ) -> AsyncGenerator[Piece, None]:
-        """The answer, piece by piece; closing the generator cancels the request."""
+    ) -> AsyncGenerator[list[OutputToken], None]:
+        """The final tokens of an answer in order, without the stop string. Updates `cost`. Closing
+        the generator cancels the request."""
         if len(self._active) >= self._limits.requests:
-            raise OverloadedError(f"the server is full: {len(self._active)} answers in progress")
-        window = self._first_block.first.config.model.window
-        active = ActiveRequest(new_decoding(request, window, self._pace, cost))
+            raise OverloadedError(
+                f"the server is full: {len(self._active)} answers in progress; try again later"
+            )
+        config = self._first_block.first.config
+        active = ActiveRequest(new_decoding(request, config, cost, self._pace, self._spell))
         self._active.append(active)
         try:
+            if active.decoding.opening:
+                yield active.decoding.opening
             while not active.complete:
                 self._wake.set()
                 piece = await active.pieces.get()
                 if isinstance(piece, BlocktrainError):
                     raise piece
-                if piece.data:
+                if piece:
                     yield piece
         finally:
             self._drop(active)
 
     def status(self) -> dict[str, Any]:
+        """The engine's state, for health checks and people. `alive`: whether every block is
+        available."""
         return {
             "alive": not self._pipeline.missing,
             "stages": [
@@ -183,14 +187,17 @@ class RingEngine:
 
     # Called by the pipeline
 
-    def arrived(self, step: StepEnvelope) -> None:
-        for part in split_rows(step.activations, [0] * len(step.activations.rows)):
-            active = self._in_ring.pop(part.rows[0].request, None)
+    def arrived(self, result: StepResult) -> None:
+        for key, predictions in result.predictions.items():
+            active = self._in_ring.pop(key, None)
             if active is None:
-                continue  # cancelled, or started over on another route
-            active.take_result(part.readout_RV)
-            active.cost.add_seconds(dict(step.seconds))
-            self._learn_traversal(self._clock() - active.sent_at)
+                continue  # cancelled, or restarted on another route
+            active.take_result(predictions)
+            active.decoding.cost.add_seconds(dict(result.seconds))
+            seconds = time.monotonic() - active.sent_at
+            outside = max(0.0, seconds - sum(result.seconds.values()))
+            active.decoding.cost.network_seconds += outside
+            self._pace.traversal = _smoothed(self._pace.traversal, seconds)
         self._wake.set()
 
     def failed(self, address: str, failure: FailureHead) -> None:
@@ -228,39 +235,36 @@ class RingEngine:
                 await self._advance(ready)
 
     async def _forget(self) -> None:
-        """Free contexts that are no longer needed, here and at the stages."""
+        """Release contexts that are no longer needed, here and at the stages."""
         released, self._released = self._released, []
-        if released:
-            await self._in_thread(self._release, [key for key, _ in released])
+        loop = asyncio.get_running_loop()
         for key, route in released:
-            with suppress(BlocktrainError):  # the stage is gone, and its cache with it
-                await self._pipeline.release([key], route)
-
-    def _release(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._first_block.release(key)
+            await loop.run_in_executor(self._thread, self._release, key)
+            with suppress(BlocktrainError):  # the stage and its cache are gone
+                await self._pipeline.release(key, route)
 
     def _take_results(self) -> None:
         for active in self._active:
-            readout_RV, active.readout_RV = active.readout_RV, None
-            if readout_RV is None:
+            predictions, active.predictions = active.predictions, None
+            if predictions is None:
                 continue
             assert active.row is not None
-            log_probs_RV = self._first_block.distribution(readout_RV)
-            active.pieces.put_nowait(active.decoding.take(active.row, log_probs_RV))
+            active.pieces.put_nowait(active.decoding.take(active.row, predictions))
             active.replays = 0
 
     def _routed(self, active: ActiveRequest) -> bool:
         if active.route is None:
             active.route = self._pipeline.route()
             if active.route is None:
-                active.wait_until(self._clock() + self._limits.patience_seconds)
+                patience = self._limits.patience_seconds
+                active.deadline = active.deadline or time.monotonic() + patience
                 return False
             self._pipeline.enter(active.route)
         return True
 
     async def _advance(self, ready: Sequence[ActiveRequest]) -> None:
-        """One step of each, through the first block and into the ring."""
+        """Compute the next step of each of these requests in the first block, and send it into the
+        ring."""
         proposals = {}
         for active in ready:
             proposal = active.next_proposal()
@@ -269,34 +273,49 @@ class RingEngine:
                 active.key = next(self._keys)
             proposals[active.key] = proposal
         by_key = {active.key: active for active in ready}
-        await self._forget()  # the old contexts, before new ones need their slots
+        await self._forget()  # free the slots of old contexts for the new ones
         try:
             await self._prefill_stages(by_key, proposals)
-            started = self._clock()
-            activations = await self._in_thread(self._first_block.step, proposals)
+            started = time.monotonic()
+            parts = await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._step, proposals
+            )
         except MissingPrefixError as error:
             for key in error.requests:
                 self._start_over(by_key[key], "the router's own cache dropped its context")
             self._wake.set()
-            return
         except CacheFullError as error:
             for key in error.requests or by_key:
                 by_key[key].fail(OverloadedError(str(error)))
             self._wake.set()
-            return
         except (BlocktrainError, RuntimeError) as error:
             log.exception("a batch failed")
             for active in ready:
                 active.fail(UnavailableError(f"block 0 failed: {error}"))
-            return
-        self._learn_draft(self._clock() - started, proposals, by_key)
-        await self._dispatch(activations, by_key)
+        else:
+            seconds = time.monotonic() - started
+            rounds = 1 + max(proposal.drafts for proposal in proposals.values())
+            self._pace.draft = _smoothed(self._pace.draft, seconds / rounds)
+            for active in ready:
+                active.decoding.cost.add_seconds({OWN_STAGE: seconds})
+            await self._dispatch(parts, by_key)
+
+    def _step(self, proposals: Mapping[int, Proposal]) -> list[Activations]:
+        if self._draft_model:
+            proposals = self._draft_model.drafted(proposals)
+        return self._first_block.step(proposals)
+
+    def _release(self, key: int) -> None:
+        self._first_block.first.release(key)
+        if self._draft_model:
+            self._draft_model.release(key)
 
     async def _prefill_stages(
         self, by_key: dict[int, ActiveRequest], proposals: dict[int, Proposal]
     ) -> None:
-        """Let stages that can read a context alone do so while the router does. A prefill is always
-        the first message of a new key, so no stage can mistake an older context for it."""
+        """If stages can read context by themselves, let them do so while the router does. A prefill
+        is always the first message with a request's new key, so no stage can take it for an older
+        context of that request."""
         by_route: dict[Route, list[Row]] = defaultdict(list)
         for row in self._first_block.prefills(proposals):
             if route := by_key[row.request].route:
@@ -305,48 +324,50 @@ class RingEngine:
             try:
                 await self._pipeline.prefill(rows, route)
             except BlocktrainError as error:
-                log.info("a context did not reach a stage: %s", error)  # `lost` will follow
+                log.info("cannot send a context to a stage: %s", error)  # `lost` will follow
 
-    async def _dispatch(self, activations: Activations, by_key: dict[int, ActiveRequest]) -> None:
+    async def _dispatch(
+        self, parts: Sequence[Activations], by_key: dict[int, ActiveRequest]
+    ) -> None:
         by_route: dict[Route, list[Activations]] = defaultdict(list)
-        for part in self._first_block.split(activations):
+        for part in parts:
             active = by_key[part.rows[0].request]
             if active.cancelled or active.route is None:
-                continue  # or lost a stage in the meantime
+                continue  # cancelled, or lost a stage meanwhile
             if not is_finite(part):
-                active.fail(UnavailableError("block 0 produced NaN or Inf"))
+                active.fail(UnavailableError(f"block 0 {NOT_FINITE}"))
                 continue
-            active.send(part.rows[0], self._clock(), self._limits.step_seconds)
+            active.send(part.rows[0], time.monotonic(), self._limits.step_seconds)
             if active.route:
                 self._in_ring[active.key] = active
                 by_route[active.route].append(part)
             else:
-                active.take_result(part.readout_RV)
+                active.take_result(part.predictions)
                 self._wake.set()
-        for route, parts in by_route.items():
-            step = StepEnvelope(joined(parts), self._name, route[1:], self._wire_kind)
+        for route, together in by_route.items():
+            step = StepEnvelope(joined(together), self._name, route[1:], self._wire_kind)
             try:
                 await self._pipeline.send(step, route)
             except BlocktrainError as error:
-                for part in parts:
+                for part in together:
                     self._start_over(by_key[part.rows[0].request], str(error))
                 self._wake.set()
 
     # Losses
 
     async def _watch(self) -> None:
-        """Start over steps that take too long, and fail requests that wait too long for a route."""
+        """Restart steps that take too long, and fail requests that wait too long for a route."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            now = self._clock()
+            now = time.monotonic()
             for active in self._active:
                 if active.deadline is None:
                     continue
-                self._wake.set()  # pairs of stages that failed may be tried again
+                self._wake.set()  # broken pairs of stages may be retried
                 if now < active.deadline:
                     continue
                 if active.in_ring:
-                    self._start_over(active, "a step did not come back")
+                    self._start_over(active, "a step did not return in time")
                 else:
                     active.fail(
                         UnavailableError(f"the model is unavailable: {self._pipeline.missing}")
@@ -358,7 +379,7 @@ class RingEngine:
         if active.replays > MAX_REPLAYS:
             active.fail(UnavailableError(f"gave up after {MAX_REPLAYS} attempts: {why}"))
         else:
-            log.info("a request starts over: %s", why)
+            log.info("restarting a request: %s", why)
             active.start_over()
 
     def _leave_context(self, active: ActiveRequest) -> None:
@@ -378,25 +399,6 @@ class RingEngine:
         self._active.remove(active)
         self._leave_route(active)
         self._wake.set()
-
-    # How long drafts and traversals take
-
-    def _learn_draft(
-        self,
-        seconds: float,
-        proposals: dict[int, Proposal],
-        by_key: dict[int, ActiveRequest],
-    ) -> None:
-        rounds = 1 + max(proposal.drafts for proposal in proposals.values())
-        self._pace.draft = _smoothed(self._pace.draft, seconds / rounds)
-        for active in by_key.values():
-            active.cost.add_seconds({OWN_STAGE: seconds})
-
-    def _learn_traversal(self, seconds: float) -> None:
-        self._pace.traversal = _smoothed(self._pace.traversal, seconds)
-
-    async def _in_thread(self, function: Callable[..., T], *inputs: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *inputs)
 
 
 def _smoothed(before: float | None, now: float) -> float:

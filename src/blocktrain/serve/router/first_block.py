@@ -1,73 +1,57 @@
-"""The router's own block: it drafts without any network, and starts every request's step.
+"""Blocks that compute on the router's machine: the model's own first block, and a draft model.
 
-Drafts are picked one after another from the first block's own distribution, with the noise of their
-text positions; those of several requests are computed together.
+The first block starts every step, and drafts without the network. Drafts are sampled one after
+another from its own distribution, with noise fixed by their text positions; those of several
+requests are computed together. `generate` runs the same decoder with all blocks in this process.
 """
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any
 
 import numpy as np
 import torch
 
-from blocktrain.model.stack import starting_point
-from blocktrain.numerics.sampling import log_softmax, mixed_seed, picks
-from blocktrain.serve.router.decode import Proposal
-from blocktrain.serve.stage.batch import (
-    DEFAULT_LIMITS,
-    NO_STATE,
+from blocktrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from blocktrain.errors import ConfigError
+from blocktrain.model.stack import Stack, starting_point
+from blocktrain.numerics.sampling import Sampling, mixed_seed
+from blocktrain.serve.ring.activations import (
+    EMPTY,
+    GREEDY,
     Activations,
-    Refinement,
+    Choice,
     Row,
-    SlotLimits,
-    initial,
     joined,
     split_rows,
 )
-from blocktrain.serve.stage.compute import BlockSource, StageCompute
-from blocktrain.train.device import Compute
-from blocktrain.vocabulary import MASK
+from blocktrain.serve.ring.batch import SlotLimits
+from blocktrain.serve.ring.compute import StageCompute
+from blocktrain.serve.router.decode import (
+    AnswerCost,
+    GenerationRequest,
+    Proposal,
+    TraversalCost,
+    new_decoding,
+)
+from blocktrain.training.device import Compute
 
-NOISE_STREAM = 1  # keeps this randomness apart from every other use of a request's seed
+NOISE_STREAM = 1  # separates this noise from other uses of a request's seed
+ONE_REQUEST = SlotLimits(requests=1, cache_bytes=1 << 62)
 
 
 class FirstBlock:
-    """`drafts_sweeps`: a sweep starts from the first block's text, byte after byte, even if its
-    request does not ask for that; otherwise from guesses made all at once out of masks. Cascades
-    always draft, as they are not trained on masks. `noise_start`: z starts as noise, not as zeros.
-    """
+    """Computes the first block in every step. `noise_start`: a denoising model's z starts as noise
+    instead of zeros."""
 
-    def __init__(
-        self,
-        first: StageCompute,
-        *,
-        drafts_sweeps: bool | None = None,
-        noise_start: bool = False,
-    ) -> None:
+    def __init__(self, first: StageCompute, *, noise_start: bool = False) -> None:
         self.first = first
-        self.drafts_sweeps = not first.denoises if drafts_sweeps is None else drafts_sweeps
         self._noise_start = noise_start and first.denoises
 
-    @classmethod
-    def load(
-        cls,
-        source: BlockSource,
-        compute: Compute,
-        readout: str = "product",
-        limits: SlotLimits = DEFAULT_LIMITS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> Self:
-        first = StageCompute.load(source, range(1), compute, readout, limits, clock)
-        return cls(first)
-
-    def release(self, request: int) -> None:
-        self.first.release(request)
-
     def prefills(self, proposals: Mapping[int, Proposal]) -> list[Row]:
-        """Context that every stage can read by itself, in parallel and before the step arrives. In
-        a cascade there is none: features of the context travel with the step."""
+        """Context that every stage can read by itself, in parallel, before the step arrives. Empty
+        for a cascade, where the context's features travel with the step."""
         if not self.first.denoises:
             return []
         return [
@@ -76,49 +60,69 @@ class FirstBlock:
             if proposal.context
         ]
 
-    def step(self, proposals: Mapping[int, Proposal]) -> Activations:
-        """Every request's proposal, with its drafts, through the first block; the context that
-        `prefills` gives is left out."""
+    def step(self, proposals: Mapping[int, Proposal]) -> list[Activations]:
+        """Compute every proposal and its drafts in the first block. Leaves out the context that
+        `prefills` returns."""
         if prefills := self.prefills(proposals):
             self.first.prefill(prefills)
             proposals = {request: _read_only(each) for request, each in proposals.items()}
         proposals = self._with_guesses(proposals)
-        rows = [self._row(request, proposal) for request, proposal in proposals.items()]
-        state = self._noise(proposals.values()) if self._noise_start else NO_STATE
-        drafter = Drafter(proposals)
+        if not (self.first.is_last or self.first.config.has_head(0)):
+            proposals = {request: replace(each, drafts=0) for request, each in proposals.items()}
+        rows = self._rows(proposals)
+        state = self._noise(proposals.values()) if self._noise_start else EMPTY
+        parts: dict[int, list[Activations]] = {request: [] for request in proposals}
         while rows:
-            drafter.add(self._advance(rows, state))
-            rows, state = drafter.next_rows(), NO_STATE
-        result = drafter.result()
-        if self.first.readout == "final" and self.first.block_count > 1:
-            # Drafts needed the first block's head, but this readout is of the last block alone.
-            return replace(result, readout_RV=np.zeros_like(result.readout_RV))
-        return result
-
-    def answers(self, activations: Activations) -> list[tuple[Row, np.ndarray]]:
-        """Each row with its distributions, after all blocks."""
-        parts = self.split(activations)
-        return [(part.rows[0], self.distribution(part.readout_RV)) for part in parts]
+            unfinished = [
+                row.request
+                for row in rows
+                if len(parts[row.request]) < proposals[row.request].drafts
+            ]
+            for part in self._advance(
+                rows, state, draft=bool(unfinished and not self.first.is_last)
+            ):
+                parts[part.rows[0].request].append(part)
+            rows, state = [_draft(parts[request][-1]) for request in unfinished], EMPTY
+        return [self._joined_drafts(own) for own in parts.values()]
 
     def split(self, activations: Activations) -> list[Activations]:
+        """Split a step into one per row."""
         return split_rows(activations, [self.first.carried(row) for row in activations.rows])
 
-    def distribution(self, readout_RV: np.ndarray) -> np.ndarray:
-        """Log-probabilities from the readout of all blocks."""
-        if self.first.readout == "product":
-            return log_softmax(readout_RV / self.first.block_count)
-        return readout_RV
+    def _advance(
+        self, rows: Sequence[Row], state: np.ndarray = EMPTY, *, draft: bool
+    ) -> list[Activations]:
+        return self.split(self.first.step(Activations(rows, state), draft=draft))
 
-    def _advance(self, rows: Sequence[Row], state: np.ndarray = NO_STATE) -> list[Activations]:
-        return self.split(self.first.step(initial(rows, state), heads=True))
+    def _rows(self, proposals: Mapping[int, Proposal]) -> list[Row]:
+        top = max(each.top for each in proposals.values())  # equal in all rows, to concatenate them
+        return [
+            Row(
+                request,
+                each.start,
+                each.ids,
+                each.read,
+                Choice(
+                    each.sampling,
+                    each.position,
+                    top,
+                    each.refine and self.first.denoises,
+                    each.answer_from,
+                ),
+            )
+            for request, each in proposals.items()
+        ]
 
-    def _row(self, request: int, proposal: Proposal) -> Row:
-        refines = proposal.refine and self.first.denoises
-        refinement = Refinement(proposal.sampling, proposal.position) if refines else None
-        return Row(request, proposal.start, proposal.ids, proposal.read, refinement)
+    def _joined_drafts(self, parts: Sequence[Activations]) -> Activations:
+        """One row from a row and its drafts, with predictions if this is the only block."""
+        whole, rows = joined(parts), [part.rows[0] for part in parts]
+        ids = np.concatenate([row.ids for row in rows])
+        row = replace(rows[0], ids=ids, read=sum(row.read for row in rows))
+        predicted = whole.predictions if self.first.is_last else None
+        return replace(whole, rows=(row,), predictions=predicted)
 
     def _noise(self, proposals: Iterable[Proposal]) -> np.ndarray:
-        """Noise for the newest position of each proposal, fixed by its seed and text position."""
+        """Noise for the newest position of each proposal, fixed by seed and text position."""
         config, device = self.first.config, self.first.compute.device
         starts = []
         for proposal in proposals:
@@ -129,53 +133,26 @@ class FirstBlock:
         return torch.cat(starts).cpu().numpy()
 
     def _with_guesses(self, proposals: Mapping[int, Proposal]) -> Mapping[int, Proposal]:
-        """Replace masks by the first block's guesses."""
-        masked = {request: each for request, each in proposals.items() if each.ids[-1] == MASK}
+        """Replace masks by guesses, all at once. Blocks of a cascade are not trained on masks, so
+        there the first block drafts token by token."""
+        mask = self.first.config.vocabulary.mask
+        masked = {request: each for request, each in proposals.items() if each.ids[-1] == mask}
         if not masked:
             return proposals
-        if self.drafts_sweeps:
+        if not self.first.denoises:
             return {**proposals, **{request: _to_draft(each) for request, each in masked.items()}}
-        rows = [Row(request, each.start, each.ids, each.read) for request, each in masked.items()]
-        guesses = {part.rows[0].request: part.readout_RV for part in self._advance(rows)}
+        rows = self._rows({r: replace(each, refine=False) for r, each in masked.items()})
+        guesses = {part.rows[0].request: part for part in self._advance(rows, draft=True)}
         guessed = {request: _guessed(each, guesses[request]) for request, each in masked.items()}
         return {**proposals, **guessed}
 
 
-class Drafter:
-    """Proposals on their way through the first block, draft by draft."""
-
-    def __init__(self, proposals: Mapping[int, Proposal]) -> None:
-        self._proposals = proposals
-        self._parts: dict[int, list[Activations]] = {request: [] for request in proposals}
-
-    def add(self, parts: Sequence[Activations]) -> None:
-        for part in parts:
-            self._parts[part.rows[0].request].append(part)
-
-    def next_rows(self) -> list[Row]:
-        """The next draft of every request that may still have one."""
-        unfinished = [
-            (proposal, self._parts[request])
-            for request, proposal in self._proposals.items()
-            if len(self._parts[request]) <= proposal.drafts
-        ]
-        if not unfinished:
-            return []
-        drafts = picks(
-            np.stack([parts[-1].readout_RV[-1] for _, parts in unfinished]),
-            [each.sampling for each, _ in unfinished],
-            [each.position + each.read + len(parts) - 2 for each, parts in unfinished],
-        )
-        return [
-            _draft_after(parts[-1].rows[0], byte)
-            for (_, parts), byte in zip(unfinished, drafts, strict=True)
-        ]
-
-    def result(self) -> Activations:
-        """One row for every request, with its drafts and their state."""
-        result = joined([part for parts in self._parts.values() for part in parts])
-        rows = (_joined_row([part.rows[0] for part in parts]) for parts in self._parts.values())
-        return replace(result, rows=tuple(rows))
+def _draft(part: Activations) -> Row:
+    """The next position of a row: the token that the first block predicts after it."""
+    (row,), predicted = part.rows, part.predictions
+    assert predicted is not None
+    choice = replace(row.choice, position=row.choice.position + row.read)
+    return Row(row.request, row.start + len(row.ids), predicted.tokens_R[-1:], 1, choice)
 
 
 def _read_only(proposal: Proposal) -> Proposal:
@@ -183,29 +160,132 @@ def _read_only(proposal: Proposal) -> Proposal:
     return replace(proposal, start=proposal.start + skipped, ids=proposal.ids[skipped:])
 
 
-def _draft_after(row: Row, byte: int) -> Row:
-    return Row(row.request, row.start + len(row.ids), np.array([byte], np.uint16), 1)
-
-
-def _joined_row(rows: Sequence[Row]) -> Row:
-    """A row and the drafts after it, as one."""
-    return replace(
-        rows[0],
-        ids=np.concatenate([row.ids for row in rows]),
-        read=sum(row.read for row in rows),
-    )
-
-
 def _to_draft(proposal: Proposal) -> Proposal:
-    count = proposal.read - 1
-    ids = proposal.ids[: len(proposal.ids) - count]
-    return replace(proposal, ids=ids, read=1, drafts=count)
-
-
-def _guessed(proposal: Proposal, log_probs_RV: np.ndarray) -> Proposal:
-    """The proposal with picks from these distributions in place of its masks."""
-    count = proposal.read
-    positions = range(proposal.position, proposal.position + count)
-    guesses = picks(log_probs_RV, [proposal.sampling] * count, positions)
     ids = proposal.ids[: proposal.context + 1]
-    return replace(proposal, ids=np.concatenate([ids, guesses[:-1].astype(np.uint16)]))
+    return replace(proposal, ids=ids, read=1, drafts=proposal.read - 1)
+
+
+def _guessed(proposal: Proposal, part: Activations) -> Proposal:
+    """The proposal with its masks replaced by the first block's predictions."""
+    assert part.predictions is not None
+    guesses = part.predictions.tokens_R[:-1]
+    return replace(proposal, ids=np.concatenate([proposal.ids[: proposal.context + 1], guesses]))
+
+
+def generate(
+    stack: Stack,
+    prompt: Sequence[int],
+    count: int,
+    sampling: Sampling = GREEDY,
+    *,
+    readout: str = "product",
+    start: str = "mean",
+) -> Iterator[int]:
+    """Yield `count` tokens that continue the prompt, one traversal each.
+
+    `stack` may consist of only a model's first blocks. `start` is where a denoising model's z
+    starts: "mean" is zeros, "noise" is noise fixed by the seed.
+    """
+    compute = Compute(stack.device, stack.blocks[0].compute_dtype)  # type: ignore[arg-type]
+    depth = len(stack.blocks)
+    first, *others = (
+        StageCompute(
+            stack.config, blocks, stack.blocks[blocks.start : blocks.stop], compute, readout,
+            ONE_REQUEST, block_count=depth,
+        )
+        for blocks in (range(1), range(1, depth))
+        if blocks
+    )  # fmt: skip
+    front = FirstBlock(first, noise_start=start == "noise")
+    request = GenerationRequest(prompt, count, mode="ar", sampling=sampling)
+    decoding = new_decoding(request, stack.config, AnswerCost(), TraversalCost())
+    while proposal := decoding.propose():
+        proposals = {0: proposal}
+        (activations,), prefills = front.step(proposals), front.prefills(proposals)
+        for stage in others:
+            if prefills:
+                stage.prefill(prefills)
+            activations = stage.step(activations)
+        assert activations.predictions is not None
+        tokens = decoding.take(activations.rows[0], activations.predictions)
+        yield from (token.id for token in tokens)
+
+
+class DraftModel:
+    """A whole draft model in one process. It samples every text position with the same noise as the
+    model, so both pick the same token wherever their distributions agree."""
+
+    def __init__(self, blocks: StageCompute) -> None:
+        self._model = FirstBlock(blocks)
+        self._config = blocks.config
+        self._read: dict[int, tuple[int, np.ndarray]] = {}  # where each text is read from, as ids
+
+    def drafted(self, proposals: Mapping[int, Proposal]) -> dict[int, Proposal]:
+        """The proposals; where one requests drafts of this model, it contains them as guesses."""
+        own = {request: self._proposal(request, each) for request, each in proposals.items()
+               if each.text is not None and each.drafts}  # fmt: skip
+        result = dict(proposals)
+        if own:
+            for part in self._model.step(own):
+                (row,), predicted = part.rows, part.predictions
+                assert predicted is not None
+                result[row.request] = _with_drafts(proposals[row.request], predicted.tokens_R)
+        return result
+
+    def release(self, request: int) -> None:
+        self._read.pop(request, None)
+        self._model.first.release(request)
+
+    def _proposal(self, request: int, proposal: Proposal) -> Proposal:
+        """The proposal that makes the draft model write its first draft; `drafts` more may
+        follow."""
+        text, window = proposal.text, self._config.model.window
+        assert text is not None
+        count = min(proposal.drafts, window // 2)
+        start, before = self._read.get(request, (0, np.zeros(0, np.uint32)))
+        if len(text) - start + count > window:  # the newer half, or less
+            start = len(text) - (window - count) // 2
+        ids = self._ids(text[start:])
+        same = min(len(ids) - 1, len(before), self._model.first.cached(request))
+        differing = np.flatnonzero(ids[:same] != before[:same])
+        cached = int(differing[0]) if differing.size else same
+        self._read[request] = start, ids
+        # The draft model reads the text from elsewhere, so the answer begins at another position.
+        shift = len(ids) - (proposal.start + proposal.context + 1)
+        return Proposal(
+            cached, ids[cached:], 1, len(text), proposal.sampling, count - 1,
+            answer_from=max(0, proposal.answer_from + shift),
+        )  # fmt: skip
+
+    def _ids(self, text: Sequence[int]) -> np.ndarray:
+        """The ids of a text, after the BOS token if texts begin with one."""
+        vocabulary = self._config.vocabulary
+        begins = not text or (vocabulary.starts_with_bos and text[0] != vocabulary.bos)
+        ids = np.array([*([vocabulary.bos] if begins else ()), *text], np.uint32)
+        return np.minimum(ids, vocabulary.ids - 1)  # the larger model's may be padded further
+
+
+def _with_drafts(proposal: Proposal, drafts: np.ndarray) -> Proposal:
+    ids = np.concatenate([proposal.ids, drafts.astype(proposal.ids.dtype)])
+    return replace(proposal, ids=ids, read=proposal.read + len(drafts), drafts=0)
+
+
+def check_same_tokens(model: Tokenizer, draft: Tokenizer, name: str) -> None:
+    """Raise ConfigError if a draft model's tokens are not the model's."""
+    if _tokens(model) != _tokens(draft):
+        raise ConfigError(
+            f"--draft {name} has another tokenizer ({_described(draft)}) than the model"
+            f" ({_described(model)}); use a draft model with the same tokenizer"
+        )
+
+
+def _tokens(tokenizer: Tokenizer) -> tuple[Any, Any]:
+    """What defines a tokenizer's tokens: its model and added tokens; nothing for bytes. Files
+    beside it may differ, such as a chat template."""
+    described = json.loads(tokenizer.files.get(TOKENIZER_FILE, b"{}"))
+    return described.get("model"), described.get("added_tokens")
+
+
+def _described(tokenizer: Tokenizer) -> str:
+    vocabulary = tokenizer.vocabulary
+    return f"{vocabulary.size} tokens, {vocabulary.sha256[:12]}" if vocabulary.sha256 else "bytes"

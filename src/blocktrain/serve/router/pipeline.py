@@ -1,7 +1,6 @@
-"""The router's connections to its stages, and the route a request takes through them.
+"""The router's connections to its stages, and the routes of requests through them.
 
-The router has block 0; a route covers all blocks after it in order, each stage with the blocks it
-has.
+The router has block 0. A route is a sequence of stages that together have all later blocks.
 """
 
 import asyncio
@@ -9,36 +8,38 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 from typing import Protocol
 
+from blocktrain.config import Config
 from blocktrain.errors import BlocktrainError, ProtocolError, UnreachableError
 from blocktrain.protocol.framing import FrameKind, FrameMessage
+from blocktrain.serve.ring.activations import Row
 from blocktrain.serve.ring.connection import Dial, RingConnection
 from blocktrain.serve.ring.envelope import (
     FailureHead,
     StepEnvelope,
+    StepResult,
     prefill_message,
     read_failure,
-    read_step,
+    read_result,
     release_message,
     step_message,
-    takes_bare_steps,
 )
-from blocktrain.serve.stage.batch import Row
 
 Edge = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class StageInfo:
-    """A connected stage: its address, its blocks, and how many requests it works for."""
+    """A connected stage: its address, its blocks, and the number of its requests."""
 
     address: str
     first: int
-    stop: int  # the block after its last
+    stop: int  # one after its last block
     load: int = 0
 
 
@@ -48,15 +49,15 @@ Route = tuple[str, ...]
 def choose_route(
     stages: Sequence[StageInfo], blocks: int, broken: Collection[Edge] = ()
 ) -> Route | None:
-    """The route whose busiest stage has the least load; of equals the shortest. None: there is no
-    route. `broken` are pairs of stages that cannot reach each other."""
-    routes = _routes(stages, 1, blocks, frozenset(broken))
+    """The route whose busiest stage has the least load; among equals the shortest. None if there is
+    no route. `broken`: pairs of stages that cannot reach each other."""
+    routes = _routes(stages, 1, blocks, broken)
     best = min(routes, key=_burden, default=None)
     return None if best is None else tuple(stage.address for stage in best)
 
 
 def missing_blocks(stages: Sequence[StageInfo], blocks: int) -> list[int]:
-    """The blocks that no stage has."""
+    """Blocks that no stage has."""
     served = {block for stage in stages for block in range(stage.first, stage.stop)}
     return [block for block in range(1, blocks) if block not in served]
 
@@ -67,9 +68,9 @@ def _burden(route: Sequence[StageInfo]) -> tuple[int, int, list[str]]:
 
 
 def _routes(
-    stages: Sequence[StageInfo], block: int, blocks: int, broken: frozenset[Edge], before: str = ""
+    stages: Sequence[StageInfo], block: int, blocks: int, broken: Collection[Edge], before: str = ""
 ) -> list[list[StageInfo]]:
-    """The best route through each stage that begins with this block."""
+    """The best route through each stage that starts with this block."""
     if block >= blocks:
         return [[]]
     result = []
@@ -83,15 +84,15 @@ def _routes(
 
 
 FIRST_REDIAL_SECONDS, LONGEST_REDIAL_SECONDS = 0.1, 2.0
-BROKEN_SECONDS = 10.0  # how long a pair of stages that could not connect is avoided
+BROKEN_SECONDS = 10.0  # how long to avoid a pair of stages that could not connect
 
 log = logging.getLogger(__name__)
 
 
 class PipelineListener(Protocol):
-    """What the pipeline reports to: the engine."""
+    """The receiver of the pipeline's events: the engine."""
 
-    def arrived(self, step: StepEnvelope) -> None: ...
+    def arrived(self, result: StepResult) -> None: ...
 
     def failed(self, address: str, failure: FailureHead) -> None: ...
 
@@ -101,24 +102,15 @@ class PipelineListener(Protocol):
 
 
 class Pipeline:
-    """Connections to all stages, kept up until cancelled."""
+    """Connections to all stages, kept open until cancelled."""
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        blocks: int,
-        dial: Dial,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._addresses = addresses
-        self._blocks = blocks
-        self._dial = dial
-        self._clock = clock
+    def __init__(self, addresses: Sequence[str], config: Config, dial: Dial) -> None:
+        self._addresses, self._dial = addresses, dial
+        self._blocks, self._vocabulary = config.block_count, config.vocabulary
         self._connections: dict[str, RingConnection] = {}
-        self._stages: dict[str, StageInfo] = {}
         self._load: Counter[str] = Counter()
         self._broken: dict[Edge, float] = {}
-        self._errors: dict[str, str] = {}  # of each address without a stage, the last one
+        self._errors: dict[str, str] = {}  # last error of each address without a stage
 
     async def run(self, listener: PipelineListener) -> None:
         """Keep a connection to every stage until cancelled."""
@@ -128,55 +120,61 @@ class Pipeline:
 
     @property
     def stages(self) -> list[StageInfo]:
-        """The connected stages, with the number of requests that go through each."""
-        return [replace(stage, load=self._load[stage.address]) for stage in self._stages.values()]
+        """The connected stages, with the number of requests on each."""
+        return [
+            StageInfo(address, blocks[0], blocks[-1] + 1, self._load[address])
+            for address, connection in self._connections.items()
+            for blocks in [connection.hello["blocks"]]
+        ]
 
     @property
     def missing(self) -> str:
-        """Why there is no route, in words; empty if there is one."""
+        """Why there is no route; empty if there is one."""
         blocks = missing_blocks(self.stages, self._blocks)
         if blocks:
             errors = "; ".join(_named(address, error) for address, error in self._errors.items())
             listed = ", ".join(map(str, blocks))
             return f"no stage has block {listed}" + (errors and f" ({errors})")
-        return "" if self.route() is not None else "the stages cannot reach each other"
+        if self.route() is None:
+            return (
+                "the stages cannot reach each other; check their --announce addresses and firewalls"
+            )
+        return ""
 
     def route(self) -> Route | None:
-        now = self._clock()
+        now = time.monotonic()
         self._broken = {edge: until for edge, until in self._broken.items() if until > now}
         return choose_route(self.stages, self._blocks, self._broken)
 
     def enter(self, route: Route) -> None:
-        """Count a request that takes this route."""
+        """Count a request on this route."""
         self._load.update(route)
 
     def leave(self, route: Route) -> None:
         self._load.subtract(route)
 
     def avoid(self, edge: Edge) -> None:
-        """Use no route over this pair of stages for a while."""
-        self._broken[edge] = self._clock() + BROKEN_SECONDS
+        """Avoid routes over this pair of stages for a while."""
+        self._broken[edge] = time.monotonic() + BROKEN_SECONDS
 
     async def prefill(self, rows: Sequence[Row], route: Route) -> None:
-        """To all stages of the route at once."""
-        message = prefill_message(rows)
+        """Send a prefill to all stages of a route at once."""
+        message = prefill_message(rows, self._vocabulary)
         await asyncio.gather(*(self._connection(address).send(message) for address in route))
 
     async def send(self, step: StepEnvelope, route: Route) -> None:
-        connection = self._connection(route[0])
-        await connection.send(step_message(step, bare=takes_bare_steps(connection.hello)))
+        await self._connection(route[0]).send(step_message(step, self._vocabulary))
 
-    async def release(self, requests: Sequence[int], route: Route) -> None:
-        message = release_message(requests)
+    async def release(self, request: int, route: Route) -> None:
+        message = release_message([request])
         for address in route:
             if address in self._connections:
                 await self._connections[address].send(message)
 
     def _connection(self, address: str) -> RingConnection:
-        try:
-            return self._connections[address]
-        except KeyError:
-            raise UnreachableError(f"the stage at {address} is gone") from None
+        if address not in self._connections:
+            raise UnreachableError(f"the stage at {address} is gone")
+        return self._connections[address]
 
     async def _keep(self, address: str, listener: PipelineListener) -> None:
         pause = FIRST_REDIAL_SECONDS
@@ -197,48 +195,48 @@ class Pipeline:
     async def _serve(
         self, connection: RingConnection, dialled: str, listener: PipelineListener
     ) -> None:
-        """Use one connection until it ends."""
-        blocks = connection.hello["blocks"]
+        """Use a connection until it ends."""
         address = connection.hello.get("address") or dialled
         if address in self._connections:
-            self._errors[dialled] = f"another stage announces the address {address}"
+            self._errors[dialled] = (
+                f"two stages have the address {address}; give each its own --announce"
+            )
             connection.close()
             await asyncio.sleep(LONGEST_REDIAL_SECONDS)
             return
         self._connections[address] = connection
-        self._stages[address] = StageInfo(address, blocks[0], blocks[-1] + 1)
-        log.info("stage %s connected, blocks %s", address, ", ".join(map(str, blocks)))
+        blocks = ", ".join(map(str, connection.hello["blocks"]))
+        log.info("stage %s connected with blocks %s", address, blocks)
         listener.joined()
         try:
             await self._introduce()
             while True:
-                self._deliver(address, await connection.receive(), listener)
+                message = await connection.receive()
+                match message.kind:
+                    case FrameKind.RESULT:
+                        listener.arrived(read_result(message, self._vocabulary))
+                    case FrameKind.ERROR:
+                        listener.failed(address, read_failure(message))
+                    case kind:
+                        raise ProtocolError(f"a stage may not send {kind.name}")
         except BlocktrainError as error:
             self._errors[dialled] = str(error)
             log.warning("stage %s is gone: %s", address, error)
         finally:
-            del self._connections[address], self._stages[address]
+            del self._connections[address]
             connection.close()
             listener.lost(address)
 
     async def _introduce(self) -> None:
-        """Let stages connect to their successors before the first step needs it."""
-        for stage in self.stages:
-            for successor in self.stages:
-                if successor.first == stage.stop:
-                    message = FrameMessage(FrameKind.DIAL, meta={"address": successor.address})
-                    with suppress(BlocktrainError):  # a lost stage is noticed by its own task
-                        await self._connection(stage.address).send(message)
-
-    def _deliver(self, address: str, message: FrameMessage, listener: PipelineListener) -> None:
-        if message.kind is FrameKind.RESULT:
-            listener.arrived(read_step(message))
-        elif message.kind is FrameKind.ERROR:
-            listener.failed(address, read_failure(message))
-        else:
-            raise ProtocolError(f"a stage may not send {message.kind.name}")
+        """Tell every stage to connect to those that may follow it, before the first step needs the
+        connection."""
+        for stage, successor in product(self.stages, repeat=2):
+            if successor.first == stage.stop:
+                message = FrameMessage(FrameKind.DIAL, meta={"address": successor.address})
+                with suppress(BlocktrainError):  # its own task notices a lost stage
+                    await self._connection(stage.address).send(message)
 
 
 def _named(address: str, error: str) -> str:
-    """An error with its address, unless it begins with it."""
+    """The error, preceded by the address unless the error starts with that."""
     return error if error.startswith(address) else f"{address}: {error}"

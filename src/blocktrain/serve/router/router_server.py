@@ -1,7 +1,8 @@
-"""A router as a process: the first block, the stages, and an HTTP port.
+"""The process of `blocktrain serve`: computes the first block, sends steps to the stages for the
+other blocks, and answers HTTP requests.
 
-Without addresses of stages it starts one as a process of this machine for every block, restarts
-those that die, and ends them with itself.
+If no stages are given, it starts a local stage process for every other block, restarts those that
+die, and ends them when it ends.
 """
 
 import asyncio
@@ -13,33 +14,41 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from blocktrain.config import Config
+from blocktrain.data.chat_template import ChatTemplate
+from blocktrain.data.tokenizer import stored_tokenizer
+from blocktrain.environment import machine_threads
 from blocktrain.errors import ConfigError, UnavailableError
 from blocktrain.protocol.addresses import bound_socket, join_host_port, split_host_port
+from blocktrain.protocol.limited_server import ConnectionLimits
 from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring, client_context
-from blocktrain.serve.http.app import ApiSettings
-from blocktrain.serve.http.http_server import CertificateFiles, checked_certificate, serve
-from blocktrain.serve.http.openai import RequestLimits
-from blocktrain.serve.ring.connection import DEFAULT_TERMS, Hello, RingConnection, Terms
-from blocktrain.serve.ring.envelope import READS_BARE_STEPS
-from blocktrain.serve.ring.handshake import dial
-from blocktrain.serve.router.engine import EngineLimits, RingEngine
-from blocktrain.serve.router.first_block import FirstBlock
-from blocktrain.serve.router.pipeline import Pipeline
-from blocktrain.serve.stage.batch import SlotLimits
-from blocktrain.serve.stage.compute import (
-    BlockSource,
-    RunBlockSource,
-    settings_fingerprint,
-    stage_mismatch,
+from blocktrain.serve.http.http_server import (
+    MOST_CONNECTIONS,
+    ApiSettings,
+    CertificateFiles,
+    checked_certificate,
+    web_server,
 )
+from blocktrain.serve.http.openai import RequestLimits
+from blocktrain.serve.http.served_model import ServedModel
+from blocktrain.serve.ring.batch import SlotLimits
+from blocktrain.serve.ring.compute import (
+    BlockSource,
+    StageCompute,
+)
+from blocktrain.serve.ring.connection import DEFAULT_TERMS, Terms
+from blocktrain.serve.ring.handshake import chosen_readout, dial, model_hello, stage_mismatch
+from blocktrain.serve.router.engine import EngineLimits, RingEngine
+from blocktrain.serve.router.first_block import DraftModel, FirstBlock, check_same_tokens
+from blocktrain.serve.router.pipeline import Pipeline
 from blocktrain.storage.run_dir import RunDir
-from blocktrain.threads import machine_threads
-from blocktrain.train.device import resolve
+from blocktrain.training.device import resolve
 
-RESTART_SECONDS = 0.2  # before a stage that died is started again
-START_SECONDS = 120.0  # a large block takes long to load
+RESTART_SECONDS = 0.2  # pause before a dead stage is restarted
+START_SECONDS = 120.0  # long, because a large block loads slowly
 
 log = logging.getLogger(__name__)
 
@@ -49,49 +58,57 @@ class RouterSettings:
     run: Path
     listen: str
     api_keys: tuple[str, ...]
-    stages: tuple[str, ...]  # none: processes on this machine, started by `stage_command`
+    stages: tuple[str, ...]  # empty: local processes, started by `stage_command`
     keys: Path
     plain_tcp: bool
     wire: str
-    readout: str
+    readout: str  # auto, product or final
     device: str
     precision: str
     weights: str  # full or int8
     max_requests: int
-    max_bytes: int
+    max_tokens: int
     patience_seconds: float
+    draft: Path | None = None  # a run whose model writes drafts
     tls_cert: Path | None = None
     tls_key: Path | None = None
     origins: tuple[str, ...] = ()
+    request_log: Path | None = None
+    long_prompts: str = "truncate"  # or "reject"
+    most_connections: int = MOST_CONNECTIONS
+    most_connections_per_address: int | None = None
     stage_command: tuple[str, ...] = ()
     terms: Terms = DEFAULT_TERMS
 
     @property
     def slots(self) -> int:
-        """Of every cache: requests that wait or were just cancelled have contexts too."""
+        """Slots of each cache: twice `max_requests`, because waiting and just cancelled requests
+        have contexts too."""
         return 2 * self.max_requests
 
 
 def serve_router(
     settings: RouterSettings, tell: Callable[[str], None], source: BlockSource | None = None
 ) -> None:
-    """Load the first block, start or find the stages, listen and `tell` where; until a stop signal.
+    """Serve until a stop signal. Passes the address to `tell` once requests are accepted.
 
-    `source` replaces the run's blocks; the stages then need the same one.
+    `source` replaces the run's blocks; the stages then need the same source.
     """
     if settings.stages and not settings.plain_tcp and not settings.keys.is_dir():
         raise ConfigError(
-            f"there are no keys at {settings.keys}; make them with `blocktrain keys`, or use"
-            " --plain-tcp inside a network you trust"
+            f"{settings.keys} has no keys; make them with `blocktrain keys {settings.keys} --stages"
+            f" {len(settings.stages)}`, or use --plain-tcp in a network that you trust"
         )
     tls = checked_certificate(settings.tls_cert, settings.tls_key)
-    source = source or RunBlockSource(RunDir.open(settings.run), settings.weights)
-    asyncio.run(_serve(settings, source, tls, tell))
+    source = source or BlockSource(RunDir.open(settings.run), settings.weights)
+    model = _served_model(settings, source.config)
+    asyncio.run(_serve(settings, source, model, tls, tell))
 
 
 async def _serve(
     settings: RouterSettings,
     source: BlockSource,
+    model: ServedModel,
     tls: CertificateFiles | None,
     tell: Callable[[str], None],
 ) -> None:
@@ -106,24 +123,31 @@ async def _serve(
             restarting = asyncio.ensure_future(local.restart())
             stack.push_async_callback(_cancelled, restarting)
         context = client_context(keys, ROUTER) if keys else None
-        engine = _engine(settings, source, stages, context)
+        engine = _engine(settings, source, stages, context, model)
+        if model.template:
+            stack.callback(model.template.close)
         running = asyncio.ensure_future(engine.run())
         stack.push_async_callback(_cancelled, running)
         host, port = listener.getsockname()[:2]
         address = f"{'https' if tls else 'http'}://{join_host_port(host, port)}"
-        ready = f"serving {engine.model} at {address}/v1, a page to try it at {address}/"
+        ready = f"serving {model.name} at {address}/v1, chat page at {address}/"
         api = ApiSettings(
             keys=settings.api_keys,
-            limits=RequestLimits(output_bytes=settings.max_bytes),
+            limits=RequestLimits(settings.long_prompts, output_tokens=settings.max_tokens),
+            request_log=settings.request_log,
             at_once=settings.max_requests,
             queue=settings.max_requests,
             origins=settings.origins,
+            connections=ConnectionLimits.fitting(
+                settings.most_connections, settings.most_connections_per_address
+            ),
         )
-        serving = asyncio.ensure_future(serve(engine, api, listener, tls, lambda: tell(ready)))
+        server = web_server(engine, model, api, listener, tls, lambda: tell(ready))
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         await asyncio.wait([running, serving], return_when=asyncio.FIRST_COMPLETED)
         serving.cancel()
         if running.done():
-            running.result()  # the engine only ends by an error
+            running.result()  # raises: the engine ends only with an error
 
 
 async def _cancelled(task: "asyncio.Future[None]") -> None:
@@ -137,31 +161,48 @@ def _engine(
     source: BlockSource,
     stages: tuple[str, ...],
     context: ssl.SSLContext | None,
+    model: ServedModel,
 ) -> RingEngine:
-    name = secrets.token_hex(8)
-    fingerprint = settings_fingerprint(source.config)
+    name, readout = secrets.token_hex(8), chosen_readout(source.config, settings.readout)
     weights = [source.fingerprint(block) for block in range(source.config.block_count)]
-    hello = {
-        "role": ROUTER,
-        "name": name,
-        "settings": fingerprint,
-        "readout": settings.readout,
-        **READS_BARE_STEPS,
-    }
-
-    def check(stage_hello: Hello) -> str | None:
-        return stage_mismatch(stage_hello, fingerprint, weights)
-
-    async def reach(address: str) -> RingConnection:
-        return await dial(address, context, hello, roles=[STAGE], check=check, terms=settings.terms)
-
+    hello = model_hello(source.config, ROUTER, name, readout)
+    check = partial(stage_mismatch, hello, weights)
+    reach = partial(
+        dial, context=context, hello=hello, roles=[STAGE], check=check, terms=settings.terms
+    )
     compute = resolve(settings.device, settings.precision)
     slots = SlotLimits(settings.slots)
-    first_block = FirstBlock.load(source, compute, settings.readout, slots)
+    first = StageCompute.load(source, range(1), compute, readout, slots)
+    draft = None
+    if settings.draft:
+        small = BlockSource(RunDir.open(settings.draft), settings.weights)
+        blocks, how = range(small.config.block_count), chosen_readout(small.config, "auto")
+        draft = DraftModel(StageCompute.load(small, blocks, compute, how, slots))
     limits = EngineLimits(settings.slots, settings.patience_seconds)
-    pipeline = Pipeline(stages, source.config.block_count, reach)
-    model = settings.run.resolve().name
-    return RingEngine(model, first_block, pipeline, name, settings.wire, limits)
+    pipeline = Pipeline(stages, source.config, reach)
+    return RingEngine(
+        FirstBlock(first), pipeline, name, settings.wire, limits, model.tokenizer.token_bytes, draft
+    )
+
+
+def _served_model(settings: RouterSettings, config: Config) -> ServedModel:
+    """The model as clients see it. Raises ConfigError if the draft model has other tokens."""
+    run = RunDir.open(settings.run) if config.vocab.sha256 else None
+    files = run.tokenizer_files() if run else {}
+    tokenizer, folder = stored_tokenizer(files, config.vocab), settings.run.resolve().name
+    if settings.draft:
+        draft = RunDir.open(settings.draft)
+        drafts_in = stored_tokenizer(draft.tokenizer_files(), draft.config.vocab)
+        check_same_tokens(tokenizer, drafts_in, str(settings.draft))
+    origin = run.origin if run else None
+    return ServedModel(
+        origin["source"] if origin and origin["revision"] else folder,
+        config,
+        tokenizer,
+        ChatTemplate.of_tokenizer(files),
+        settings.draft.resolve().name if settings.draft else "",
+        alias=folder,
+    )
 
 
 class LocalStages:
@@ -177,28 +218,25 @@ class LocalStages:
         self._addresses: dict[int, str] = {}
 
     async def start(self) -> list[str]:
-        """Start them all together; their addresses in the order of the blocks."""
+        """Start all stages at once. Returns their addresses in the order of the blocks."""
         await asyncio.gather(*(self._start(block, "127.0.0.1:0") for block in self._blocks))
         return [self._addresses[block] for block in self._blocks]
 
     async def restart(self) -> None:
-        """Start every stage that dies again, at its old address, until cancelled."""
-        async with asyncio.TaskGroup() as watchers:
-            for block in self._blocks:
-                watchers.create_task(self._watch(block))
+        """Restart every stage that dies, at its old address, until cancelled."""
+        await asyncio.gather(*map(self._watch, self._blocks))
 
     async def stop(self) -> None:
-        """Kill them: a stage has nothing to save."""
+        """Kill all stages, which have nothing to save."""
         for process in self._processes.values():
             if process.returncode is None:
                 process.kill()
-        for process in self._processes.values():
-            await process.wait()
+        await asyncio.gather(*(process.wait() for process in self._processes.values()))
 
     async def _watch(self, block: int) -> None:
         while True:
             code = await self._processes[block].wait()
-            log.warning("the stage of block %s ended with %s; starting it again", block, code)
+            log.warning("the stage of block %s exited with code %s; restarting it", block, code)
             await asyncio.sleep(RESTART_SECONDS)
             try:
                 await self._start(block, self._addresses[block])
@@ -210,24 +248,35 @@ class LocalStages:
             *self._command(block, listen),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the router alone, which ends them later
+            start_new_session=True,  # only the router gets Ctrl-C, and ends them
         )
         self._processes[block] = process
         assert process.stdout
-        async with asyncio.timeout(START_SECONDS):
-            line = await process.stdout.readline()
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            process.kill()
+            raise UnavailableError(
+                f"the stage of block {block} did not start within {START_SECONDS:g} s; see the"
+                " lines above, or start it by hand with `blocktrain stage`"
+            ) from None
         if not line:
             raise UnavailableError(
-                f"the stage of block {block} did not start; it ended with {await process.wait()}"
+                f"the stage of block {block} exited with code {await process.wait()} before it"
+                " listened; see its error in the lines above"
             )
         self._addresses[block] = json.loads(line)["listening"]
 
     def _command(self, block: int, listen: str) -> list[str]:
         settings = self._settings
-        command = [*settings.stage_command, str(settings.run), "--block", str(block), "--json"]
-        command += ["--listen", listen, "--keys", str(self._keys), "--name", f"stage-{block}"]
-        command += ["--device", settings.device, "--precision", settings.precision]
-        command += ["--weights", settings.weights, "--readout", settings.readout]
-        share = max(1, machine_threads() // (len(self._blocks) + 1))
-        command += ["--threads", str(share)]
-        return [*command, "--most-requests", str(settings.slots), "--until-stdin-closes"]
+        options = {
+            "--block": block, "--listen": listen, "--keys": self._keys, "--name": f"stage-{block}",
+            "--device": settings.device, "--precision": settings.precision,
+            "--weights": settings.weights, "--readout": settings.readout,
+            "--threads": max(1, machine_threads() // (len(self._blocks) + 1)),
+            "--most-requests": settings.slots,
+        }  # fmt: skip
+        words = [str(word) for option in options.items() for word in option]
+        run = str(settings.run)
+        return [*settings.stage_command, run, *words, "--force", "--json", "--until-stdin-closes"]

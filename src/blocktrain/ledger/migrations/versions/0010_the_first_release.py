@@ -1,6 +1,6 @@
 """The schema of release 0.1, from which later migrations start.
 
-A new database gets the tables of `schema.py` and the number of the newest migration instead.
+A new database gets the tables of `schema.py` and the newest revision instead.
 """
 
 revision = "0010"
@@ -8,4 +8,4 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Nothing to do: a database with this number has the tables."""
+    """Nothing to do: a database of this revision has the tables."""

@@ -1,0 +1,126 @@
+"""How far a worker is trusted, by what the checks of its updates have found.
+
+Pure decisions: no clock, no files. `suspicion` sums up evidence: a log likelihood ratio of "this
+worker is dishonest" to "it is honest", which is never below 0, so that good work in the past buys
+nothing (a CUSUM test). A worker is excluded at EXCLUDED. Until many of its updates have passed, a
+worker is a newcomer: its updates weigh less, more of them are replayed, and the newcomers of one
+invite train only a part of a block's text while workers of other invites are there.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+EXCLUDED = 10.0
+NEWCOMER_UPDATES, NEWCOMER_REPLAYS = 20, 3
+NEWCOMER_WEIGHT = 0.25
+NEWCOMERS_SHARE = 0.5  # of a block's batches, for the newcomers of one invite
+
+REFUSED = (
+    3.0  # evidence of a refused update, if a replay does not show that it was trained honestly
+)
+NOT_REVEALED = 2.0  # evidence if the files for a replay do not arrive
+REPLAY_DIFFERS, REPLAY_AGREES = EXCLUDED, -2.0  # no honest result differs by more than rounding
+UNLINKED = 2.0  # evidence if a lease did not begin with the optimizer's state that it should have
+OVERRULED, CONFIRMED = 5.0, -0.5  # evidence against a validator when others have checked the same
+
+# The probability of a replay: of the first updates, of a newcomer's, of all others.
+FIRST_UPDATES, FIRST_REPLAYED, NEWCOMER_REPLAYED, REPLAYED = 2, 1.0, 0.25, 0.05
+SUSPECTED = 3.0  # from this suspicion on, every update is replayed
+MOST_DOUBLINGS = 6  # of the pause after refused updates, which begins at one lease time
+
+
+class Standing(Protocol):
+    """What the checks have found about a worker; the fields are those of its row in the ledger."""
+
+    @property
+    def accepted(self) -> int: ...
+    @property
+    def refused(self) -> int: ...
+    @property
+    def refused_in_a_row(self) -> int: ...
+    @property
+    def replayed(self) -> int: ...
+    @property
+    def suspicion(self) -> float: ...
+    @property
+    def excluded(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Reputation:
+    """A worker's standing as a value, to compute the next one."""
+
+    accepted: int = 0
+    refused: int = 0
+    refused_in_a_row: int = 0
+    replayed: int = 0
+    suspicion: float = 0.0
+    excluded: bool = False
+
+    @staticmethod
+    def of(standing: Standing) -> "Reputation":
+        return Reputation(
+            standing.accepted,
+            standing.refused,
+            standing.refused_in_a_row,
+            standing.replayed,
+            standing.suspicion,
+            standing.excluded,
+        )
+
+    def after_accepted(self, evidence: float) -> "Reputation":
+        passed = replace(self, accepted=self.accepted + 1, refused_in_a_row=0)
+        return passed.suspected(evidence)
+
+    def after_refused(self, evidence: float) -> "Reputation":
+        failed = replace(self, refused=self.refused + 1, refused_in_a_row=self.refused_in_a_row + 1)
+        return failed.suspected(evidence)
+
+    def after_replay(self, *, agrees: bool, was_refused: bool) -> "Reputation":
+        """`was_refused`: a score had refused the update. If it was trained honestly, that is
+        forgiven."""
+        if not agrees:
+            return self.suspected(REPLAY_DIFFERS)
+        replayed = replace(self, replayed=self.replayed + 1)
+        return replayed.suspected(REPLAY_AGREES - REFUSED * was_refused)
+
+    def suspected(self, evidence: float) -> "Reputation":
+        suspicion = max(0.0, self.suspicion + evidence)
+        return replace(self, suspicion=suspicion, excluded=self.excluded or suspicion >= EXCLUDED)
+
+
+def is_newcomer(standing: Standing) -> bool:
+    return standing.accepted < NEWCOMER_UPDATES or standing.replayed < NEWCOMER_REPLAYS
+
+
+def merge_weight(standing: Standing) -> float:
+    """The factor of a worker's updates in a mean. Equal factors cancel, so it changes nothing in a
+    run of newcomers only."""
+    return NEWCOMER_WEIGHT if is_newcomer(standing) else 1.0
+
+
+def replay_probability(standing: Standing) -> float:
+    is_first = standing.accepted + standing.refused < FIRST_UPDATES
+    if is_first or standing.suspicion >= SUSPECTED:
+        return FIRST_REPLAYED
+    return NEWCOMER_REPLAYED if is_newcomer(standing) else REPLAYED
+
+
+def pause_seconds(refused_in_a_row: int, lease_seconds: float) -> float:
+    """How long a worker gets no lease after an update was refused."""
+    if refused_in_a_row == 0:
+        return 0.0
+    return lease_seconds * 2.0 ** min(refused_in_a_row - 1, MOST_DOUBLINGS)
+
+
+def at_joining(joined: int, lost: int) -> Reputation:
+    """The reputation of a new worker, from that of its invite: so many workers have joined with it,
+    and so many of them were excluded or banned. So a worker that was excluded gains little by
+    joining again with another key."""
+    return Reputation(refused_in_a_row=lost, suspicion=EXCLUDED * lost / (joined + 2))
+
+
+def may_train(standing_steps: int, total_batches: int, *, others: bool) -> bool:
+    """Whether newcomers of an invite may get another lease of a block, of which they have trained
+    or hold so many batches. `others`: workers of other invites could train it instead."""
+    return not others or standing_steps < NEWCOMERS_SHARE * total_batches
