@@ -141,6 +141,7 @@ def shared_options(command: options.Command) -> options.Command:
     "--request-log", type=FILE_OR_FOLDER, metavar="FILE",
     help="Append a line of JSON for each request: times, tokens and drafts, but no texts.",
 )  # fmt: skip
+@options.profile
 @click.option(
     "--patience", type=click.FloatRange(min=0.0), default=10.0,
     help="Seconds a request waits for a lost stage to come back.",

@@ -128,8 +128,11 @@ class Trunk(Block):
 
         Inputs are ids (B x T) if the block has an embedding, else features (B x T x D).
         """
-        x = self.embedded(inputs) if self.embed is not None else inputs.to(self.compute_dtype)
-        return self.run(self.layers, x, cache.layers if cache else None)
+        return self.run(self.layers, self.entered(inputs), cache.layers if cache else None)
+
+    def entered(self, inputs: Tensor) -> Tensor:
+        """What the first layer reads: embedded ids, or features in the type to compute in."""
+        return self.embedded(inputs) if self.embed is not None else inputs.to(self.compute_dtype)
 
     def run(
         self, layers: nn.ModuleList, x_BTD: Tensor, caches: Sequence[LayerCache] | None

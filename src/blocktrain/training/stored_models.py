@@ -29,9 +29,12 @@ from blocktrain.training.memory_check import check_first_versions
 PREDICTS = ("norm.", "head.")  # weights through which a block predicts
 
 
-def load_stack(run: RunDir, compute: Compute) -> Stack:
+def load_stack(run: RunDir, compute: Compute, *, frozen: bool = False) -> Stack:
+    """The model of a run, its weights in fp32 or, if it is `frozen`, in the type of computing: they
+    are then not converted in every step."""
+    dtype = compute.dtype if frozen else torch.float32
     indices = range(run.config.block_count)
-    blocks = [load_stored_block(run, index, compute, torch.float32) for index in indices]
+    blocks = [load_stored_block(run, index, compute, dtype) for index in indices]
     return assemble(run.config, blocks)
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Self, cast
 
 import numpy as np
@@ -34,9 +35,12 @@ from blocktrain.serve.ring.batch import (
     on_device,
     predictions,
 )
+from blocktrain.serve.ring.laps import UNTIMED, Laps
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import Compute
 from blocktrain.training.stored_models import load_stored_block
+
+Lap = Callable[[str], None]  # ends a lap of a block
 
 
 @dataclass(frozen=True)
@@ -46,16 +50,21 @@ class CachedCausalBlock:
     block: CausalBlock
 
     def advance(
-        self, batch: RowBatch, state_BQW: Tensor, cache: BlockCache, *, head: bool
+        self, batch: RowBatch, state_BQW: Tensor, cache: BlockCache, lap: Lap, *, head: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The next block's state; with `head` also the log-probabilities (R x V) at the positions
         read."""
-        inputs = state_BQW if self.block.embed is None else batch.ids_BQ
-        features = self.block.features(inputs, cache)
+        x = self.block.entered(state_BQW if self.block.embed is None else batch.ids_BQ)
+        lap("embedding")
+        features = self.block.run(self.block.layers, x, cache.layers)
+        lap("layers")
         if not head:
             return features, None
         private = batch.at_read(self.block.private(features, cache))
-        return features, torch.log_softmax(self.block.predict(private), dim=-1)
+        lap("tail")
+        log_probs = torch.log_softmax(self.block.predict(private), dim=-1)
+        lap("head")
+        return features, log_probs
 
     def read(self, ids_BQ: Tensor, cache: BlockCache) -> None:
         raise ProtocolError("a block of a cascade cannot prefill alone, because it reads features")
@@ -68,10 +77,12 @@ class CachedDenoisingBlock:
     descent: Descent
 
     def advance(
-        self, batch: RowBatch, state_BQW: Tensor, cache: BlockCache, *, head: bool
+        self, batch: RowBatch, state_BQW: Tensor, cache: BlockCache, lap: Lap, *, head: bool
     ) -> tuple[Tensor, Tensor | None]:
         context = self.descent.block.read_context(batch.ids_BQ, cache)
+        lap("context")
         log_probs, z = self.descent(context, state_BQW)
+        lap("denoising")
         return z, batch.at_read(log_probs) if head else None
 
     def read(self, ids_BQ: Tensor, cache: BlockCache) -> None:
@@ -160,7 +171,9 @@ class StageCompute:
         self._read_context(self._admitted(rows))
 
     @torch.inference_mode()
-    def step(self, activations: Activations, *, draft: bool = False) -> Activations:
+    def step(
+        self, activations: Activations, *, draft: bool = False, laps: Laps = UNTIMED
+    ) -> Activations:
         """Compute a step in all blocks here. With `draft`, predict even before the last block."""
         rows = activations.rows
         spans = self._admitted(rows)
@@ -179,19 +192,25 @@ class StageCompute:
         for group in grouped_by_length(spans):
             requests = [span.row.request for span in group]
             inputs = joined([parts[request] for request in requests])
-            result = self._advance(RowBatch(group, self.compute.device), inputs, draft, top)
+            laps.lap("batching")
+            result = self._advance(RowBatch(group, self.compute.device), inputs, draft, top, laps)
             result_parts = split_rows(result, [self.carried(row) for row in result.rows])
             parts |= zip(requests, result_parts, strict=True)
-        return joined([parts[row.request] for row in rows])
+        together = joined([parts[row.request] for row in rows])
+        laps.lap("batching")
+        return together
 
-    def _advance(self, batch: RowBatch, inputs: Activations, draft: bool, top: int) -> Activations:
+    def _advance(
+        self, batch: RowBatch, inputs: Activations, draft: bool, top: int, laps: Laps
+    ) -> Activations:
         state = batch.spread(on_device(inputs.state, self.compute.device))
         readout = on_device(inputs.readout_RV, self.compute.device)
         with self._writing(batch.spans) as caches:
+            laps.lap("batching")
             for index, block, cache in zip(self.blocks, self._blocks, caches, strict=True):
-                last = index == self.block_count - 1
+                last, lap = index == self.block_count - 1, partial(laps.lap, block=index)
                 head = self.adds_up or last or draft or batch.refines
-                state, log_probs = block.advance(batch, state, cache, head=head)
+                state, log_probs = block.advance(batch, state, cache, lap, head=head)
                 if log_probs is None:
                     continue
                 readout = readout + log_probs if self.adds_up else log_probs
@@ -203,12 +222,15 @@ class StageCompute:
             mean = readout / self.blocks.stop
             final = torch.log_softmax(mean, dim=-1) if self.adds_up else readout
             predicted = predictions(final, inputs.rows, top, batch.texts)
-        return Activations(
+            laps.lap("sampling")
+        result = Activations(
             batch.refined(inputs.rows),
             batch.gathered(state).float().cpu().numpy(),
             readout.cpu().numpy() if self.adds_up else inputs.readout_RV,
             predicted,
         )
+        laps.lap("copying out")
+        return result
 
     def _read_context(self, spans: Sequence[RowSpan]) -> None:
         for group in grouped_by_length(spans):

@@ -28,6 +28,7 @@ from blocktrain.serve.ring.activations import (
     joined,
 )
 from blocktrain.serve.ring.envelope import FailureHead, StepEnvelope, StepResult
+from blocktrain.serve.ring.laps import Laps
 from blocktrain.serve.router.decode import (
     AnswerCost,
     Decoding,
@@ -39,6 +40,7 @@ from blocktrain.serve.router.decode import (
 from blocktrain.serve.router.first_block import DraftModel, FirstBlock
 from blocktrain.serve.router.output import OutputToken, Spell
 from blocktrain.serve.router.pipeline import Pipeline, Route
+from blocktrain.serve.router.profile import NO_PROFILER, NOT_PROFILED, Profiler, Traversal
 
 MAX_UNREAD = 32  # unread pieces after which a request pauses
 MAX_REPLAYS = 5  # consecutive, without a result between them
@@ -66,6 +68,7 @@ class ActiveRequest:
     deadline: float | None = None  # for the step in the ring, or for a route
     replays: int = 0
     lost: bool = False  # a cache with its context is gone
+    traversal: Traversal = NOT_PROFILED
     failed: bool = False
     cancelled: bool = False
 
@@ -120,7 +123,9 @@ class RingEngine:
         limits: EngineLimits = EngineLimits(),  # noqa: B008 - frozen
         spell: Spell = lambda token: b"",
         draft_model: DraftModel | None = None,
+        profiler: Profiler = NO_PROFILER,
     ) -> None:
+        self._profiler = profiler
         self._spell, self._draft_model = spell, draft_model
         self._first_block, self._pipeline = first_block, pipeline
         self._name, self._wire_kind, self._limits = name, wire, limits
@@ -152,7 +157,8 @@ class RingEngine:
                 f"the server is full: {len(self._active)} answers in progress; try again later"
             )
         config = self._first_block.first.config
-        active = ActiveRequest(new_decoding(request, config, cost, self._pace, self._spell))
+        decoding = new_decoding(request, config, cost, self._pace, self._spell)
+        active = ActiveRequest(decoding, traversal=self._profiler.begin())
         self._active.append(active)
         try:
             if active.decoding.opening:
@@ -193,6 +199,7 @@ class RingEngine:
             if active is None:
                 continue  # cancelled, or restarted on another route
             active.take_result(predictions)
+            active.traversal.returned(result.profile)
             active.decoding.cost.add_seconds(dict(result.seconds))
             seconds = time.monotonic() - active.sent_at
             outside = max(0.0, seconds - sum(result.seconds.values()))
@@ -249,7 +256,10 @@ class RingEngine:
             if predictions is None:
                 continue
             assert active.row is not None
+            active.traversal.laps.lap("waiting for the loop")
             active.pieces.put_nowait(active.decoding.take(active.row, predictions))
+            active.traversal.laps.lap("decoding")
+            active.traversal = self._profiler.finish(active.traversal, active.key)
             active.replays = 0
 
     def _routed(self, active: ActiveRequest) -> bool:
@@ -265,7 +275,7 @@ class RingEngine:
     async def _advance(self, ready: Sequence[ActiveRequest]) -> None:
         """Compute the next step of each of these requests in the first block, and send it into the
         ring."""
-        proposals = {}
+        proposals, laps = {}, self._profiler.laps()
         for active in ready:
             proposal = active.next_proposal()
             if proposal.start == 0:
@@ -278,7 +288,7 @@ class RingEngine:
             await self._prefill_stages(by_key, proposals)
             started = time.monotonic()
             parts = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._step, proposals
+                self._thread, self._step, proposals, laps
             )
         except MissingPrefixError as error:
             for key in error.requests:
@@ -296,14 +306,18 @@ class RingEngine:
             seconds = time.monotonic() - started
             rounds = 1 + max(proposal.drafts for proposal in proposals.values())
             self._pace.draft = _smoothed(self._pace.draft, seconds / rounds)
+            laps.lap("back from the thread")
             for active in ready:
+                active.traversal.laps.include(laps, "queue")
                 active.decoding.cost.add_seconds({OWN_STAGE: seconds})
             await self._dispatch(parts, by_key)
 
-    def _step(self, proposals: Mapping[int, Proposal]) -> list[Activations]:
+    def _step(self, proposals: Mapping[int, Proposal], laps: Laps) -> list[Activations]:
+        laps.lap("proposals, and waiting for the thread")
         if self._draft_model:
             proposals = self._draft_model.drafted(proposals)
-        return self._first_block.step(proposals)
+            laps.lap("draft model")
+        return self._first_block.step(proposals, laps)
 
     def _release(self, key: int) -> None:
         self._first_block.first.release(key)
@@ -345,9 +359,17 @@ class RingEngine:
                 active.take_result(part.predictions)
                 self._wake.set()
         for route, together in by_route.items():
-            step = StepEnvelope(joined(together), self._name, route[1:], self._wire_kind)
+            step = StepEnvelope(
+                joined(together),
+                self._name,
+                route[1:],
+                self._wire_kind,
+                profile=self._profiler.asks_stages,
+            )
             try:
                 await self._pipeline.send(step, route)
+                for part in together:
+                    by_key[part.rows[0].request].traversal.laps.lap("encode and send")
             except BlocktrainError as error:
                 for part in together:
                     self._start_over(by_key[part.rows[0].request], str(error))

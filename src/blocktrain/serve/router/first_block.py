@@ -28,6 +28,7 @@ from blocktrain.serve.ring.activations import (
 )
 from blocktrain.serve.ring.batch import SlotLimits
 from blocktrain.serve.ring.compute import StageCompute
+from blocktrain.serve.ring.laps import UNTIMED, Laps
 from blocktrain.serve.router.decode import (
     AnswerCost,
     GenerationRequest,
@@ -35,6 +36,7 @@ from blocktrain.serve.router.decode import (
     TraversalCost,
     new_decoding,
 )
+from blocktrain.serve.router.profile import NO_PROFILER, Profiler
 from blocktrain.training.device import Compute
 
 NOISE_STREAM = 1  # separates this noise from other uses of a request's seed
@@ -60,13 +62,16 @@ class FirstBlock:
             if proposal.context
         ]
 
-    def step(self, proposals: Mapping[int, Proposal]) -> list[Activations]:
+    def step(
+        self, proposals: Mapping[int, Proposal], laps: Laps = UNTIMED
+    ) -> list[Activations]:
         """Compute every proposal and its drafts in the first block. Leaves out the context that
         `prefills` returns."""
         if prefills := self.prefills(proposals):
             self.first.prefill(prefills)
+            laps.lap("prefill")
             proposals = {request: _read_only(each) for request, each in proposals.items()}
-        proposals = self._with_guesses(proposals)
+        proposals = self._with_guesses(proposals, laps)
         if not (self.first.is_last or self.first.config.has_head(0)):
             proposals = {request: replace(each, drafts=0) for request, each in proposals.items()}
         rows = self._rows(proposals)
@@ -79,7 +84,7 @@ class FirstBlock:
                 if len(parts[row.request]) < proposals[row.request].drafts
             ]
             for part in self._advance(
-                rows, state, draft=bool(unfinished and not self.first.is_last)
+                rows, state, draft=bool(unfinished and not self.first.is_last), laps=laps
             ):
                 parts[part.rows[0].request].append(part)
             rows, state = [_draft(parts[request][-1]) for request in unfinished], EMPTY
@@ -90,9 +95,9 @@ class FirstBlock:
         return split_rows(activations, [self.first.carried(row) for row in activations.rows])
 
     def _advance(
-        self, rows: Sequence[Row], state: np.ndarray = EMPTY, *, draft: bool
+        self, rows: Sequence[Row], state: np.ndarray = EMPTY, *, draft: bool, laps: Laps
     ) -> list[Activations]:
-        return self.split(self.first.step(Activations(rows, state), draft=draft))
+        return self.split(self.first.step(Activations(rows, state), draft=draft, laps=laps))
 
     def _rows(self, proposals: Mapping[int, Proposal]) -> list[Row]:
         top = max(each.top for each in proposals.values())  # equal in all rows, to concatenate them
@@ -132,7 +137,9 @@ class FirstBlock:
             starts += [zeros, starting_point(config, "noise", (1,), seed, device)]
         return torch.cat(starts).cpu().numpy()
 
-    def _with_guesses(self, proposals: Mapping[int, Proposal]) -> Mapping[int, Proposal]:
+    def _with_guesses(
+        self, proposals: Mapping[int, Proposal], laps: Laps
+    ) -> Mapping[int, Proposal]:
         """Replace masks by guesses, all at once. Blocks of a cascade are not trained on masks, so
         there the first block drafts token by token."""
         mask = self.first.config.vocabulary.mask
@@ -142,7 +149,7 @@ class FirstBlock:
         if not self.first.denoises:
             return {**proposals, **{request: _to_draft(each) for request, each in masked.items()}}
         rows = self._rows({r: replace(each, refine=False) for r, each in masked.items()})
-        guesses = {part.rows[0].request: part for part in self._advance(rows, draft=True)}
+        guesses = {part.rows[0].request: part for part in self._advance(rows, draft=True, laps=laps)}
         guessed = {request: _guessed(each, guesses[request]) for request, each in masked.items()}
         return {**proposals, **guessed}
 
@@ -180,6 +187,7 @@ def generate(
     *,
     readout: str = "product",
     start: str = "mean",
+    profiler: Profiler = NO_PROFILER,
 ) -> Iterator[int]:
     """Yield `count` tokens that continue the prompt, one traversal each.
 
@@ -200,14 +208,18 @@ def generate(
     request = GenerationRequest(prompt, count, mode="ar", sampling=sampling)
     decoding = new_decoding(request, stack.config, AnswerCost(), TraversalCost())
     while proposal := decoding.propose():
-        proposals = {0: proposal}
-        (activations,), prefills = front.step(proposals), front.prefills(proposals)
+        traversal = profiler.begin()
+        proposals, laps = {0: proposal}, traversal.laps
+        (activations,), prefills = front.step(proposals, laps), front.prefills(proposals)
         for stage in others:
             if prefills:
                 stage.prefill(prefills)
-            activations = stage.step(activations)
+                laps.lap("prefill")
+            activations = stage.step(activations, laps=laps)
         assert activations.predictions is not None
         tokens = decoding.take(activations.rows[0], activations.predictions)
+        laps.lap("decoding")
+        profiler.finish(traversal)
         yield from (token.id for token in tokens)
 
 

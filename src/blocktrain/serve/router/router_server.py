@@ -44,6 +44,7 @@ from blocktrain.serve.ring.handshake import chosen_readout, dial, model_hello, s
 from blocktrain.serve.router.engine import EngineLimits, RingEngine
 from blocktrain.serve.router.first_block import DraftModel, FirstBlock, check_same_tokens
 from blocktrain.serve.router.pipeline import Pipeline
+from blocktrain.serve.router.profile import NO_PROFILER, Profiler
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import resolve
 
@@ -79,6 +80,7 @@ class RouterSettings:
     most_connections_per_address: int | None = None
     stage_command: tuple[str, ...] = ()
     terms: Terms = DEFAULT_TERMS
+    profile: Path | None = None  # a file for the trace
 
     @property
     def slots(self) -> int:
@@ -113,7 +115,10 @@ async def _serve(
     tell: Callable[[str], None],
 ) -> None:
     listener = bound_socket(*split_host_port(settings.listen))
+    profiler = Profiler() if settings.profile else NO_PROFILER
     async with AsyncExitStack() as stack:
+        if settings.profile:
+            stack.callback(_report, profiler, settings.profile, tell)
         stages, keys = settings.stages, None if settings.plain_tcp else settings.keys
         if not stages:
             keys = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blocktrain-")))
@@ -123,7 +128,7 @@ async def _serve(
             restarting = asyncio.ensure_future(local.restart())
             stack.push_async_callback(_cancelled, restarting)
         context = client_context(keys, ROUTER) if keys else None
-        engine = _engine(settings, source, stages, context, model)
+        engine = _engine(settings, source, stages, context, model, profiler)
         if model.template:
             stack.callback(model.template.close)
         running = asyncio.ensure_future(engine.run())
@@ -162,6 +167,7 @@ def _engine(
     stages: tuple[str, ...],
     context: ssl.SSLContext | None,
     model: ServedModel,
+    profiler: Profiler,
 ) -> RingEngine:
     name, readout = secrets.token_hex(8), chosen_readout(source.config, settings.readout)
     weights = [source.fingerprint(block) for block in range(source.config.block_count)]
@@ -181,8 +187,14 @@ def _engine(
     limits = EngineLimits(settings.slots, settings.patience_seconds)
     pipeline = Pipeline(stages, source.config, reach)
     return RingEngine(
-        FirstBlock(first), pipeline, name, settings.wire, limits, model.tokenizer.token_bytes, draft
-    )
+        FirstBlock(first), pipeline, name, settings.wire, limits, model.tokenizer.token_bytes,
+        draft, profiler,
+    )  # fmt: skip
+
+
+def _report(profiler: Profiler, path: Path, tell: Callable[[str], None]) -> None:
+    profiler.write(path)
+    tell(f"{profiler.table()}\ntrace: {path}; open it at https://ui.perfetto.dev")
 
 
 def _served_model(settings: RouterSettings, config: Config) -> ServedModel:
