@@ -219,20 +219,23 @@ class RunDir:
             parts[int(index)][rest] = tensor
         return [parts[index] for index in chosen]
 
-    def read_block(self, index: int) -> Iterator[tuple[str, Array]]:
-        """A block's current weights, tensor by tensor."""
-        if not self.exported:
-            return self.block(index).read_weights()
-        return read_tensors(self.path, self._weights_file(index), self._prefix(index))
+    def read_block(self, index: int, *, bf16_as_bits: bool = False) -> Iterator[tuple[str, Array]]:
+        """A block's current weights, tensor by tensor. Those in BF16 become float32, or uint16 with
+        `bf16_as_bits`."""
+        return read_tensors(*self.stored_weights(index), bf16_as_bits=bf16_as_bits)
+
+    def stored_weights(self, index: int) -> tuple[Path, StoredFile, str]:
+        """The folder and the file of a block's current weights, and the prefix of their names in
+        it."""
+        if self.exported:
+            return self.path, self._weights_file(index), self._prefix(index)
+        block = self.block(index)
+        return block.path, block.current().weights, ""
 
     def weights_file(self, index: int) -> tuple[Path, str]:
         """The file of a block's current weights, whose hash is checked, and the prefix of their
         names in it."""
-        if self.exported:
-            folder, stored, prefix = self.path, self._weights_file(index), self._prefix(index)
-        else:
-            block = self.block(index)
-            folder, stored, prefix = block.path, block.current().weights, ""
+        folder, stored, prefix = self.stored_weights(index)
         check_stored(folder / stored.name, stored)
         return folder / stored.name, prefix
 
@@ -359,10 +362,7 @@ class BlockDir:
         return list(self._manifest().get("counters", {}).get("built_on", []))
 
     def load_weights(self) -> Tensors:
-        return dict(self.read_weights())
-
-    def read_weights(self) -> Iterator[tuple[str, Array]]:
-        return read_tensors(self.path, self.current().weights)
+        return load_tensors(self.path, self.current().weights)
 
     def load_snapshot(self) -> Snapshot | None:
         """The last checkpoint; None if there is none."""
@@ -448,7 +448,9 @@ def load_tensors(folder: Path, stored: StoredFile) -> Tensors:
     return dict(read_tensors(folder, stored))
 
 
-def read_tensors(folder: Path, stored: StoredFile, prefix: str = "") -> Iterator[tuple[str, Array]]:
+def read_tensors(
+    folder: Path, stored: StoredFile, prefix: str = "", *, bf16_as_bits: bool = False
+) -> Iterator[tuple[str, Array]]:
     """Tensors whose names begin with `prefix`, which is removed. The file's hash is checked first;
     then each tensor is read when it is requested."""
     path = folder / stored.name
@@ -457,7 +459,8 @@ def read_tensors(folder: Path, stored: StoredFile, prefix: str = "") -> Iterator
         with path.open("rb") as file:
             for spec in sorted(read_specs(file, stored.size), key=lambda spec: spec.name):
                 if spec.name.startswith(prefix):
-                    yield spec.name.removeprefix(prefix), read_tensor(file, spec)
+                    tensor = read_tensor(file, spec, bf16_as_bits=bf16_as_bits)
+                    yield spec.name.removeprefix(prefix), tensor
     except ProtocolError as error:
         raise CorruptFileError(f"{path} is not a safetensors file ({error}); {RESTORE}") from None
 

@@ -10,9 +10,11 @@ since a coordinator never loads torch:
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -39,14 +41,22 @@ def load_stack(run: RunDir, compute: Compute, *, frozen: bool = False) -> Stack:
 
 
 def load_stored_block(
-    run: RunDir, index: int, compute: Compute, dtype: torch.dtype, weight_format: str = "full"
+    run: RunDir,
+    index: int,
+    compute: Compute,
+    dtype: torch.dtype,
+    weight_format: str = "full",
+    on_read: Callable[[int], None] = lambda count: None,
 ) -> nn.Module:
     """Load one block of a run onto the device. With `weight_format` int8, the layers' matrices are
-    stored in 8 bits."""
+    stored in 8 bits. `on_read` gets the size of every tensor that was read."""
     block, origin = meta_init_block(run.config, index, weight_format), str(run.path)
     missing = weight_shapes(block)
-    for name, weight in run.read_block(index):
+    for name, weight in run.read_block(index, bf16_as_bits=True):
+        on_read(weight.nbytes)
         stored = torch.from_numpy(weight)
+        if weight.dtype == np.uint16:
+            stored = stored.view(torch.bfloat16)
         _check_shape(name, stored.shape, missing.pop(name, None), origin)
         put_weight(block, name, stored.to(compute.device), dtype)
     for name in missing:
@@ -168,7 +178,7 @@ def put_weight(block: nn.Module, name: str, weight: Tensor, dtype: torch.dtype) 
     path, _, leaf = name.rpartition(".")
     owner = block.get_submodule(path)
     if isinstance(owner, Int8Linear) and leaf == "weight":
-        owner.take(weight)
+        owner.take(weight.float())
     else:
         setattr(owner, leaf, nn.Parameter(weight.to(dtype), requires_grad=False))
 

@@ -6,9 +6,10 @@ Shapes: B rows, Q positions, N = B x Q, R positions read, W width of the state, 
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Self, cast
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.config import Config
+from blocktrain.data.corpus import cache_dir
 from blocktrain.errors import CacheFullError, ProtocolError
+from blocktrain.files import write_bytes
 from blocktrain.model.block import CausalBlock, run_targets
 from blocktrain.model.cache import BlockCache, SlotCache
 from blocktrain.model.denoising import DenoisingBlock
@@ -39,6 +42,12 @@ from blocktrain.serve.ring.laps import UNTIMED, Laps
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import Compute
 from blocktrain.training.stored_models import load_stored_block
+
+FINGERPRINTS = "fingerprints"  # folder of the cache
+FINGERPRINT_LENGTH = 16  # characters
+PROGRESS_SECONDS = 2.0
+
+log = logging.getLogger(__name__)
 
 Lap = Callable[[str], None]  # ends a lap of a block
 
@@ -296,12 +305,44 @@ class BlockSource:
 
     def load(self, block: int, compute: Compute) -> nn.Module:
         """A block on the device, ready for inference."""
-        return load_stored_block(self.run, block, compute, compute.dtype, self.weights)
+        progress = LoadingProgress(block)
+        module = load_stored_block(
+            self.run, block, compute, compute.dtype, self.weights, progress.add
+        )
+        progress.end()
+        return module
 
     def fingerprint(self, block: int) -> str:
         """A hash of a block's weights, which does not depend on the precision that they are loaded
-        in."""
-        return weights_fingerprint(self.run.read_block(block))
+        in. It is computed once for every file, and cached."""
+        _, stored, prefix = self.run.stored_weights(block)
+        cached = cache_dir() / FINGERPRINTS / f"{stored.sha256}{prefix and f'-{prefix}'}"
+        with suppress(OSError):
+            if len(known := cached.read_text()) == FINGERPRINT_LENGTH:
+                return known
+        fingerprint = weights_fingerprint(self.run.read_block(block))
+        with suppress(OSError):  # the cache saves time only
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(cached, fingerprint.encode())
+        return fingerprint
+
+
+class LoadingProgress:
+    """Logs how much of a block was read: at the end, and every few seconds before."""
+
+    def __init__(self, block: int) -> None:
+        self._block, self._read = block, 0
+        self._started = self._logged = time.monotonic()
+
+    def add(self, count: int) -> None:
+        self._read += count
+        if (now := time.monotonic()) - self._logged > PROGRESS_SECONDS:
+            self._logged = now
+            log.info("block %d: %.2f GB read", self._block, self._read / 1e9)
+
+    def end(self) -> None:
+        seconds = time.monotonic() - self._started
+        log.info("block %d: %.2f GB loaded in %.1f s", self._block, self._read / 1e9, seconds)
 
 
 def weights_fingerprint(weights: Iterable[tuple[str, np.ndarray]]) -> str:
@@ -310,4 +351,4 @@ def weights_fingerprint(weights: Iterable[tuple[str, np.ndarray]]) -> str:
     for name, tensor in weights:
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
         digest.update(tensor.data if tensor.flags.c_contiguous else tensor.tobytes())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:FINGERPRINT_LENGTH]

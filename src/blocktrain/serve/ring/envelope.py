@@ -176,9 +176,7 @@ def read_step(message: FrameMessage, vocabulary: Vocabulary) -> StepEnvelope:
     if head.profile is None:
         return StepEnvelope(activations, head.router, hops, head.wire, head.seconds)
     laps.lap("decode")
-    return StepEnvelope(
-        activations, head.router, hops, head.wire, head.seconds, head.profile, laps
-    )
+    return StepEnvelope(activations, head.router, hops, head.wire, head.seconds, head.profile, laps)
 
 
 def result_message(step: StepEnvelope, vocabulary: Vocabulary) -> FrameMessage:

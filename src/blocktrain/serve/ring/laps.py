@@ -1,4 +1,4 @@
-"""Where the time of a step goes: consecutive laps on one clock, so that their sum is the whole time.
+"""Where the time of a step goes: consecutive laps on one clock, which add up to the whole time.
 
 Knows nothing of stages or messages. Nothing is measured unless somebody asks: `UNTIMED` ignores
 every lap. On a device that computes asynchronously, such as a GPU, a lap has the time of the calls;

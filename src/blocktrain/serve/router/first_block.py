@@ -62,9 +62,7 @@ class FirstBlock:
             if proposal.context
         ]
 
-    def step(
-        self, proposals: Mapping[int, Proposal], laps: Laps = UNTIMED
-    ) -> list[Activations]:
+    def step(self, proposals: Mapping[int, Proposal], laps: Laps = UNTIMED) -> list[Activations]:
         """Compute every proposal and its drafts in the first block. Leaves out the context that
         `prefills` returns."""
         if prefills := self.prefills(proposals):
@@ -149,7 +147,9 @@ class FirstBlock:
         if not self.first.denoises:
             return {**proposals, **{request: _to_draft(each) for request, each in masked.items()}}
         rows = self._rows({r: replace(each, refine=False) for r, each in masked.items()})
-        guesses = {part.rows[0].request: part for part in self._advance(rows, draft=True, laps=laps)}
+        guesses = {
+            part.rows[0].request: part for part in self._advance(rows, draft=True, laps=laps)
+        }
         guessed = {request: _guessed(each, guesses[request]) for request, each in masked.items()}
         return {**proposals, **guessed}
 

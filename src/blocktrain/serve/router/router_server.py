@@ -120,6 +120,8 @@ async def _serve(
         if settings.profile:
             stack.callback(_report, profiler, settings.profile, tell)
         stages, keys = settings.stages, None if settings.plain_tcp else settings.keys
+        loading = asyncio.create_task(asyncio.to_thread(_loaded, settings, source))
+        stack.push_async_callback(_cancelled, loading)
         if not stages:
             keys = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blocktrain-")))
             local = LocalStages(settings, range(1, source.config.block_count), keys)
@@ -128,7 +130,7 @@ async def _serve(
             restarting = asyncio.ensure_future(local.restart())
             stack.push_async_callback(_cancelled, restarting)
         context = client_context(keys, ROUTER) if keys else None
-        engine = _engine(settings, source, stages, context, model, profiler)
+        engine = _engine(settings, source, stages, context, model, *await loading, profiler)
         if model.template:
             stack.callback(model.template.close)
         running = asyncio.ensure_future(engine.run())
@@ -167,6 +169,8 @@ def _engine(
     stages: tuple[str, ...],
     context: ssl.SSLContext | None,
     model: ServedModel,
+    first_block: FirstBlock,
+    draft_model: DraftModel | None,
     profiler: Profiler,
 ) -> RingEngine:
     name, readout = secrets.token_hex(8), chosen_readout(source.config, settings.readout)
@@ -176,20 +180,24 @@ def _engine(
     reach = partial(
         dial, context=context, hello=hello, roles=[STAGE], check=check, terms=settings.terms
     )
-    compute = resolve(settings.device, settings.precision)
-    slots = SlotLimits(settings.slots)
-    first = StageCompute.load(source, range(1), compute, readout, slots)
-    draft = None
-    if settings.draft:
-        small = BlockSource(RunDir.open(settings.draft), settings.weights)
-        blocks, how = range(small.config.block_count), chosen_readout(small.config, "auto")
-        draft = DraftModel(StageCompute.load(small, blocks, compute, how, slots))
     limits = EngineLimits(settings.slots, settings.patience_seconds)
     pipeline = Pipeline(stages, source.config, reach)
     return RingEngine(
-        FirstBlock(first), pipeline, name, settings.wire, limits, model.tokenizer.token_bytes,
-        draft, profiler,
+        first_block, pipeline, name, settings.wire, limits, model.tokenizer.token_bytes,
+        draft_model, profiler,
     )  # fmt: skip
+
+
+def _loaded(settings: RouterSettings, source: BlockSource) -> tuple[FirstBlock, DraftModel | None]:
+    """What computes on the router's machine."""
+    compute, slots = resolve(settings.device, settings.precision), SlotLimits(settings.slots)
+    readout = chosen_readout(source.config, settings.readout)
+    first = FirstBlock(StageCompute.load(source, range(1), compute, readout, slots))
+    if not settings.draft:
+        return first, None
+    small = BlockSource(RunDir.open(settings.draft), settings.weights)
+    blocks, how = range(small.config.block_count), chosen_readout(small.config, "auto")
+    return first, DraftModel(StageCompute.load(small, blocks, compute, how, slots))
 
 
 def _report(profiler: Profiler, path: Path, tell: Callable[[str], None]) -> None:

@@ -1,0 +1,266 @@
+"""Measures tokens per second on a CPU, next to transformers with the same model.
+
+    PYTHONPATH=src:. python bench/serving_cpu.py --out DIR [--layers 28] [--rows 1 8]
+
+The model has random weights in the shape of Qwen3-0.6B (--layers makes it smaller). Each program
+continues prompts of 64 tokens greedily in one process; `ours` is what `generate` and a stage run.
+transformers is measured with its dynamic and with its static cache. A token's time is that of the
+tokens after the first; programs take turns, and the fastest of --rounds counts, because other
+programs on the machine only ever add time.
+
+The limit is the time of reading the weights once, at the speed at which this machine sums 1 GB. In
+fp32 the programs' tokens are compared. With --gguf, llama.cpp is measured too (llama-cpp-python).
+Writes DIR/serving-cpu.json.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tests.support.checkpoints import saved
+
+from blocktrain.environment import SPIN_COUNT, WAIT_POLICY, sleep_at_barriers
+from blocktrain.interop.checkpoint import open_checkpoint
+from blocktrain.interop.importing import Import
+from blocktrain.serve.ring.activations import joined, split_rows
+from blocktrain.serve.ring.batch import SlotLimits
+from blocktrain.serve.ring.compute import BlockSource, StageCompute
+from blocktrain.serve.router.decode import (
+    AnswerCost,
+    GenerationRequest,
+    TraversalCost,
+    new_decoding,
+)
+from blocktrain.serve.router.first_block import FirstBlock
+from blocktrain.storage.run_dir import RunDir
+from blocktrain.training.device import resolve
+from quality import provenance
+from serving import Row, table
+
+BLOCKS, PROMPT_TOKENS = 4, 64
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SUMMED_BYTES, SUMS = 1 << 30, 5
+COLUMNS = {
+    "program": "{program}",
+    "weights": "{weights}",
+    "requests": "{requests}",
+    "first token s": "{first_seconds:.3f}",
+    "ms per step": "{step_ms:.1f}",
+    "tokens/s": "{tokens_per_second:.2f}",
+    "of the limit": "{of_limit:.2f}",
+}
+# Continues prompts by a number of tokens; yields the requests' newest tokens.
+Program = Callable[[list[list[int]], int], Iterator[list[int]]]
+
+
+def checkpoint(folder: Path, layers: int) -> Path:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        hidden_size=1024, num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128, intermediate_size=3072, vocab_size=151_936, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rms_norm_eps=1e-6,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return saved(transformers.Qwen3ForCausalLM(config).to(torch.bfloat16), folder)
+
+
+def memory_rate() -> float:
+    """Bytes per second of reading."""
+    numbers = torch.ones(SUMMED_BYTES // 4)
+    seconds = []
+    for _ in range(SUMS):
+        started = time.perf_counter()
+        numbers.sum()
+        seconds.append(time.perf_counter() - started)
+    return SUMMED_BYTES / min(seconds)
+
+
+def ours(run: RunDir, precision: str, weights: str) -> Program:
+    source, compute = BlockSource(run, weights), resolve("cpu", precision)
+    config = run.config.with_settings(vocab__eos=())  # no answer ends early
+    modules = [source.load(block, compute) for block in range(config.block_count)]
+
+    def go(prompts: list[list[int]], count: int) -> Iterator[list[int]]:
+        limits = SlotLimits(requests=len(prompts), cache_bytes=1 << 40)
+        cuts = (range(1), range(1, config.block_count))
+        first, rest = (
+            StageCompute(config, cut, modules[cut.start : cut.stop], compute, "final", limits)
+            for cut in cuts
+        )
+        front = FirstBlock(first)
+        decodings = [
+            new_decoding(
+                GenerationRequest(prompt, count, "ar"), config, AnswerCost(), TraversalCost()
+            )
+            for prompt in prompts
+        ]
+        for _ in range(count):
+            proposals = {n: each.propose() for n, each in enumerate(decodings)}
+            result = rest.step(joined(front.step(proposals)))
+            carried = [rest.carried(row) for row in result.rows]
+            parts = {part.rows[0].request: part for part in split_rows(result, carried)}
+            yield [
+                decodings[n].take(parts[n].rows[0], parts[n].predictions)[0].id
+                for n in range(len(prompts))
+            ]
+
+    return go
+
+
+def with_cache(model: Any, kind: str) -> Program:
+    """transformers' own forward pass and cache, without the work of its `generate`."""
+
+    @torch.inference_mode()
+    def go(prompts: list[list[int]], count: int) -> Iterator[list[int]]:
+        length = len(prompts[0]) + count
+        cache = (
+            transformers.StaticCache(config=model.config, max_cache_len=length)
+            if kind == "static"
+            else transformers.DynamicCache(config=model.config)
+        )
+        ids = torch.tensor(prompts)
+        for _ in range(count):
+            output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            ids = output.logits[:, -1:].argmax(dim=-1)
+            yield ids[:, 0].tolist()
+
+    return go
+
+
+def in_llama_cpp(path: Path, threads: int) -> Program:
+    import llama_cpp
+
+    model = llama_cpp.Llama(
+        str(path), n_ctx=512, n_threads=threads, n_threads_batch=threads, verbose=False
+    )
+
+    def go(prompts: list[list[int]], count: int) -> Iterator[list[int]]:
+        model.reset()
+        tokens = model.generate(prompts[0], temp=0.0, reset=True)
+        for token, _ in zip(tokens, range(count), strict=False):
+            yield [token]
+
+    return go
+
+
+def timed(program: Program, prompts: list[list[int]], count: int) -> tuple[Row, list[list[int]]]:
+    started = time.perf_counter()
+    tokens, moments = [], []
+    for newest in program(prompts, count):
+        moments.append(time.perf_counter())
+        tokens.append(newest)
+    step = (moments[-1] - moments[0]) / (count - 1)
+    return {"first_seconds": moments[0] - started, "step_seconds": step}, tokens
+
+
+def measured(
+    programs: dict[str, Program], prompts: list[list[int]], count: int, rounds: int
+) -> tuple[list[Row], bool]:
+    """The fastest round of every program, and whether all wrote the same."""
+    best: dict[str, Row] = {}
+    texts: dict[str, list[list[int]]] = {}
+    for program in programs.values():
+        timed(program, prompts, 3)  # warm
+    for _ in range(rounds):
+        for name, program in programs.items():
+            row, texts[name] = timed(program, prompts, count)
+            if name not in best or row["step_seconds"] < best[name]["step_seconds"]:
+                best[name] = row
+    same = all(text == next(iter(texts.values())) for text in texts.values())
+    return [{"program": name, **row} for name, row in best.items()], same
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, 50_000, (count, PROMPT_TOKENS), generator=generator).tolist()
+
+
+def weight_bytes(run: RunDir, itemsize: float) -> float:
+    """What one step reads. Tied weights are stored twice, but read once; single embeddings do not
+    count."""
+    model, layer_bytes = run.config.model, 0
+    for block in range(run.config.block_count):
+        for name, tensor in run.read_block(block):
+            layer_bytes += 0 if name.startswith(("embed", "head")) else tensor.size
+    return (layer_bytes + run.config.vocabulary.size * model.width) * itemsize
+
+
+def compared(args: argparse.Namespace, folder: Path, run: RunDir, rate: float) -> list[Row]:
+    rows: list[Row] = []
+    for precision, weights in [name.split("-") for name in args.weights]:
+        programs: dict[str, Program] = {"blocktrain": ours(run, precision, weights)}
+        if weights == "full":
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=DTYPES[precision]
+            ).eval()
+            for kind in ("dynamic", "static"):
+                programs[f"transformers, {kind} cache"] = with_cache(model, kind)
+        if args.gguf and precision == "bf16":
+            programs["llama.cpp"] = in_llama_cpp(args.gguf, args.threads)
+        itemsize = 1.0 if weights == "int8" else float(DTYPES[precision].itemsize)
+        read_seconds = weight_bytes(run, itemsize) / rate
+        for count in args.rows:
+            if count > 1:
+                programs.pop("llama.cpp", None)
+            found, same = measured(programs, prompts_of(count), args.tokens, args.rounds)
+            named = precision if weights == "full" else f"{precision}, {weights}"
+            for row in found:
+                step = row["step_seconds"]
+                rows.append({
+                    **row, "weights": named, "requests": count, "step_ms": 1e3 * step,
+                    "tokens_per_second": count / step, "of_limit": read_seconds / step,
+                    "same_tokens": same,
+                })  # fmt: skip
+            print(table(rows[-len(found) :], COLUMNS), f"same tokens: {same}", sep="\n", flush=True)
+        programs.clear()
+        gc.collect()
+    return rows
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", type=Path, help="keep the checkpoint and the run here")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1])
+    parser.add_argument("--tokens", type=int, default=24, help="of an answer")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--weights", nargs="+", default=["fp32-full", "bf16-full"])
+    parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(args.threads)
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        place = args.model or Path(scratch)
+        folder, run_folder = place / "checkpoint", place / "run"
+        if not (folder / "config.json").exists():
+            checkpoint(folder, args.layers)
+        run = Import(open_checkpoint(str(folder)), BLOCKS).write(run_folder)
+        rate = memory_rate()
+        print(f"memory: {rate / 1e9:.1f} GB/s, {args.threads} threads", flush=True)
+        rows = compared(args, folder, run, rate)
+    print(table(rows, COLUMNS))
+    report = {**provenance(), "memory_bytes_per_second": rate, "rows": rows}
+    (args.out / "serving-cpu.json").write_text(json.dumps(report, indent=1))
+    print(f"memory {rate / 1e9:.1f} GB/s; commit {report['commit']}, {report['device']}")
+
+
+if __name__ == "__main__":
+    if not SPIN_COUNT.is_set and not WAIT_POLICY.is_set:  # before torch is imported
+        sleep_at_barriers()
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    main()
