@@ -3,20 +3,22 @@
     PYTHONPATH=src:. python bench/serving_cpu.py --out DIR [--layers 28] [--rows 1 8]
 
 The model has random weights in the shape of Qwen3-0.6B (--layers makes it smaller). Each program
-continues prompts of 64 tokens greedily in one process; `ours` is what `generate` and a stage run.
-transformers is measured with its dynamic and with its static cache. A token's time is that of the
-tokens after the first; programs take turns, and the fastest of --rounds counts, because other
+continues prompts of 64 tokens greedily in a process of its own, with the environment that it has
+when it is used: blocktrain's commands set how OpenMP's threads wait, transformers leaves that to
+OpenMP. blocktrain runs what `generate` and a stage run; transformers runs its forward pass with its
+dynamic and with its static cache, without the work of its `generate`. A step's time is the mean of
+the tokens after the first. Programs take turns, and the fastest of --rounds counts, because other
 programs on the machine only ever add time.
 
-The limit is the time of reading the weights once, at the speed at which this machine sums 1 GB. In
-fp32 the programs' tokens are compared. With --gguf, llama.cpp is measured too (llama-cpp-python).
-Writes DIR/serving-cpu.json.
+The limit is the time of reading the weights once, at the speed at which this machine sums 1 GB. The
+programs' tokens are compared. llama.cpp needs llama-cpp-python and --gguf. Writes
+DIR/serving-cpu.json.
 """
 
 import argparse
-import gc
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +30,7 @@ import torch
 import transformers
 from tests.support.checkpoints import saved
 
-from blocktrain.environment import SPIN_COUNT, WAIT_POLICY, sleep_at_barriers
+from blocktrain.environment import SERVING_SPINS, SPIN_COUNT
 from blocktrain.interop.checkpoint import open_checkpoint
 from blocktrain.interop.importing import Import
 from blocktrain.serve.ring.activations import joined, split_rows
@@ -48,6 +50,7 @@ from serving import Row, table
 
 BLOCKS, PROMPT_TOKENS = 4, 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PROGRAMS = ("blocktrain", "transformers-dynamic", "transformers-static", "llama.cpp")
 SUMMED_BYTES, SUMS = 1 << 30, 5
 COLUMNS = {
     "program": "{program}",
@@ -57,6 +60,7 @@ COLUMNS = {
     "ms per step": "{step_ms:.1f}",
     "tokens/s": "{tokens_per_second:.2f}",
     "of the limit": "{of_limit:.2f}",
+    "same tokens": "{as_first}",
 }
 # Continues prompts by a number of tokens; yields the requests' newest tokens.
 Program = Callable[[list[list[int]], int], Iterator[list[int]]]
@@ -162,23 +166,6 @@ def timed(program: Program, prompts: list[list[int]], count: int) -> tuple[Row, 
     return {"first_seconds": moments[0] - started, "step_seconds": step}, tokens
 
 
-def measured(
-    programs: dict[str, Program], prompts: list[list[int]], count: int, rounds: int
-) -> tuple[list[Row], bool]:
-    """The fastest round of every program, and whether all wrote the same."""
-    best: dict[str, Row] = {}
-    texts: dict[str, list[list[int]]] = {}
-    for program in programs.values():
-        timed(program, prompts, 3)  # warm
-    for _ in range(rounds):
-        for name, program in programs.items():
-            row, texts[name] = timed(program, prompts, count)
-            if name not in best or row["step_seconds"] < best[name]["step_seconds"]:
-                best[name] = row
-    same = all(text == next(iter(texts.values())) for text in texts.values())
-    return [{"program": name, **row} for name, row in best.items()], same
-
-
 def prompts_of(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(1, 50_000, (count, PROMPT_TOKENS), generator=generator).tolist()
@@ -194,35 +181,73 @@ def weight_bytes(run: RunDir, itemsize: float) -> float:
     return (layer_bytes + run.config.vocabulary.size * model.width) * itemsize
 
 
-def compared(args: argparse.Namespace, folder: Path, run: RunDir, rate: float) -> list[Row]:
+def measured(args: argparse.Namespace, place: Path) -> list[Row]:
+    """One program with one kind of weights, in this process: every number of requests."""
+    program, found = chosen(args, place), []
+    for count in args.rows:
+        timed(program, prompts_of(count), 3)  # warm
+        row, tokens = timed(program, prompts_of(count), args.tokens)
+        found.append({**row, "requests": count, "tokens": tokens})
+    return found
+
+
+def chosen(args: argparse.Namespace, place: Path) -> Program:
+    (name,), (kind,) = args.programs, args.weights
+    precision, weights = kind.split("-")
+    if name == "blocktrain":
+        return ours(RunDir.open(place / "run"), precision, weights)
+    if name == "llama.cpp":
+        return in_llama_cpp(args.gguf, args.threads)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        place / "checkpoint", dtype=DTYPES[precision]
+    )
+    return with_cache(model.eval(), name.removeprefix("transformers-"))
+
+
+def in_child(args: argparse.Namespace, place: Path, name: str, kind: str) -> list[Row]:
+    """`measured` in a process of its own. blocktrain's has the environment that its commands set,
+    other programs' have the user's."""
+    counts = [str(count) for count in args.rows]
+    words = ["--programs", name, "--weights", kind, "--rows", *counts, "--model", str(place),
+             "--tokens", str(args.tokens), "--threads", str(args.threads),
+             "--out", str(args.out), "--child"]  # fmt: skip
+    words += ["--gguf", str(args.gguf)] if args.gguf else []
+    environment = {SPIN_COUNT.name: SERVING_SPINS, **os.environ}
+    answer = subprocess.run(
+        [sys.executable, __file__, *words],
+        env=environment if name == "blocktrain" else None,
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    ).stdout
+    rows: list[Row] = json.loads(answer.splitlines()[-1])
+    return rows
+
+
+def compared(args: argparse.Namespace, place: Path, run: RunDir, rate: float) -> list[Row]:
+    """The fastest round of every program."""
     rows: list[Row] = []
-    for precision, weights in [name.split("-") for name in args.weights]:
-        programs: dict[str, Program] = {"blocktrain": ours(run, precision, weights)}
-        if weights == "full":
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=DTYPES[precision]
-            ).eval()
-            for kind in ("dynamic", "static"):
-                programs[f"transformers, {kind} cache"] = with_cache(model, kind)
-        if args.gguf and precision == "bf16":
-            programs["llama.cpp"] = in_llama_cpp(args.gguf, args.threads)
+    for kind in args.weights:
+        precision, weights = kind.split("-")
+        programs = [p for p in args.programs if weights == "full" or p == "blocktrain"]
+        best: dict[tuple[str, int], Row] = {}
+        for name in programs * args.rounds:
+            for row in in_child(args, place, name, kind):
+                key = name, row["requests"]
+                if key not in best or row["step_seconds"] < best[key]["step_seconds"]:
+                    best[key] = row
         itemsize = 1.0 if weights == "int8" else float(DTYPES[precision].itemsize)
         read_seconds = weight_bytes(run, itemsize) / rate
-        for count in args.rows:
-            if count > 1:
-                programs.pop("llama.cpp", None)
-            found, same = measured(programs, prompts_of(count), args.tokens, args.rounds)
-            named = precision if weights == "full" else f"{precision}, {weights}"
-            for row in found:
-                step = row["step_seconds"]
-                rows.append({
-                    **row, "weights": named, "requests": count, "step_ms": 1e3 * step,
-                    "tokens_per_second": count / step, "of_limit": read_seconds / step,
-                    "same_tokens": same,
-                })  # fmt: skip
-            print(table(rows[-len(found) :], COLUMNS), f"same tokens: {same}", sep="\n", flush=True)
-        programs.clear()
-        gc.collect()
+        named = precision if weights == "full" else f"{precision}, {weights}"
+        for (name, count), row in best.items():
+            step, tokens = row["step_seconds"], row.pop("tokens")
+            rows.append({
+                **row, "program": name, "weights": named, "step_ms": 1e3 * step,
+                "tokens_per_second": count / step, "of_limit": read_seconds / step,
+                "as_first": tokens == best[programs[0], count].get("tokens", tokens),
+            })  # fmt: skip
+            best[name, count]["tokens"] = tokens
+        print(table(rows, COLUMNS), flush=True)
     return rows
 
 
@@ -236,7 +261,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--weights", nargs="+", default=["fp32-full", "bf16-full"])
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS[:3])
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(words)
 
 
@@ -244,23 +271,20 @@ def main() -> None:
     args = parse()
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.child:
+        print(json.dumps(measured(args, args.model)))
+        return
     with tempfile.TemporaryDirectory() as scratch:
         place = args.model or Path(scratch)
-        folder, run_folder = place / "checkpoint", place / "run"
-        if not (folder / "config.json").exists():
-            checkpoint(folder, args.layers)
-        run = Import(open_checkpoint(str(folder)), BLOCKS).write(run_folder)
+        if not (place / "checkpoint" / "config.json").exists():
+            checkpoint(place / "checkpoint", args.layers)
+        run = Import(open_checkpoint(str(place / "checkpoint")), BLOCKS).write(place / "run")
         rate = memory_rate()
-        print(f"memory: {rate / 1e9:.1f} GB/s, {args.threads} threads", flush=True)
-        rows = compared(args, folder, run, rate)
-    print(table(rows, COLUMNS))
+        rows = compared(args, place, run, rate)
     report = {**provenance(), "memory_bytes_per_second": rate, "rows": rows}
     (args.out / "serving-cpu.json").write_text(json.dumps(report, indent=1))
-    print(f"memory {rate / 1e9:.1f} GB/s; commit {report['commit']}, {report['device']}")
+    print(f"memory {rate / 1e9:.1f} GB/s, {args.threads} threads; commit {report['commit']}")
 
 
 if __name__ == "__main__":
-    if not SPIN_COUNT.is_set and not WAIT_POLICY.is_set:  # before torch is imported
-        sleep_at_barriers()
-        os.execv(sys.executable, [sys.executable, *sys.argv])
     main()

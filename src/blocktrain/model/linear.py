@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.config.sizes import CHUNK_LOGITS
+from blocktrain.model.row_product import LEAST_WEIGHTS, RowProduct, row_product
 
 INT8_LEVELS = 127
 # Larger products are compute-bound, and torch's own matmul is faster.
@@ -40,6 +41,7 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.parts = parts or (outputs,)
+        self.row_product: RowProduct | None = None
         if bias:
             nn.init.zeros_(self.bias)
         if zero:
@@ -52,7 +54,8 @@ class Linear(nn.Linear):
 
     def rows(self, x: Tensor, chosen: slice) -> Tensor:
         """Compute the chosen outputs only."""
-        return F.linear(x, self.weight[chosen].to(x.dtype), _rows_of(self.bias, chosen, x.dtype))
+        bias = _rows_of(self.bias, chosen, x.dtype)
+        return matrix_product(x, self.weight[chosen], bias, self.row_product)
 
 
 class Int8Linear(nn.Module):
@@ -69,6 +72,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("levels", torch.zeros_like(like.weight, dtype=torch.int8))
         self.register_buffer("scale", torch.zeros(like.out_features, 1, device=like.weight.device))
         self.bias = like.bias
+        self.row_product: RowProduct | None = None
 
     def take(self, weight: Tensor) -> None:
         """Round a weight matrix to 8 bits and store it; a map on the meta device moves to the
@@ -86,7 +90,11 @@ class Int8Linear(nn.Module):
     def rows(self, x: Tensor, chosen: slice) -> Tensor:
         """Compute the chosen outputs only."""
         levels, scale = self._levels_and_scale()
-        y = product(x, levels[chosen], scale[chosen])
+        if self.row_product and is_row(x):
+            y = self.row_product(x.view(-1), levels[chosen], scale[chosen])
+            y = y.view(*x.shape[:-1], -1)
+        else:
+            y = product(x, levels[chosen], scale[chosen])
         bias = _rows_of(self.bias, chosen, x.dtype)
         return y if bias is None else y + bias
 
@@ -155,6 +163,36 @@ def in_8_bits(module: nn.Module) -> None:
             setattr(module, name, Int8Linear(child))
         else:
             in_8_bits(child)
+
+
+def matrix_product(
+    x: Tensor, weight_NK: Tensor, bias: Tensor | None, compiled: RowProduct | None
+) -> Tensor:
+    """A linear map in the dtype of its input, whatever that of its weights. `compiled` computes
+    single rows, if there is such a product."""
+    if compiled is None or not is_row(x):
+        return F.linear(x, weight_NK.to(x.dtype), bias)
+    y = compiled(x.view(-1), weight_NK, None).view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def is_row(x: Tensor) -> bool:
+    return x.numel() == x.size(-1)
+
+
+def use_row_products(module: nn.Module, inputs: torch.dtype) -> None:
+    """Let the large linear maps in a frozen module on a CPU compute single rows by a compiled
+    product, if that is faster. `inputs`: the type to compute in."""
+    for child in module.modules():
+        if isinstance(child, Linear):
+            child.row_product = row_product_for(child.weight, inputs)
+        elif isinstance(child, Int8Linear):
+            child.row_product = row_product_for(child.get_buffer("levels"), inputs)
+
+
+def row_product_for(weight: Tensor, inputs: torch.dtype) -> RowProduct | None:
+    is_large = weight.device.type == "cpu" and weight.numel() >= LEAST_WEIGHTS
+    return row_product(weight.dtype, inputs) if is_large else None
 
 
 def chunks(positions: int, tokens: int, device: torch.device) -> Iterator[slice]:

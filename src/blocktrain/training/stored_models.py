@@ -32,11 +32,13 @@ PREDICTS = ("norm.", "head.")  # weights through which a block predicts
 
 
 def load_stack(run: RunDir, compute: Compute, *, frozen: bool = False) -> Stack:
-    """The model of a run, its weights in fp32 or, if it is `frozen`, in the type of computing: they
-    are then not converted in every step."""
+    """The model of a run, its weights in fp32. If it is `frozen`, they are in the type of
+    computing, and single rows are computed as fast as this machine can."""
     dtype = compute.dtype if frozen else torch.float32
     indices = range(run.config.block_count)
     blocks = [load_stored_block(run, index, compute, dtype) for index in indices]
+    for block in blocks if frozen else ():
+        block.use_row_products()
     return assemble(run.config, blocks)
 
 
@@ -47,7 +49,7 @@ def load_stored_block(
     dtype: torch.dtype,
     weight_format: str = "full",
     on_read: Callable[[int], None] = lambda count: None,
-) -> nn.Module:
+) -> Block:
     """Load one block of a run onto the device. With `weight_format` int8, the layers' matrices are
     stored in 8 bits. `on_read` gets the size of every tensor that was read."""
     block, origin = meta_init_block(run.config, index, weight_format), str(run.path)

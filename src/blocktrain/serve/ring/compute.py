@@ -310,6 +310,7 @@ class BlockSource:
             self.run, block, compute, compute.dtype, self.weights, progress.add
         )
         progress.end()
+        module.use_row_products()
         return module
 
     def fingerprint(self, block: int) -> str:
