@@ -4,7 +4,7 @@
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed crowded oversized memory leak counts adaptive \
 #     optimizers cascade stale uneven lead best \
 #     workers codecs three-hosts pairs transfer recovery averaging simulate participation run-page hostile-clients \
-#     serving serving-gpu
+#     serving serving-gpu serving-cpu
 #
 # SEEDS, CODECS and WORKERS choose among the runs of workers and codecs.
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. The parts of the
@@ -92,6 +92,13 @@ for part in "$@"; do
       for measure in wan concurrency failover; do serving denoise $measure; done ;;
     serving-gpu) python3 bench/serving_gpu.py --out "$out" --text "$data/wikitext-2/test.txt" \
       --run "${MODELS:-$out/models}/denoise" | tee "$out/serving-gpu.log" ;;
+    serving-cpu)
+      PYTHONPATH=$PYTHONPATH:. python3 bench/serving_cpu.py --out "$out" --model "$out/0.6B" \
+        --weights fp32-full bf16-full fp32-int8 bf16-int8 | tee "$out/serving-cpu.log"
+      for measure in start loopback; do
+        PYTHONPATH=$PYTHONPATH:. python3 bench/serving_start.py $measure "$out/0.6B/run" --out "$out" |
+          tee "$out/serving-$measure.log"
+      done ;;
     pairs) python3 bench/coordinator.py --out "$out/pairs" ${DB:+--db "$DB"} |
       tee "$out/pairs.log" ;;
     transfer | simulate) python3 "bench/$part.py" --out "$out/$part" | tee "$out/$part.log" ;;

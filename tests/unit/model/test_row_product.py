@@ -73,6 +73,19 @@ def test_the_head_computes_single_rows_too(config: Config, tied: bool) -> None:
     assert [torch.Size([config.vocabulary.size, config.model.width])] == CALLS
 
 
+def test_8_bits_widened_in_parts_are_those_widened_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    levels, scale = torch.randint(-127, 128, (37, 24), dtype=torch.int8), torch.rand(37, 1)
+    x = torch.randn(3, 2, 24)
+    expected = linears.product(x, levels, scale)
+    monkeypatch.setattr(linears, "MOST_WIDENED", 5 * 24)
+    torch.testing.assert_close(linears.product(x, levels, scale), expected)
+    monkeypatch.setattr(linears, "MOST_WIDENED", 1)
+    torch.testing.assert_close(linears.product(x, levels, scale), expected)
+
+
 def test_small_matrices_and_other_devices_keep_torchs_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
