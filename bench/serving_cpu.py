@@ -278,7 +278,9 @@ def main() -> None:
         place = args.model or Path(scratch)
         if not (place / "checkpoint" / "config.json").exists():
             checkpoint(place / "checkpoint", args.layers)
-        run = Import(open_checkpoint(str(place / "checkpoint")), BLOCKS).write(place / "run")
+        if not (place / "run" / "manifest.json").exists():
+            Import(open_checkpoint(str(place / "checkpoint")), BLOCKS).write(place / "run")
+        run = RunDir.open(place / "run")
         rate = memory_rate()
         rows = compared(args, place, run, rate)
     report = {**provenance(), "memory_bytes_per_second": rate, "rows": rows}

@@ -111,9 +111,10 @@ class Profiler:
         if not self._traversals:
             return "profile: no traversals"
         rows = self.rows()
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        place_width = max(len(row.place) for row in rows)
+        what_width = max(len(row.what) for row in rows)
         lines = [
-            f"{row.place:{widths[0]}}  {row.what:{widths[1]}}  {row.seconds * 1e3:10.3f} ms"
+            f"{row.place:{place_width}}  {row.what:{what_width}}  {row.seconds * 1e3:10.3f} ms"
             f"  {row.share:6.1%}"
             for row in rows
         ]

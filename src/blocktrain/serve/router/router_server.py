@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from blocktrain.config import Config
 from blocktrain.data.chat_template import ChatTemplate
@@ -157,7 +158,7 @@ async def _serve(
             running.result()  # raises: the engine ends only with an error
 
 
-async def _cancelled(task: "asyncio.Future[None]") -> None:
+async def _cancelled(task: "asyncio.Future[Any]") -> None:
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
