@@ -3,9 +3,9 @@
     PYTHONPATH=src:. python bench/serving_cpu.py --out DIR [--layers 28] [--rows 1 8]
 
 The model has random weights in the shape of Qwen3-0.6B (--layers makes it smaller). Each program
-continues prompts of 64 tokens greedily in a process of its own, with the environment that it has
-when it is used: blocktrain's commands set how OpenMP's threads wait, transformers leaves that to
-OpenMP. blocktrain runs what `generate` and a stage run; transformers runs its forward pass with its
+continues prompts of 64 tokens greedily in a process of its own. All have OpenMP's threads wait as
+blocktrain's commands do, so that other programs on the machine disturb them alike; with --threads 1
+they hardly do. blocktrain runs what `generate` and a stage run; transformers runs its forward pass with its
 dynamic and with its static cache, without the work of its `generate`. A step's time is the mean of
 the tokens after the first. Programs take turns, and the fastest of --rounds counts, because other
 programs on the machine only ever add time.
@@ -17,7 +17,6 @@ DIR/serving-cpu.json.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ import torch
 import transformers
 from tests.support.checkpoints import saved
 
-from blocktrain.environment import SERVING_SPINS, SPIN_COUNT
+from blocktrain.environment import sleep_at_barriers
 from blocktrain.interop.checkpoint import open_checkpoint
 from blocktrain.interop.importing import Import
 from blocktrain.serve.ring.activations import joined, split_rows
@@ -205,17 +204,15 @@ def chosen(args: argparse.Namespace, place: Path) -> Program:
 
 
 def in_child(args: argparse.Namespace, place: Path, name: str, kind: str) -> list[Row]:
-    """`measured` in a process of its own. blocktrain's has the environment that its commands set,
-    other programs' have the user's."""
+    """`measured` in a process of its own."""
     counts = [str(count) for count in args.rows]
     words = ["--programs", name, "--weights", kind, "--rows", *counts, "--model", str(place),
              "--tokens", str(args.tokens), "--threads", str(args.threads),
              "--out", str(args.out), "--child"]  # fmt: skip
     words += ["--gguf", str(args.gguf)] if args.gguf else []
-    environment = {SPIN_COUNT.name: SERVING_SPINS, **os.environ}
+    sleep_at_barriers()  # the child inherits it
     answer = subprocess.run(
         [sys.executable, __file__, *words],
-        env=environment if name == "blocktrain" else None,
         stdout=subprocess.PIPE,
         check=True,
         text=True,

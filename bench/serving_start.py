@@ -29,7 +29,7 @@ from typing import Any
 
 import httpx
 
-from blocktrain.environment import PROGRAM, SERVING_SPINS, SPIN_COUNT, cores, sleep_at_barriers
+from blocktrain.environment import PROGRAM, SPIN_COUNT, cores, sleep_at_barriers
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import resolve
 from quality import provenance
@@ -158,6 +158,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if not SPIN_COUNT.is_set:  # before torch is imported
-        sleep_at_barriers(SERVING_SPINS)
+        sleep_at_barriers()
         os.execv(sys.executable, [sys.executable, *sys.argv])
     main()

@@ -57,7 +57,7 @@ THREADS = Variable(
 SPIN_COUNT = Variable(
     "GOMP_SPINCOUNT",
     "how often a waiting thread of GNU's OpenMP checks for work before it sleeps; blocktrain sets"
-    " 8000, for serve, stage and generate 200000, unless this variable or OMP_WAIT_POLICY is set",
+    " 8000 unless this variable or OMP_WAIT_POLICY is set",
 )
 WAIT_POLICY = Variable(
     "OMP_WAIT_POLICY", "ACTIVE or PASSIVE; if it is set, blocktrain leaves GOMP_SPINCOUNT alone"
@@ -100,13 +100,10 @@ OF_LIBRARIES = (
 # OpenMP occupy cores that other programs need, and all slow down. With 0 (OMP_WAIT_POLICY=PASSIVE)
 # every barrier costs a system call. See docs/results/memory-and-speed.md.
 SPINS = "8000"
-# To make a token, threads meet at a hundred barriers within milliseconds. A thread that slept would
-# take longer to wake up than its share of the work takes. See docs/results/serving.md.
-SERVING_SPINS = "200000"
 BELOW_NORMAL = 0x4000  # BELOW_NORMAL_PRIORITY_CLASS of Windows
 
 
-def sleep_at_barriers(spins: str = SPINS) -> None:
+def sleep_at_barriers() -> None:
     """Make waiting threads sleep early, unless the user has set how they wait.
 
     GNU's OpenMP, which torch uses on Linux, reads GOMP_SPINCOUNT once, when torch is imported. So
@@ -114,7 +111,7 @@ def sleep_at_barriers(spins: str = SPINS) -> None:
     blocktrain` does not: a library leaves its host's environment alone.
     """
     if not SPIN_COUNT.is_set and not WAIT_POLICY.is_set:
-        SPIN_COUNT.set(spins)
+        SPIN_COUNT.set(SPINS)
 
 
 def machine_threads() -> int:

@@ -15,7 +15,7 @@ import pytest
 from tests.support.commands import run_here
 
 from blocktrain.config import load_config
-from blocktrain.environment import SERVING_SPINS, SPIN_COUNT, SPINS, THREADS, WAIT_POLICY
+from blocktrain.environment import SPIN_COUNT, SPINS, THREADS, WAIT_POLICY
 from blocktrain.protocol.invite import Invite
 from blocktrain.storage.run_dir import RunDir
 
@@ -38,7 +38,6 @@ COMPUTING = {
     "coordinator": ["coordinator", "--config", "tiny", "{settings}", "--data-dir", "coordinator",
                     "--no-validate", "--listen", "127.0.0.1:0"],
 }  # fmt: skip
-SERVING = ("generate", "serve", "stage")  # their threads wait longer
 
 
 class Watch:
@@ -110,7 +109,7 @@ def waited(happened: Callable[[], bool], seconds: float = 60.0) -> bool:
 def test_waiting_threads_sleep_soon_set_before_torch_is_imported(watch: Watch, verb: str):
     watch.run(COMPUTING[verb], TORCH_WATCH_STOP="1")
     spins = {environment["GOMP_SPINCOUNT"] for environment in watch.environments()}
-    assert spins == {SERVING_SPINS if verb in SERVING else SPINS}
+    assert spins == {SPINS}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from blocktrain import __version__
 from blocktrain.cli.terminal import plain
-from blocktrain.environment import COMPLETE, SERVING_SPINS, SPINS, sleep_at_barriers
+from blocktrain.environment import COMPLETE, sleep_at_barriers
 from blocktrain.errors import (
     BlocktrainError,
     DeviceError,
@@ -27,7 +27,6 @@ class Verb(NamedTuple):
     module: str  # in blocktrain.cli; it defines a function VERB_command
     help: str
     failure: str = ""  # prefix of errors that come from another machine
-    spins: str = SPINS  # how long its compute threads wait before they sleep
 
 
 VERBS = {
@@ -35,7 +34,7 @@ VERBS = {
     "eval": Verb(
         "train_commands", "Score a run by its cross entropy on text it was not trained on."
     ),
-    "generate": Verb("model_commands", "Continue a prompt.", spins=SERVING_SPINS),
+    "generate": Verb("model_commands", "Continue a prompt."),
     "import": Verb("model_commands", "Make a run of a Hugging Face model."),
     "export": Verb("model_commands", "Write a run's model for other programs."),
     "info": Verb("info_command", "Show the settings, size and progress of a run."),
@@ -46,12 +45,8 @@ VERBS = {
     "estimate": Verb("planning_commands", "Estimate memory, traffic and time of a run."),
     "simulate": Verb("planning_commands", "Simulate a run with virtual workers."),
     "settings": Verb("planning_commands", "List all settings of a config."),
-    "serve": Verb(
-        "serve_commands", "Serve a run with an OpenAI-compatible API.", spins=SERVING_SPINS
-    ),
-    "stage": Verb(
-        "serve_commands", "Compute some blocks for a server on another host.", spins=SERVING_SPINS
-    ),
+    "serve": Verb("serve_commands", "Serve a run with an OpenAI-compatible API."),
+    "stage": Verb("serve_commands", "Compute some blocks for a server on another host."),
     "keys": Verb("serve_commands", "Make certificates for a router and its stages."),
     "coordinator": Verb("coordinator_commands", "Start a run that other machines can join."),
     "worker": Verb(
@@ -120,8 +115,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    verb = VERBS.get("".join(sys.argv[1:2]))
-    sleep_at_barriers(verb.spins if verb else SPINS)  # before any command imports torch
+    sleep_at_barriers()  # before any command imports torch
     try:
         cli(prog_name="blocktrain", complete_var=COMPLETE.name, standalone_mode=False)
     except BlocktrainError as error:
