@@ -3,12 +3,12 @@
     PYTHONPATH=src:. python bench/serving_cpu.py --out DIR [--layers 28] [--rows 1 8]
 
 The model has random weights in the shape of Qwen3-0.6B (--layers makes it smaller). Each program
-continues prompts of 64 tokens greedily in a process of its own. All have OpenMP's threads wait as
-blocktrain's commands do, so that other programs on the machine disturb them alike; with --threads 1
-they hardly do. blocktrain runs what `generate` and a stage run; transformers runs its forward pass with its
-dynamic and with its static cache, without the work of its `generate`. A step's time is the mean of
-the tokens after the first. Programs take turns, and the fastest of --rounds counts, because other
-programs on the machine only ever add time.
+continues prompts of 64 tokens greedily in a process of its own. OpenMP's threads wait as those of
+blocktrain's commands do in all of them, so that other programs disturb them alike; with --threads 1
+they hardly do. blocktrain runs what `generate` and a stage run; transformers runs its forward pass
+with its dynamic and with its static cache, without the work of its `generate`. A step's time is the
+mean of the tokens after the first. Programs take turns, and the fastest of --rounds counts, because
+other programs on the machine only ever add time.
 
 The limit is the time of reading the weights once, at the speed at which this machine sums 1 GB. The
 programs' tokens are compared. llama.cpp needs llama-cpp-python and --gguf. Writes
