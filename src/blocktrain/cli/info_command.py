@@ -13,7 +13,8 @@ from blocktrain.cli.terminal import compute, plain, score, size
 
 if TYPE_CHECKING:
     from blocktrain.config import Config
-    from blocktrain.storage.run_dir import BlockDir, RunDir, Trained
+    from blocktrain.storage.block_dir import BlockDir
+    from blocktrain.storage.run_dir import RunDir, Trained
 
 
 @click.command("info")
