@@ -60,13 +60,22 @@ def found(folder: Path, db: str, numbers: int, blocks: int = BLOCKS, **swarm: An
     data = np.zeros(4096, np.uint8)
     corpus = Corpus("made", dict.fromkeys(("train", "valid", "test"), data), {})
     weights = folder / "first.safetensors"
-    numbers_here = np.random.default_rng(0).random(numbers, np.float32)
     with weights.open("wb") as file:
-        file.writelines(encode({"w": numbers_here}))
+        file.writelines(encode({"w": first_numbers(np.random.default_rng(0), numbers)}))
     ledger = Ledger(db)
     chunks = LocalChunks(folder / "chunks")
     create_run(config, corpus, [weights] * blocks, ledger, chunks, time.time())
     ledger.close()
+
+
+def first_numbers(draws: np.random.Generator, count: int) -> np.ndarray:
+    """The next numbers of a block's first version. `draws`: from seed 0."""
+    return draws.random(count, np.float32)
+
+
+def learned(draws: np.random.Generator, count: int) -> np.ndarray:
+    """What an update adds to them: noise, no larger than what one step may move."""
+    return np.float32(1e-4) * draws.random(count, np.float32)
 
 
 @contextmanager

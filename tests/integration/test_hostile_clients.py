@@ -4,7 +4,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -17,6 +17,7 @@ from tests.support.coordinator import (
     running,
     served,
 )
+from tests.support.waiting import wait_for
 
 from blocktrain.coordinator import limits
 from blocktrain.coordinator.limits import Most
@@ -55,13 +56,6 @@ def request_head(member: Member, path: str, length: int, method: str = "POST") -
         f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n"
         f"content-length: {length}\r\n\r\n"
     ).encode()
-
-
-def wait_for(happened: Callable[[], object]) -> None:
-    ends = time.monotonic() + SECONDS
-    while not happened():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
 
 
 def test_an_aborted_request_is_one_line_of_the_log(

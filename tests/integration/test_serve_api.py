@@ -5,8 +5,7 @@ import logging
 import os
 import re
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.engine import SmallEngine, next_log_probs
 from tests.support.models import awake_stack
 from tests.support.serving import reference_text
+from tests.support.waiting import wait_for
 from tests.support.web import listening
 
 from blocktrain.config import Config
@@ -90,13 +90,6 @@ def alone(
 ) -> bytes:
     """What the model says without any server."""
     return reference_text(stack, prompt, count, Sampling(temperature, seed=seed))
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
 
 
 # Its own client
