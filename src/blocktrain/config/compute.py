@@ -16,7 +16,8 @@ TRAINED, FROZEN, PASSED_THROUGH = 6, 2, 4
 
 
 def stream_layers(config: Config, layers: int) -> int:
-    """Trained layers times streams; in the last layer only one stream runs in full."""
+    """How often a full layer runs in a block of this many layers: once per stream, but in the last
+    layer for one stream only."""
     return config.kind.streams * (layers - 1) + 1
 
 

@@ -81,7 +81,8 @@ class Collector:
         return self._delete_all_but(needed)
 
     def _forget(self) -> set[str]:
-        """Remove from the ledger what is no longer needed. Returns the chunks that are."""
+        """Remove from the ledger what is no longer needed. Returns the chunks that are still
+        needed."""
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.blocks.lock()

@@ -180,7 +180,8 @@ class Replays:
             self.add(tx, update)
 
     def add(self, tx: Transaction, update: UpdateRow) -> None:
-        """Have a part of a lease replayed, unless it is or its worker has not committed to it."""
+        """Queue the replay of a part of a lease, unless it is queued already or the worker has made
+        no commitment."""
         commitment = signed_claim(update).commitment
         rows = tx.checks.of_update(update.lease)
         if commitment is None or any(row.method == "replay" for row in rows):
@@ -235,7 +236,7 @@ class Replays:
     def store(self, chosen: _Replay, largest: int, offer: RevealOffer) -> UploadState:
         files, chunks = set(chosen.files()), self.run.chunks
         if any(blob_of(recipe).name not in files for recipe in offer.recipes):
-            raise RefusedError("forbidden", "a recipe is not that of a file that was asked for")
+            raise RefusedError("forbidden", "a recipe is of a file that was not requested")
         if any(recipe.size > largest for recipe in offer.recipes):
             raise RefusedError("too_large", f"a file of a replay has at most {largest} bytes")
         for recipe in offer.recipes:
@@ -246,7 +247,7 @@ class Replays:
         self._expected.put(lease, _sizes(recipes))
         state = upload_state(self.run, lease, recipes)
         if known != files and not state.missing:  # the worker has offered only a part of them
-            raise RefusedError("conflict", "files are missing; offer all that were asked for")
+            raise RefusedError("conflict", "files are missing; offer every file that was requested")
         return state
 
     def size_of_revealed(self, caller: Caller, lease: str, chunk: str) -> int | None:

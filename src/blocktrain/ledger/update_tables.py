@@ -158,7 +158,7 @@ class UpdateTable(Statements):
         )
 
     def record_clip(self, lease: str, factor: float, norms: str) -> None:
-        """Record that an update was scaled, and how far it moved the block then."""
+        """Record that an update was scaled down, and how far it then moved the block."""
         same = update(updates).where(updates.c.lease == lease)
         self.write(same.values(clip=factor, norms=norms))
 

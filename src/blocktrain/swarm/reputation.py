@@ -111,7 +111,7 @@ def pause_seconds(refused_in_a_row: int, lease_seconds: float) -> float:
 
 
 def at_joining(joined: int, lost: int) -> Reputation:
-    """The reputation of a new worker, from that of its invite: so many workers have joined with it,
-    and so many of them were excluded or banned. So a worker that was excluded gains little by
-    joining again with another key."""
+    """The reputation of a new worker, from that of its invite: of the `joined` workers that used
+    it, `lost` were excluded or banned. So an excluded worker gains little by joining again with
+    another key."""
     return Reputation(refused_in_a_row=lost, suspicion=EXCLUDED * lost / (joined + 2))

@@ -94,7 +94,10 @@ def open_tokenizer(
             " operator"
         )
     if size > MOST_TOKENIZER_BYTES:
-        raise ProtocolError(f"the run's tokenizer has {size} bytes, too many; tell the operator")
+        raise ProtocolError(
+            f"the run's tokenizer has {size} bytes; the limit is {MOST_TOKENIZER_BYTES}; tell the"
+            " operator"
+        )
     files = {name: bytes(transfer.read(blob, deadline)) for name, blob in blobs.items()}
     try:
         return stored_tokenizer(files, config.vocab)

@@ -121,7 +121,7 @@ class Replayer:
             _add(base, self._tensors(link.added))
         if not _equal(base, start):
             raise _CommitmentError(
-                "the lease did not begin with its base and what earlier updates left out"
+                "the lease did not begin with its base version plus the residual of earlier updates"
             )
 
     def _check_closing(self, link: EncodingLink, end: Tensors) -> None:
@@ -135,7 +135,7 @@ class Replayer:
             if self._name(learned) == link.learned:
                 self._check_encoding(link, learned)
                 return
-        raise _CommitmentError("what was encoded is not what the lease has learned")
+        raise _CommitmentError("the encoded change is not what the lease has learned")
 
     def _check_encoding(self, link: EncodingLink, learned: Tensors) -> None:
         data = self._read(link.update)
@@ -225,7 +225,7 @@ def _add(numbers: Tensors, added: Tensors) -> None:
     """Add a residual (one array) or a change (by tensor)."""
     flat = added[RESIDUAL] if added.keys() == {RESIDUAL} else _flat(added)
     if flat.size != sum(array.size for array in numbers.values()):
-        raise _CommitmentError("what was added to the weights has another size")
+        raise _CommitmentError("the change to add and the weights differ in size")
     at = 0
     for name in sorted(numbers):
         array = numbers[name]
