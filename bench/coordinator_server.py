@@ -23,7 +23,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from blocktrain.config import from_dict
-from blocktrain.coordinator import limits
+from blocktrain.coordinator import client_limits
 from blocktrain.coordinator.run import create_run, open_run
 from blocktrain.coordinator.server import CoordinatorServer
 from blocktrain.coordinator.service import Service
@@ -107,7 +107,10 @@ def most_memory(process: int) -> int:
 def _serve(folder: Path, db: str) -> None:
     chunks = LocalChunks(folder / "chunks")
     run = open_run(Ledger(db), chunks, time.time)
-    limits.JOINS_PER_ADDRESS = limits.JOINS_PER_INVITE = (1e6, 1e6)  # one machine acts as many
+    client_limits.JOINS_PER_ADDRESS = client_limits.JOINS_PER_INVITE = (
+        1e6,
+        1e6,
+    )  # one machine acts as many
     service = Service(run)
     listener = bound_socket("127.0.0.1", 0)
     secret = service.operator.invite("train", 1_000_000, 1e6)

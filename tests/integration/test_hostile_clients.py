@@ -19,8 +19,8 @@ from tests.support.coordinator import (
 )
 from tests.support.waiting import wait_for
 
-from blocktrain.coordinator import limits
-from blocktrain.coordinator.limits import Most
+from blocktrain.coordinator import client_limits
+from blocktrain.coordinator.client_limits import Most
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import CHUNK_BYTES
 from blocktrain.storage.chunks import name_of
@@ -111,7 +111,7 @@ def test_unfinished_chunks_of_a_worker_are_limited_and_others_are_served(
     service: Service, address: str, monkeypatch: pytest.MonkeyPatch
 ):
     few = Most(total=10 * CHUNK_BYTES, invite=10 * CHUNK_BYTES, client=500, address=0)
-    monkeypatch.setattr(limits, "CHUNK_BYTES", few)
+    monkeypatch.setattr(client_limits, "CHUNK_BYTES", few)
     secret = service.operator.invite("train", 2, INVITE_SECONDS)
     hoarder, honest = join(service, invite=secret), join(service)
     lease = hoarder.lease(blocks=(0,))

@@ -32,8 +32,8 @@ from blocktrain.numerics.sampling import Sampling
 from blocktrain.protocol.addresses import bound_socket
 from blocktrain.serve.http.answer import AdmissionQueue
 from blocktrain.serve.http.http_server import ApiSettings, create_app, web_server
+from blocktrain.serve.http.metrics import ServerMetrics
 from blocktrain.serve.http.openai import RequestLimits
-from blocktrain.serve.http.reports import ServerReports
 from blocktrain.serve.http.served_model import ServedModel
 from blocktrain.serve.router.decode import AnswerCost
 
@@ -537,7 +537,7 @@ def test_the_request_log_tells_times_and_tokens_but_no_texts(engine: SmallEngine
 def test_throughput_is_told_while_there_is_work():
     """Nothing is told while nothing happens."""
     now = 100.0
-    reports = ServerReports(AdmissionQueue(2, 2, 1.0), clock=lambda: now)
+    reports = ServerMetrics(AdmissionQueue(2, 2, 1.0), clock=lambda: now)
     assert reports.throughput() == ""
     reports.wrote(30)
     reports.answered([AnswerCost(prompt_tokens=50, traversals=9, drafted=20, accepted=15)])

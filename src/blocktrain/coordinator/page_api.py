@@ -95,7 +95,7 @@ async def contributors(request: RequestContext) -> Response:
 
 
 @endpoint("GET", "/v1/page/workers/{number}", "viewer")
-async def contribution(request: RequestContext, number: Count) -> page_messages.Contribution:
+async def contribution(request: RequestContext, number: Count) -> page_messages.ContributionCurve:
     feed = request.service.feed
     return await feed.call(lambda: feed.page.contribution(number))
 

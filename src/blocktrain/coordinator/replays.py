@@ -51,7 +51,8 @@ from blocktrain.protocol.messages import (
 from blocktrain.storage import tensor_file
 from blocktrain.storage.blobs import blob_of
 from blocktrain.storage.chunks import name_of
-from blocktrain.swarm import checks, replay, reputation
+from blocktrain.swarm import replay, reputation
+from blocktrain.swarm.judgement import Consensus, consensus
 from blocktrain.swarm.replay import Comparison
 
 # How long a worker has to send files after it was asked. One that was never asked has left.
@@ -385,7 +386,7 @@ class Replays:
             for row in rows
             if row.result and isinstance(result := RESULT.validate_json(row.result), ReplayResult)
         ]
-        found = checks.consensus(opinions, lambda a, b: bool(a) == bool(b))
+        found = consensus(opinions, lambda a, b: bool(a) == bool(b))
         asked = {row.validator for row in rows}
         free = validators_present(tx, self.run.clock()) - asked
         is_unsure = found is None or (len(opinions) == 1 and bool(found.value))
@@ -393,7 +394,7 @@ class Replays:
             add_check(self.run, tx, lease_id, "replay", segment=rows[0].segment)
             return
         if found is None and opinions:
-            found = checks.Consensus(opinions[0][1])
+            found = Consensus(opinions[0][1])
         if found:
             self._conclude(tx, rows[0], found.value)
             lease = tx.leases.get(lease_id)

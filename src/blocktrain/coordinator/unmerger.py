@@ -30,7 +30,7 @@ from blocktrain.ledger.schema import UpdateRow, Version
 from blocktrain.protocol.messages import Blob
 from blocktrain.storage.merging import Merge, Merged, rebuild_blobs
 from blocktrain.swarm import merging_rules
-from blocktrain.swarm.history import clean_versions, kept_starts
+from blocktrain.swarm.rollback import clean_versions, kept_starts
 from blocktrain.swarm.state import PendingUpdate
 
 log = logging.getLogger(__name__)

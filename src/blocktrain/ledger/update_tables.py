@@ -24,7 +24,7 @@ from blocktrain.ledger.schema import (
     workers,
 )
 from blocktrain.protocol.messages import Blob
-from blocktrain.swarm.history import Removal
+from blocktrain.swarm.rollback import Removal
 
 
 class UpdateTable(Statements):

@@ -39,7 +39,7 @@ LOCAL_SETTINGS = ("device", "log_to")  # of [train]; they do not change what is 
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingRecord:
     """How far the model in an exported or fetched run was trained. `versions` are a coordinator's;
     `ces`: cross entropies of the blocks on valid; `ce`: that of the whole model."""
 
@@ -149,10 +149,10 @@ class RunDir:
         return self._exported_manifest().get("origin") if self.exported else None
 
     @property
-    def trained(self) -> Trained | None:
+    def trained(self) -> TrainingRecord | None:
         """How far an exported run's model was trained; None if unknown, and for any other run."""
         stored = self._exported_manifest().get("trained") if self.exported else None
-        return Trained(**stored) if stored else None
+        return TrainingRecord(**stored) if stored else None
 
     def begun(self) -> bool:
         """Whether a block was trained or is being trained."""
@@ -227,18 +227,18 @@ class RunDir:
         run.store_tokenizer(self.tokenizer_files())
         return run.write_exported(self.weights(), self.fetched, self._progress())
 
-    def _progress(self) -> Trained | None:
+    def _progress(self) -> TrainingRecord | None:
         if self.exported:
             return self.trained
         current = [block.current() for block in self.blocks()]
         steps, sizes = [each.step for each in current], [each.bytes_seen for each in current]
-        return Trained(steps, sizes, [each.valid_ce for each in current])
+        return TrainingRecord(steps, sizes, [each.valid_ce for each in current])
 
     def write_exported(
         self,
         blocks: Sequence[Tensors],
         fetched: bool = False,
-        trained: Trained | None = None,
+        trained: TrainingRecord | None = None,
         run: str | None = None,
     ) -> Path:
         """Write all blocks to one file, in a run from `create_exported` or `create_fetched`, whose

@@ -43,7 +43,7 @@ EVENT_STREAMS = Most(total=64, invite=32, client=4, address=0)  # each reads the
 PAGE_STREAMS = Most(total=4096, invite=1024, client=32, address=64)  # all send the same bytes
 
 
-class Client(NamedTuple):
+class Requester(NamedTuple):
     """Who sends a request: a worker or another holder of an invite, the operator, or a stranger."""
 
     address: str
@@ -82,31 +82,31 @@ class Limits:
             raise RefusedError("slow_down", reason)
 
     @contextmanager
-    def request(self, client: Client) -> Iterator[None]:
+    def request(self, client: Requester) -> Iterator[None]:
         with self._requests.held(client.limits(REQUESTS)) as take:
             take(1)
             yield
 
     @contextmanager
-    def event_stream(self, client: Client) -> Iterator[None]:
+    def event_stream(self, client: Requester) -> Iterator[None]:
         with self._streams.held(client.limits(EVENT_STREAMS)) as take:
             take(1)
             yield
 
     @contextmanager
-    def chunk(self, client: Client) -> Iterator[Callable[[int], None]]:
+    def chunk(self, client: Requester) -> Iterator[Callable[[int], None]]:
         """Yields a function that counts the bytes of a chunk while it is being received."""
         with self._chunks.held(client.limits(CHUNK_BYTES)) as take:
             yield take
 
     @contextmanager
-    def page_stream(self, client: Client) -> Iterator[None]:
+    def page_stream(self, client: Requester) -> Iterator[None]:
         with self._page_streams.held(client.limits(PAGE_STREAMS)) as take:
             take(1)
             yield
 
     @contextmanager
-    def body(self, client: Client) -> Iterator[Callable[[int], None]]:
+    def body(self, client: Requester) -> Iterator[Callable[[int], None]]:
         """Yields a function that counts the bytes of a body while it is in memory."""
         with self._bodies.held(client.limits(BODY_BYTES)) as take:
             yield take
