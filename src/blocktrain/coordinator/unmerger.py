@@ -133,7 +133,7 @@ class Unmerger:
         except UNREADABLE as error:
             raise RunError(
                 f"block {block} cannot be rebuilt from version {plan.start.version}, because a"
-                f" file is lost: {error}"
+                f" file is lost ({error}); restore the run from a backup"
             ) from None
         finally:
             if not published:  # publishing releases the claim
