@@ -1,11 +1,7 @@
 """A server that speaks the part of the hub's HTTP interface that huggingface_hub asks for."""
 
 import hashlib
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import cast
 
 
@@ -49,23 +45,3 @@ class HubServer(ThreadingHTTPServer):
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
-
-
-@contextmanager
-def serving(server: HTTPServer) -> Iterator[str]:
-    """Serve until the block is left; gives the address."""
-    with server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def unused_address() -> str:
-    """The address of a server that is not there."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{unused.getsockname()[1]}"

@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from tests.support.hub_server import HubHandler, HubServer, serving, unused_address
+from tests.support.hub_server import HubHandler, HubServer
+from tests.support.web import serving, unused_address
 
 from blocktrain.config import DataConfig
 from blocktrain.data import hub

@@ -9,7 +9,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from tests.support.checkpoints import random_model, saved
-from tests.support.hub_server import HubServer, serving, unused_address
+from tests.support.hub_server import HubServer
+from tests.support.web import serving, unused_address
 
 from blocktrain.errors import DataError
 from blocktrain.interop.checkpoint import open_checkpoint
