@@ -4,7 +4,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -17,9 +17,10 @@ from tests.support.coordinator import (
     running,
     served,
 )
+from tests.support.waiting import wait_for
 
-from blocktrain.coordinator import limits
-from blocktrain.coordinator.limits import Most
+from blocktrain.coordinator import client_limits
+from blocktrain.coordinator.client_limits import Most
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import CHUNK_BYTES
 from blocktrain.storage.chunks import name_of
@@ -55,13 +56,6 @@ def request_head(member: Member, path: str, length: int, method: str = "POST") -
         f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n"
         f"content-length: {length}\r\n\r\n"
     ).encode()
-
-
-def wait_for(happened: Callable[[], object]) -> None:
-    ends = time.monotonic() + SECONDS
-    while not happened():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
 
 
 def test_an_aborted_request_is_one_line_of_the_log(
@@ -119,7 +113,7 @@ def test_unfinished_chunks_of_a_worker_are_limited_and_others_are_served(
     service: Service, address: str, monkeypatch: pytest.MonkeyPatch
 ):
     few = Most(total=10 * CHUNK_BYTES, invite=10 * CHUNK_BYTES, client=500, address=0)
-    monkeypatch.setattr(limits, "CHUNK_BYTES", few)
+    monkeypatch.setattr(client_limits, "CHUNK_BYTES", few)
     secret = service.operator.invite("train", 2, INVITE_SECONDS)
     hoarder, honest = join(service, invite=secret), join(service)
     lease = hoarder.lease(blocks=(0,))

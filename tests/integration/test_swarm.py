@@ -7,7 +7,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.support.blobs import whole
+from tests.support.waiting import wait_for
 
 from blocktrain.cli.coordinator_commands import FINISHED
 from blocktrain.coordinator.folder import CoordinatorFolder
@@ -346,13 +346,6 @@ def test_a_coordinator_logs_the_events_of_its_run(home: Path, level: str):
 
 def status_of(home: Path, told: dict) -> dict:
     return json.loads(call(home, "status", told["invite"], "--json"))
-
-
-def wait_for(met, seconds: float = 60.0) -> None:
-    ends = time.monotonic() + seconds
-    while not met():
-        assert time.monotonic() < ends, "it did not come about in time"
-        time.sleep(0.5)
 
 
 def test_a_coordinator_that_does_not_answer_is_told_at_once(home: Path):

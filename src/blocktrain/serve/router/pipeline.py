@@ -173,7 +173,7 @@ class Pipeline:
 
     def _connection(self, address: str) -> RingConnection:
         if address not in self._connections:
-            raise UnreachableError(f"the stage at {address} is gone")
+            raise UnreachableError(f"the connection to the stage at {address} is lost")
         return self._connections[address]
 
     async def _keep(self, address: str, listener: PipelineListener) -> None:
