@@ -215,7 +215,7 @@ class Pipeline:
                 match message.kind:
                     case FrameKind.RESULT:
                         listener.arrived(read_result(message, self._vocabulary))
-                    case FrameKind.ERROR:
+                    case FrameKind.FAILURE:
                         listener.failed(address, read_failure(message))
                     case kind:
                         raise ProtocolError(f"a stage may not send {kind.name}")
