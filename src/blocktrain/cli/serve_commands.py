@@ -72,6 +72,14 @@ def shared_options(command: options.Command) -> options.Command:
             help="Prediction to use. product: all blocks' multiplied; final: the last block's;"
             " auto: product if tokens are bytes. Must be the same for the router and its stages.",
         ),
+        click.option(
+            "--prefill-chunk",
+            type=click.IntRange(0, 65_536),
+            default=0,
+            metavar="TOKENS",
+            help="Tokens of prompts that are read between two steps of other requests: fewer for"
+            " shorter pauses, more to read prompts faster. 0: 32 on a CPU, else 512.",
+        ),
         options.device,
         options.thread_count,
         options.force,

@@ -121,7 +121,7 @@ LEAST_LIKELY = np.log(0.01)  # a sweep keeps drafts at least this likely, relati
 @dataclass(frozen=True)
 class Proposal:
     """Positions to send through the blocks. The last `read` of them predict the tokens from
-    `position` on; then the first block may draft `drafts` more."""
+    `position` on; then the first block may draft `drafts` more. A chunk of context reads none."""
 
     start: int
     ids: np.ndarray
@@ -138,6 +138,14 @@ class Proposal:
     def context(self) -> int:
         """Number of positions before those that are read."""
         return len(self.ids) - self.read
+
+    def cut(self, count: int) -> "tuple[Proposal, Proposal | None]":
+        """The first `count` positions of the context and the rest, or the whole proposal if its
+        context is not longer."""
+        if count >= self.context:
+            return self, None
+        first = replace(self, ids=self.ids[:count], read=0, refine=False)
+        return first, replace(self, start=self.start + count, ids=self.ids[count:])
 
 
 class Decoding(ABC):
