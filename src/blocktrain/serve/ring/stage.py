@@ -80,7 +80,7 @@ class Stage:
         self._steps: asyncio.Queue[StepEnvelope] = asyncio.Queue(MAX_WAITING)
         self._waiting = WaitingRows(PATIENCE_SECONDS)
         self._prompts = PromptTurns(prefill_chunk)
-        self._released: list[int] = []
+        self._released: dict[int, int] = {}  # and how many positions to keep for others
         # Why a recent request may have no cached context; newest last.
         self._losses: dict[int, Failure] = {}
         self._wake = asyncio.Event()
@@ -124,7 +124,7 @@ class Stage:
             for row in read_prefill(message, self._vocabulary):
                 self._waiting.add(row, None, time.monotonic())
         elif message.kind is FrameKind.RELEASE:
-            self._released += read_release(message)
+            self._released |= read_release(message)
         elif message.kind is FrameKind.DIAL:
             self._start(self._connect(str(message.meta.get("address", ""))))
         else:
@@ -148,9 +148,11 @@ class Stage:
             self._wake.set()
 
     async def _release(self) -> None:
-        released, self._released = self._released, []
+        released, self._released = self._released, {}
+        for request, keep in released.items():
+            free = partial(self._compute.keep, request, keep) if keep else self._compute.release
+            await self._in_thread(free, *(() if keep else (request,)))
         if released:
-            await self._in_thread(self._compute.release, *released)
             self._waiting.drop(released)
             self._prompts.forget(released)
             self._remember(released, RELEASED)
@@ -170,15 +172,21 @@ class Stage:
         return not self._steps.empty() and len(self._waiting) < MAX_WAITING
 
     def _has_context(self, row: Row) -> bool:
-        return row.start <= self._compute.cached(row.request)
+        is_cached = row.start <= self._compute.cached(row.request)
+        return is_cached or (row.source > 0 and row.start <= self._compute.copyable(row.source))
 
     def _refuse_lost(self, requests: Sequence[int]) -> None:
-        """Of these requests, whose next row has not arrived, fail those for which it will not."""
+        """Of these requests, whose next row or source has not arrived, fail those for which it will
+        not."""
         overdue = self._waiting.overdue(requests, time.monotonic())
         late = ("missing_prefix", "the context of this step did not arrive")
         for request in requests:
-            if loss := self._losses.get(request, late if request in overdue else None):
+            needed = self._waiting.source(request) or request
+            if needed != request and needed in self._waiting:
+                continue
+            if loss := self._losses.get(needed, late if request in overdue else None):
                 self._fail([row.step for row in self._waiting.drop([request]) if row.step], *loss)
+                self._remember([request], loss)
 
     async def _prefill(self, rows: Sequence[Row]) -> None:
         """Prefill as far as there is room; steps of the other requests will fail."""
@@ -310,6 +318,7 @@ class StageSettings:
     cache_bytes: int
     until_stdin_closes: bool
     prefill_chunk: int = 0  # positions; 0: the default for the device
+    prefix_bytes: int = 1 << 30  # for contexts of ended requests
     terms: Terms = DEFAULT_TERMS
 
 
@@ -332,7 +341,9 @@ async def _serve(settings: StageSettings, source: BlockSource, tell: Callable[[s
     inward = server_context(settings.keys, name) if settings.keys else None
     outward = client_context(settings.keys, name) if settings.keys else None
     blocks, terms = settings.blocks, settings.terms
-    limits = SlotLimits(settings.max_requests, settings.cache_bytes)
+    limits = SlotLimits(
+        settings.max_requests, settings.cache_bytes, prefix_bytes=settings.prefix_bytes
+    )
     compute = resolve(settings.device, settings.precision)
     readout = chosen_readout(source.config, settings.readout)
     computing = StageCompute.load(source, blocks, compute, readout, limits)

@@ -31,7 +31,7 @@ class WaitingRow:
             return self, None
         row = self.row
         first = replace(row, ids=row.ids[:count], read=0)
-        rest = replace(row, start=row.start + count, ids=row.ids[count:])
+        rest = replace(row, start=row.start + count, ids=row.ids[count:], source=0)
         return self._part(first, slice(0, count), 0), self._part(rest, slice(count, None), None)
 
     def _part(self, row: Row, positions: slice, reads: int | None) -> Self:
@@ -82,6 +82,13 @@ class WaitingRows:
     def overdue(self, requests: Iterable[int], now: float) -> list[int]:
         """Those of these requests that have waited for their context too long."""
         return [each for each in requests if self._rows[each][0].until <= now]
+
+    def __contains__(self, request: int) -> bool:
+        return request in self._rows
+
+    def source(self, request: int) -> int:
+        """The context that the request's first row copies; 0 if none."""
+        return self._rows[request][0].row.source
 
     def others(self, requests: Iterable[int]) -> Sequence[int]:
         """The requests with rows, without these."""

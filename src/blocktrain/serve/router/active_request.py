@@ -1,14 +1,18 @@
 """One request in the engine: what of its answer was computed, sent and read."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from blocktrain.errors import BlocktrainError
 from blocktrain.serve.ring.activations import Predictions, Row
 from blocktrain.serve.router.decode import Decoding, Proposal
 from blocktrain.serve.router.output import OutputToken
 from blocktrain.serve.router.pipeline import Route
+from blocktrain.serve.router.shared_prefixes import SharedPrefix
 
+NO_IDS = np.zeros(0, np.uint32)
 MAX_UNREAD = 32  # unread pieces after which a request pauses
 MAX_CHUNKS_IN_RING = 16  # of one prompt; enough for every stage, and for the way between them
 
@@ -22,6 +26,8 @@ class ActiveRequest:
         default_factory=asyncio.Queue
     )
     key: int = 0  # names its context in every cache; a new context gets a new key
+    ids: np.ndarray = field(default_factory=lambda: NO_IDS)  # read before the first prediction
+    source: int = 0  # the key of the context that its own began as a copy of
     route: Route | None = None
     proposal: Proposal | None = None  # what is still to be sent before the next result
     chunks: int = 0  # of a prompt, in the ring
@@ -62,6 +68,19 @@ class ActiveRequest:
         """The first `count` positions of the proposal's context, or all of it."""
         taken, self.proposal = self.propose().cut(count)
         return taken
+
+    @property
+    def sent_positions(self) -> int:
+        """How many of `ids` the first block has computed."""
+        return min(len(self.ids), self.proposal.start) if self.proposal else len(self.ids)
+
+    def begin(self, key: int, prefix: SharedPrefix) -> None:
+        """Begin a new context, as a copy of a prefix if there is one."""
+        proposal = self.propose()
+        self.key, self.ids, self.source = key, proposal.ids[: proposal.context], prefix.key
+        if prefix.key:
+            self.proposal = replace(proposal.after(prefix.count), source=prefix.key)
+        self.decoding.reuse(prefix.count)
 
     def send(self, row: Row, now: float, seconds: float) -> None:
         self.row, self.in_ring, self.sent_at, self.deadline = row, True, now, now + seconds

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from secrets import randbits
 from typing import Any
 
+import numpy as np
+
 from blocktrain.errors import (
     BlocktrainError,
     CacheFullError,
@@ -28,6 +30,7 @@ from blocktrain.serve.ring.activations import (
     joined,
 )
 from blocktrain.serve.ring.envelope import FailureHead, StepEnvelope, StepResult
+from blocktrain.serve.ring.prefixes import LEAST_SHARED
 from blocktrain.serve.ring.turns import CPU_CHUNK, PromptTurns
 from blocktrain.serve.router.active_request import ActiveRequest
 from blocktrain.serve.router.decode import (
@@ -40,6 +43,13 @@ from blocktrain.serve.router.decode import (
 from blocktrain.serve.router.first_block import DraftModel, FirstBlock
 from blocktrain.serve.router.output import OutputToken, Spell
 from blocktrain.serve.router.pipeline import Pipeline, Route
+from blocktrain.serve.router.shared_prefixes import (
+    NO_PREFIX,
+    KeptContext,
+    KeptPrefixes,
+    SharedPrefix,
+    shared_length,
+)
 
 MAX_REPLAYS = 5  # consecutive, without a result between them
 WATCH_SECONDS = 0.25
@@ -80,7 +90,9 @@ class RingEngine:
         self._active: list[ActiveRequest] = []
         self._in_ring: dict[int, ActiveRequest] = {}
         self._keys = itertools.count(1 + randbits(62))  # not those of another router
-        self._released: list[tuple[int, Route]] = []  # contexts that are no longer needed
+        # Contexts that are no longer needed, and how many positions of each may be copied later.
+        self._released: list[tuple[int, Route, int]] = []
+        self._kept = KeptPrefixes()
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "compute")
 
@@ -173,6 +185,7 @@ class RingEngine:
         self._wake.set()
 
     def lost(self, address: str) -> None:
+        self._kept.lose(address)
         for active in self._active:
             if active.route and address in active.route:
                 self._start_over(active, f"the stage at {address} is gone")
@@ -190,8 +203,7 @@ class RingEngine:
             await self._forget()
             self._take_results()
             ready = [active for active in self._active if active.ready and self._routed(active)]
-            for active in ready:
-                self._prepare(active)
+            ready = [active for active in ready if self._prepared(active)]
             await self._forget()  # free the slots of old contexts for the new ones
             steps = {active.key: active for active in ready if not active.propose().context}
             await self._advance({key: steps[key].propose().cut(0) for key in steps}, steps)
@@ -201,10 +213,10 @@ class RingEngine:
         """Release contexts that are no longer needed, here and at the stages."""
         released, self._released = self._released, []
         loop = asyncio.get_running_loop()
-        for key, route in released:
-            await loop.run_in_executor(self._thread, self._release, key)
+        for key, route, keep in released:
+            await loop.run_in_executor(self._thread, self._release, key, keep)
             with suppress(BlocktrainError):  # the stage and its cache are gone
-                await self._pipeline.release(key, route)
+                await self._pipeline.release(key, route, keep)
 
     def _take_results(self) -> None:
         for active in self._active:
@@ -225,12 +237,43 @@ class RingEngine:
             self._pipeline.enter(active.route)
         return True
 
-    def _prepare(self, active: ActiveRequest) -> None:
-        """Decide what the request sends next. A proposal that starts over gets a new context."""
-        is_new = active.proposal is None
-        if active.propose().start == 0 and is_new:
+    def _prepared(self, active: ActiveRequest) -> bool:
+        """Decide what the request sends next. A proposal that starts over gets a new context, which
+        waits while another request reads positions that both begin with."""
+        if active.proposal is None and active.propose().start == 0:
             self._leave_context(active)
-            active.key = next(self._keys)
+        if not active.key:
+            prefix = self._prefix(active)
+            if prefix is None:
+                return False
+            active.begin(next(self._keys), prefix)
+        return True
+
+    def _prefix(self, active: ActiveRequest) -> SharedPrefix | None:
+        """What the request's new context begins with a copy of; None if it is still being read."""
+        assert active.route is not None
+        proposal, tenant = active.propose(), active.decoding.request.tenant
+        ids = proposal.ids[: proposal.context]
+        best, coming = self._kept_prefix(tenant, active.route, ids), 0
+        for other in self._active:
+            same = other.decoding.request.tenant == tenant and other.route == active.route
+            if same and other.key and not (other.lost or other.failed):
+                shared = shared_length(other.ids, ids)
+                coming = max(coming, shared)
+                if (count := min(shared, other.sent_positions)) > best.count:
+                    best = SharedPrefix(other.key, count)
+        if coming > max(best.count, LEAST_SHARED - 1):
+            return None
+        return best if best.count >= LEAST_SHARED else NO_PREFIX
+
+    def _kept_prefix(self, tenant: str, route: Route, ids: np.ndarray) -> SharedPrefix:
+        """The longest prefix of an ended request, if the first block still has it too."""
+        while (best := self._kept.find(tenant, route, ids)).key:
+            if self._first_block.first.copyable(best.key) >= best.count:
+                break
+            self._kept.remove(best.key)
+            self._released.append((best.key, route, 0))
+        return best
 
     async def _read_prompts(self, ready: Sequence[ActiveRequest]) -> None:
         """Read a chunk of the prompts of these requests."""
@@ -298,8 +341,11 @@ class RingEngine:
             proposals = self._draft_model.drafted(proposals)
         return self._first_block.step(proposals)
 
-    def _release(self, key: int) -> None:
-        self._first_block.first.release(key)
+    def _release(self, key: int, keep: int) -> None:
+        if keep:
+            self._first_block.first.keep(key, keep)
+        else:
+            self._first_block.first.release(key)
         if self._draft_model:
             self._draft_model.release(key)
 
@@ -371,6 +417,8 @@ class RingEngine:
                     )
 
     def _start_over(self, active: ActiveRequest, why: str) -> None:
+        if active.source:  # which may be what was missing
+            self._kept.remove(active.source)
         self._leave_route(active)
         active.replays += 1
         if active.replays > MAX_REPLAYS:
@@ -383,8 +431,23 @@ class RingEngine:
         self._in_ring.pop(active.key, None)
         self._prompts.forget([active.key])
         if active.key:
-            self._released.append((active.key, active.route or ()))
+            self._released.append((active.key, active.route or (), 0))
             active.key = 0
+
+    def _keep_context(self, active: ActiveRequest) -> None:
+        """Keep the context of a request that has ended, for others that begin alike."""
+        if not active.key or active.route is None or active.lost or active.failed:
+            return
+        ids = active.decoding.cached_ids
+        if len(ids) < LEAST_SHARED:
+            return
+        tenant = active.decoding.request.tenant
+        dropped = self._kept.add(KeptContext(active.key, active.route, tenant, ids))
+        self._released.append((active.key, active.route, len(ids)))
+        self._released += [(each.key, each.route, 0) for each in dropped]
+        self._in_ring.pop(active.key, None)
+        self._prompts.forget([active.key])
+        active.key = 0
 
     def _leave_route(self, active: ActiveRequest) -> None:
         self._leave_context(active)
@@ -395,6 +458,7 @@ class RingEngine:
     def _drop(self, active: ActiveRequest) -> None:
         active.cancelled = True
         self._active.remove(active)
+        self._keep_context(active)
         self._leave_route(active)
         self._wake.set()
 

@@ -55,7 +55,13 @@ class FirstBlock:
         if not self.first.denoises:
             return []
         return [
-            Row(request, proposal.start, proposal.ids[: proposal.context], 0)
+            Row(
+                request,
+                proposal.start,
+                proposal.ids[: proposal.context],
+                0,
+                source=proposal.source,
+            )
             for request, proposal in proposals.items()
             if proposal.context
         ]
@@ -119,6 +125,7 @@ class FirstBlock:
                     each.refine and self.first.denoises,
                     each.answer_from,
                 ),
+                each.source,
             )
             for request, each in proposals.items()
         ]
@@ -166,8 +173,7 @@ def _draft(part: Activations) -> Row:
 
 
 def _read_only(proposal: Proposal) -> Proposal:
-    skipped = proposal.context
-    return replace(proposal, start=proposal.start + skipped, ids=proposal.ids[skipped:])
+    return proposal.after(proposal.context) if proposal.context else proposal
 
 
 def _to_draft(proposal: Proposal) -> Proposal:

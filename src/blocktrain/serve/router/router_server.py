@@ -79,6 +79,7 @@ class RouterSettings:
     most_connections: int = MOST_CONNECTIONS
     most_connections_per_address: int | None = None
     prefill_chunk: int = 0  # positions; 0: the default for the device
+    prefix_bytes: int = 1 << 30  # for contexts of ended requests
     stage_command: tuple[str, ...] = ()
     terms: Terms = DEFAULT_TERMS
 
@@ -173,7 +174,7 @@ def _engine(
         dial, context=context, hello=hello, roles=[STAGE], check=check, terms=settings.terms
     )
     compute = resolve(settings.device, settings.precision)
-    slots = SlotLimits(settings.slots)
+    slots = SlotLimits(settings.slots, prefix_bytes=settings.prefix_bytes)
     first = StageCompute.load(source, range(1), compute, readout, slots)
     draft = None
     if settings.draft:
@@ -282,6 +283,7 @@ class LocalStages:
             "--weights": settings.weights, "--readout": settings.readout,
             "--threads": max(1, machine_threads() // (len(self._blocks) + 1)),
             "--most-requests": settings.slots, "--prefill-chunk": settings.prefill_chunk,
+            "--prefix-gb": settings.prefix_bytes / 1e9,
         }  # fmt: skip
         words = [str(word) for option in options.items() for word in option]
         run = str(settings.run)
