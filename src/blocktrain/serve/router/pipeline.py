@@ -165,8 +165,10 @@ class Pipeline:
     async def send(self, step: StepEnvelope, route: Route) -> None:
         await self._connection(route[0]).send(step_message(step, self._vocabulary))
 
-    async def release(self, request: int, route: Route) -> None:
-        message = release_message([request])
+    async def release(self, request: int, route: Route, keep: int = 0) -> None:
+        """Tell the stages that a context is no longer needed, except for copies of its first `keep`
+        positions."""
+        message = release_message({request: keep})
         for address in route:
             if address in self._connections:
                 await self._connections[address].send(message)
