@@ -10,8 +10,8 @@ with its dynamic and with its static cache, without the work of its `generate`. 
 mean of the tokens after the first. Programs take turns, and the fastest of --rounds counts, because
 other programs on the machine only ever add time.
 
-The limit is the time of reading the weights once, at the speed at which this machine sums 1 GB. The
-programs' tokens are compared. llama.cpp needs llama-cpp-python and --gguf. Writes
+The limit is the time of reading the weights once, at the speed at which this machine reads memory.
+The programs' tokens are compared. llama.cpp needs llama-cpp-python and --gguf. Writes
 DIR/serving-cpu.json.
 """
 
@@ -46,11 +46,11 @@ from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import resolve
 from quality import provenance
 from serving import Row, table
+from serving_limit import Hardware
 
 BLOCKS, PROMPT_TOKENS = 4, 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROGRAMS = ("blocktrain", "transformers-dynamic", "transformers-static", "llama.cpp")
-SUMMED_BYTES, SUMS = 1 << 30, 5
 COLUMNS = {
     "program": "{program}",
     "weights": "{weights}",
@@ -78,13 +78,7 @@ def checkpoint(folder: Path, layers: int) -> Path:
 
 def memory_rate() -> float:
     """Bytes per second of reading."""
-    numbers = torch.ones(SUMMED_BYTES // 4)
-    seconds = []
-    for _ in range(SUMS):
-        started = time.perf_counter()
-        numbers.sum()
-        seconds.append(time.perf_counter() - started)
-    return SUMMED_BYTES / min(seconds)
+    return Hardware.measured(resolve("cpu", "fp32")).bytes_per_second
 
 
 def ours(run: RunDir, precision: str, weights: str) -> Program:
