@@ -56,6 +56,7 @@ from blocktrain.worker.local_block import LocalBlock, settle_leftover_residuals
 from blocktrain.worker.machine import (
     Bandwidth,
     EventReporter,
+    Outcome,
     StopCondition,
     WorkerEvent,
     idleness_of_this_machine,
@@ -113,16 +114,20 @@ class Worker(ABC):
         self.share_cores()
         with lock_folder(self.settings.folder, self._transfer.cache):
             try:
-                finished = self._work(*self._join())
+                joined, config = self._join()
+                outcome = self._work(joined, config)
+                while outcome == "extended":
+                    joined, config = self._join_extended(config)
+                    outcome = self._work(joined, config)
             except UnreachableError:
                 if not self._stop.reached():
                     raise
-                finished = False
-        if finished:
+                outcome = "stopped"
+        if outcome == "finished":
             self._events.report("finished", self.finished)
         else:
             self._events.report("stopped", self._stop.reason)
-        return finished
+        return outcome == "finished"
 
     def share_cores(self) -> None:
         """Use as many threads as the other workers on this machine leave."""
@@ -130,8 +135,8 @@ class Worker(ABC):
             torch.set_num_threads(self.settings.neighbours.threads(cores()))
 
     @abstractmethod
-    def _work(self, joined: Joined, config: Config) -> bool:
-        """Do the work of this role. Returns True once the run is over, False if the worker was
+    def _work(self, joined: Joined, config: Config) -> Outcome:
+        """Do the work of this role, until the run is over or extended, or the worker is
         stopped."""
 
     def _join(self) -> tuple[Joined, Config]:
@@ -157,6 +162,17 @@ class Worker(ABC):
         self._transfer.most_bytes = most_bytes(config)
         return joined, config.with_settings(train__device=settings.device)
 
+    def _join_extended(self, before: Config) -> tuple[Joined, Config]:
+        """Join again, with the settings of the extended run."""
+        self._events.report("extended", "the run was extended; joining it again")
+        joined, config = self._join()
+        if config.train.steps <= before.train.steps:
+            raise ProtocolError(
+                "the coordinator says that the run was extended, but describes it as before; tell"
+                " the operator"
+            )
+        return joined, config
+
     def _open_corpus(self, joined: Joined, config: Config) -> Corpus:
         description, deadline = joined.description, self._stop.deadline()
         return open_corpus(
@@ -180,7 +196,7 @@ class Agent(Worker):
     role = "train"
     finished = "the run is finished"
 
-    def _work(self, joined: Joined, config: Config) -> bool:
+    def _work(self, joined: Joined, config: Config) -> Outcome:
         settings, events, run = self.settings, self._events, joined.description.run
         idleness = idleness_of_this_machine(self.client.clock) if settings.idle_only else None
         blocks = fitting_blocks(settings, config)
@@ -222,8 +238,8 @@ class Evaluator(Worker):
     role = "evaluate"
     finished = "the run is finished and scored"
 
-    def _work(self, joined: Joined, config: Config) -> bool:
-        """Score versions as they appear. Returns True once the final versions are scored."""
+    def _work(self, joined: Joined, config: Config) -> Outcome:
+        """Score versions as they appear, up to the final ones."""
         report, window = self._events.report, config.model.window
         if self.settings.checks_memory:
             device, precision = self.settings.device, config.train.precision
@@ -248,10 +264,10 @@ class Evaluator(Worker):
                     scored = versions
                     report("waiting", "waiting for newer versions")
             elif status.state == "finished":
-                return True
+                return "finished"
             else:
                 self.client.clock.sleep(POLL_SECONDS)
-        return False
+        return "stopped"
 
     def _score(
         self,

@@ -43,9 +43,10 @@ from blocktrain.training.scoring import BlockScorer, hidden_windows, leased_wind
 from blocktrain.worker.agent import Worker, fitting_blocks
 from blocktrain.worker.downloads import LocalVersions
 from blocktrain.worker.encoded import decoded
+from blocktrain.worker.lease_loop import EXTENDED, run_steps
 from blocktrain.worker.lease_trainer import LeasedVersions
 from blocktrain.worker.lease_work import LONGEST_REASON
-from blocktrain.worker.machine import LONGEST_WAIT, Deadline
+from blocktrain.worker.machine import LONGEST_WAIT, Deadline, Outcome
 from blocktrain.worker.replayer import Replayer
 from blocktrain.worker.transfer import Transfer
 
@@ -61,7 +62,7 @@ class Validator(Worker):
     role = "validate"
     finished = "the run is finished and every update is checked"
 
-    def _work(self, joined: Joined, config: Config) -> bool:
+    def _work(self, joined: Joined, config: Config) -> Outcome:
         blocks = fitting_blocks(self.settings, config)
         compute = resolve(self.settings.device, config.train.precision)
         folder = self.settings.folder / joined.description.run
@@ -73,16 +74,23 @@ class Validator(Worker):
         )
         self._transfer.most_bytes *= FILES_SIZE
         while not self._stop.reached():
-            request = CheckRequest(blocks=blocks, held_block=checker.held_block)
-            answer = self.client.request_check(request, self._stop.deadline()).answer
+            request = CheckRequest(
+                blocks=blocks, held_block=checker.held_block, run_steps=run_steps(config)
+            )
+            try:
+                answer = self.client.request_check(request, self._stop.deadline()).answer
+            except RefusedError as refused:
+                if refused.code != EXTENDED:
+                    raise
+                return "extended"
             if isinstance(answer, Check):
                 self._carry_out(checker, answer)
             elif isinstance(answer, Wait):
                 self._events.report("waiting", answer.reason)
                 self._stop.sleep(min(answer.seconds, LONGEST_WAIT))
             else:
-                return True
-        return False
+                return "finished"
+        return "stopped"
 
     def _carry_out(self, checker: "Checker", check: Check) -> None:
         clock = self.client.clock

@@ -1,0 +1,97 @@
+"""Runs that are extended, by the commands that users type."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tests.support.commands import run_here
+from tests.support.processes import Processes, free_port
+
+from blocktrain.coordinator.control import OUTDATED
+from blocktrain.storage.run_dir import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["model.layers=2", "model.blocks=2", "model.width=32", "model.window=32", "train.batch=4",
+         "train.warmup=2", "train.precision=fp32", "train.device=cpu",
+         "swarm.first_steps=5", "swarm.most_steps=7"]  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "corpus.txt").write_bytes((ROOT / "LICENSE").read_bytes() * 8)
+    return tmp_path
+
+
+def settings(home: Path, *extra: str) -> list[str]:
+    values = [*SMALL, f"data.source=text:{home}/corpus.txt", *extra]
+    return ["--config", "tiny", *(part for value in values for part in ("--set", value))]
+
+
+def call(home: Path, *words: object, code: int = 0) -> str:
+    done = run_here([*map(str, words)], home, {"BLOCKTRAIN_CACHE": str(home / "cache")})
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def train_at_once(home: Path, ends: list[int]) -> RunDir:
+    former, steps = f"train.extended_at={ends[:-1]}", f"train.steps={ends[-1]}"
+    call(home, "train", *settings(home, former, steps), "--out", "at-once")
+    return RunDir.open(home / "at-once")
+
+
+def test_a_finished_run_is_extended_and_trained_further(home: Path):
+    first = ["train", *settings(home, "train.steps=20"), "--out", "run"]
+    call(home, *first)
+    longer = ["train", *settings(home, "train.steps=30"), "--out", "run"]
+    assert "`blocktrain extend run --steps 30` extends the run" in call(home, *longer, code=4)
+    told = call(home, "extend", "run", "--steps", 30)
+    assert "30 steps per block instead of 20   next: " in told
+    following = told.split("next: ")[1].split()[1:]
+    assert following == ["train", "--config", "run", "--out", "run"]
+    assert "20 of 30 steps" in call(home, "info", "run")
+    call(home, *following)
+    assert "extended at step 20; now 30 steps per block" in call(home, "info", "run")
+    assert "30 steps per block already" in call(home, "extend", "run", "--steps", 30, code=2)
+    call(home, *first)  # nothing is left to do
+    whole = train_at_once(home, [20, 30])
+    for block, other in zip(whole.blocks(), RunDir.open(home / "run").blocks(), strict=True):
+        expected, weights = block.load_weights(), other.load_weights()
+        assert all(np.array_equal(expected[name], weights[name]) for name in expected)
+    call(home, "export", "run", "--out", "exported")
+    assert "train.warm_start=exported" in call(home, "extend", "exported", "--steps", 40, code=4)
+
+
+def test_a_swarm_s_run_is_extended_while_a_worker_waits(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One block is finished when the run is extended; its worker joins again by itself."""
+    monkeypatch.setenv("BLOCKTRAIN_CACHE", str(home / "cache"))
+    port, folder = free_port(), home / "coordinator"
+    with Processes(home) as processes:
+        first = processes.coordinator(folder, port, "", *settings(home, "train.steps=12"))
+        processes.wait_for("the coordinator starts", lambda: b"\n" in first.log.read_bytes())
+        invite = json.loads(first.log.read_bytes().split(b"\n")[0])["invite"]
+        waiting = processes.worker(invite, "waiting", "", "--blocks", "0")
+
+        def progress(block: int) -> float:
+            status = json.loads(call(home, "status", invite, "--json"))
+            return float(status["blocks"][block]["progress"])
+
+        processes.wait_for("block 0 is trained", lambda: progress(0) == 1.0)
+        assert "12" in call(home, "extend", folder, "--steps", 20)
+        processes.wait_for("the coordinator ends", lambda: first.code is not None)
+        assert first.code == 2
+        assert OUTDATED in first.log.read_text()
+        processes.coordinator(folder, port)
+        late = processes.worker(invite, "late", "", "--blocks", "1")
+        processes.wait_for_end(waiting)
+        processes.wait_for_end(late)
+        kinds = [json.loads(line)["kind"] for line in waiting.log.read_text().splitlines()]
+        assert [kinds.count(kind) for kind in ("joined", "extended", "finished")] == [2, 1, 1]
+        call(home, "fetch", invite, "--out", "fetched")
+    fetched = load_file(home / "fetched" / "model.safetensors")
+    for index, block in enumerate(train_at_once(home, [12, 20]).blocks()):
+        for name, tensor in block.load_weights().items():
+            assert np.array_equal(fetched[f"block.{index}.{name}"], tensor), name
