@@ -1,4 +1,5 @@
-"""Runs that are extended, by the commands that users type."""
+"""Runs that outlive their plan: they are extended, or their coordinator moves. By the commands that
+users type."""
 
 import json
 from pathlib import Path
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.support.commands import run_here
-from tests.support.processes import Processes, free_port
+from tests.support.processes import Processes, Running, free_port
 
 from blocktrain.coordinator.control import OUTDATED
 from blocktrain.storage.run_dir import RunDir
@@ -33,6 +34,23 @@ def call(home: Path, *words: object, code: int = 0) -> str:
     done = run_here([*map(str, words)], home, {"BLOCKTRAIN_CACHE": str(home / "cache")})
     assert done.returncode == code, done.stderr
     return done.stderr if code else done.stdout
+
+
+def start(processes: Processes, port: int, *options: str) -> tuple[Running, str]:
+    """The coordinator of a new run, and its invite."""
+    running = processes.coordinator(processes.folder / "coordinator", port, "", *options)
+    processes.wait_for("the coordinator starts", lambda: b"\n" in running.log.read_bytes())
+    return running, json.loads(running.log.read_bytes().split(b"\n")[0])["invite"]
+
+
+def stop(running: Running) -> None:
+    running.process.terminate()
+    running.process.wait(timeout=30)
+
+
+def progress(home: Path, invite: str, block: int, *options: str) -> float:
+    status = json.loads(call(home, "status", invite, "--json", *options))
+    return float(status["blocks"][block]["progress"])
 
 
 def train_at_once(home: Path, ends: list[int]) -> RunDir:
@@ -68,23 +86,16 @@ def test_a_swarm_s_run_is_extended_while_a_worker_waits(
 ):
     """One block is finished when the run is extended; its worker joins again by itself."""
     monkeypatch.setenv("BLOCKTRAIN_CACHE", str(home / "cache"))
-    port, folder = free_port(), home / "coordinator"
+    port = free_port()
     with Processes(home) as processes:
-        first = processes.coordinator(folder, port, "", *settings(home, "train.steps=12"))
-        processes.wait_for("the coordinator starts", lambda: b"\n" in first.log.read_bytes())
-        invite = json.loads(first.log.read_bytes().split(b"\n")[0])["invite"]
+        first, invite = start(processes, port, *settings(home, "train.steps=12"))
         waiting = processes.worker(invite, "waiting", "", "--blocks", "0")
-
-        def progress(block: int) -> float:
-            status = json.loads(call(home, "status", invite, "--json"))
-            return float(status["blocks"][block]["progress"])
-
-        processes.wait_for("block 0 is trained", lambda: progress(0) == 1.0)
-        assert "12" in call(home, "extend", folder, "--steps", 20)
+        processes.wait_for("block 0 is trained", lambda: progress(home, invite, 0) == 1.0)
+        assert "12" in call(home, "extend", "coordinator", "--steps", 20)
         processes.wait_for("the coordinator ends", lambda: first.code is not None)
         assert first.code == 2
         assert OUTDATED in first.log.read_text()
-        processes.coordinator(folder, port)
+        processes.coordinator(home / "coordinator", port)
         late = processes.worker(invite, "late", "", "--blocks", "1")
         processes.wait_for_end(waiting)
         processes.wait_for_end(late)
@@ -95,3 +106,30 @@ def test_a_swarm_s_run_is_extended_while_a_worker_waits(
     for index, block in enumerate(train_at_once(home, [12, 20]).blocks()):
         for name, tensor in block.load_weights().items():
             assert np.array_equal(fetched[f"block.{index}.{name}"], tensor), name
+
+
+def test_workers_follow_a_coordinator_that_moves(home: Path, monkeypatch: pytest.MonkeyPatch):
+    """One worker has learned the next address while it was connected, another is given it."""
+    monkeypatch.setenv("BLOCKTRAIN_CACHE", str(home / "cache"))
+    old, new = free_port(), free_port()
+    with Processes(home) as processes:
+        first, invite = start(processes, old, *settings(home, "train.steps=12"))
+        steady = processes.worker(invite, "steady", "", "--blocks", "0")
+        processes.wait_for("block 0 is trained", lambda: progress(home, invite, 0) == 1.0)
+        stop(first)
+        both = [f"--advertise=127.0.0.1:{port}" for port in (old, new)]
+        announcing = processes.coordinator(home / "coordinator", old, "", *both)
+        known = home / "steady" / "addresses.json"
+        processes.wait_for(
+            "the worker learns", lambda: known.exists() and str(new) in known.read_text()
+        )
+        stop(announcing)
+        processes.coordinator(home / "coordinator", new)
+        at = ("--at", f"https://127.0.0.1:{new}")
+        assert progress(home, invite, 1, *at) == 0.0
+        late = processes.worker(invite, "late", "", "--blocks", "1", *at)
+        processes.wait_for_end(late)
+        processes.wait_for_end(steady)
+        events = [json.loads(line)["kind"] for line in steady.log.read_text().splitlines()]
+        assert (events.count("joined"), events[-1]) == (1, "finished")
+        call(home, "fetch", invite, *at, "--out", "fetched")

@@ -29,13 +29,16 @@ class State(NamedTuple):
 
 @click.command("status")
 @options.invite
+@options.at
 @click.option("--watch", is_flag=True, help="Refresh until Ctrl-C.")
 @click.option("--all", "show_all", is_flag=True, help="Also list workers that have left.")
 @options.as_json
-def status_command(invite: str, watch: bool, show_all: bool, as_json: bool) -> None:
+def status_command(
+    invite: str, at: tuple[str, ...], watch: bool, show_all: bool, as_json: bool
+) -> None:
     """Show how far the run that INVITE names is, its blocks and its workers. Its web page shows
     more: open the coordinator's address in a browser."""
-    client, console = options.client_of(invite), Console()
+    client, console = options.client_of(invite, at), Console()
     config = None if as_json else from_toml(client.run().config)
     state = _ask(client)  # an error ends the command, unlike a later one
     if not watch:

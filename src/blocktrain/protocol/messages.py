@@ -87,6 +87,12 @@ class Hello(Message):
     protocols: tuple[int, ...]
 
 
+class Addresses(Message):
+    """Where the run's coordinators are or will be, as https://host:port."""
+
+    addresses: tuple[Annotated[str, StringConstraints(max_length=300)], ...] = Field(max_length=16)
+
+
 class Blob(Message):
     """A file in the run's store: the hash of its recipe, and its size in bytes."""
 

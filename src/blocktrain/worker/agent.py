@@ -187,7 +187,11 @@ class Worker(ABC):
 
     def _report_unreachable(self, reason: str, seconds: float) -> None:
         if not self._stop.reached():
-            self._events.report("unreachable", f"{reason}; waiting for the coordinator")
+            self._events.report(
+                "unreachable",
+                f"{reason}; waiting for the coordinator (if it has moved, start this worker again"
+                " with --at and its address)",
+            )
 
 
 class Agent(Worker):
