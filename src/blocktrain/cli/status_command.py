@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import click
@@ -60,10 +61,16 @@ def status_command(
 def _watch(client: Client, state: State, config: Config, console: Console, show_all: bool) -> None:
     """Fill the screen until Ctrl-C, and leave the last state on the terminal."""
     last: list[RenderableType] = []
+    planned = _planned(state)
     try:
         with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
 
             def show(state: State, problem: str) -> None:
+                nonlocal config, planned
+                if not problem and _planned(state) != planned:  # the run was extended
+                    with suppress(UnreachableError):
+                        config = from_toml(client.run(client.deadline(ANSWER_SECONDS)).config)
+                        planned = _planned(state)
                 note = Text(problem, style="bold red")
                 rows = console.height - 1 - (len(note.wrap(console, console.width)) if note else 0)
                 tables = render(*state, config, Screen(console, rows, show_all))
@@ -75,6 +82,10 @@ def _watch(client: Client, state: State, config: Config, console: Console, show_
     finally:
         if console.is_terminal and last:
             console.print(*last)
+
+
+def _planned(state: State) -> int | None:
+    return state.overview.tokens_total if state.overview else None
 
 
 def _follow(client: Client, state: State, show: Callable[[State, str], None]) -> None:

@@ -8,7 +8,7 @@ from tests.support.training import CPU, assert_equal, quiet, stop_after
 from blocktrain.config import Config, load_config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import ConfigError, CorruptFileError, RunError
-from blocktrain.storage.run_dir import RunDir
+from blocktrain.storage.run_dir import BlockDir, RunDir
 from blocktrain.training.run_session import LocalRun
 
 KINDS = {
@@ -24,6 +24,10 @@ KINDS = {
 
 def session(run: RunDir, corpus: Corpus) -> LocalRun:
     return LocalRun(RunDir.open(run.path), corpus, CPU)
+
+
+def scores(block: BlockDir) -> list[tuple[int, float]]:
+    return [(each["step"], each["valid_ce"]) for each in block.metrics() if each["valid_ce"]]
 
 
 def train(run: RunDir, corpus: Corpus) -> None:
@@ -63,6 +67,7 @@ def test_an_extended_run_has_the_same_bits_however_it_was_made(
             assert_equal(expected.weights, parts.weights)
             assert_equal(expected.state, parts.state)
             assert expected.counters == parts.counters
+            assert scores(whole) == scores(store)
             assert_equal(whole.load_weights(), store.load_weights())
 
 
