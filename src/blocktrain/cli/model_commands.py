@@ -66,9 +66,11 @@ def fetch_command(invite: str, at: tuple[str, ...], out: Path, as_json: bool) ->
 )
 @options.choice(
     "--readout",
+    "auto",
     "product",
     "final",
-    help="Prediction to use. product: all blocks' multiplied; final: the last block's.",
+    help="Prediction to use. product: all blocks' multiplied; final: the last block's; auto:"
+    " product if tokens are bytes, else final.",
 )
 @options.first_blocks
 @options.device
@@ -97,7 +99,7 @@ def generate_command(
     options: dict[str, Any] = {
         "temperature": temperature,
         "seed": seed,
-        "readout": readout,
+        "readout": None if readout == "auto" else readout,
         "start": start,
     }
     started = time.perf_counter()

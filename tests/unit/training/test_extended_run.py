@@ -8,7 +8,8 @@ from tests.support.training import CPU, assert_equal, quiet, stop_after
 from blocktrain.config import Config, load_config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import ConfigError, CorruptFileError, RunError
-from blocktrain.storage.run_dir import BlockDir, RunDir
+from blocktrain.storage.block_dir import BlockDir
+from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.run_session import LocalRun
 
 KINDS = {
