@@ -1,4 +1,4 @@
-"""Compares learning rates for extended runs: CE of an end-to-end model that is trained on after its end.
+"""Compares learning rates for extended runs: CE of a model that is trained on after its end.
 
 PYTHONPATH=src python bench/extension.py --out FILE [--steps 300] [--extended 330 600 1200]
     [--seeds 0 1 2]
