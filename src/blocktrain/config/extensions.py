@@ -10,7 +10,7 @@ from typing import Any
 from blocktrain.errors import CorruptFileError
 from blocktrain.files import RESTORE, write_bytes
 
-FILE = "extensions.json"
+CONFIG, FILE = "config.toml", "extensions.json"
 
 
 def extensions(folder: Path) -> list[int]:
@@ -33,10 +33,12 @@ def add_extension(folder: Path, steps: int) -> None:
     write_bytes(folder / FILE, text.encode())
 
 
-def extended_values(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings in a run's config.toml, with the extensions beside it."""
-    for steps in extensions(folder):
-        train = values["train"]
+def extended_values(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The settings in a file, with the extensions beside it if it is the config.toml of a run."""
+    for steps in extensions(path.parent) if path.name == CONFIG else ():
+        train = values.get("train")
+        if not isinstance(train, dict) or "steps" not in train:
+            raise CorruptFileError(f"{path} was altered: it has no train.steps; {RESTORE}")
         ends = [*train.get("extended_at", ()), train["steps"]]
         values = {**values, "train": {**train, "extended_at": ends, "steps": steps}}
     return values

@@ -363,7 +363,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
 def load_stored_config(path: Path | str) -> Config:
     """Load a file that `to_toml` wrote, with the extensions beside it."""
-    return from_dict(extended_values(_read(path)[1], Path(path).parent))
+    return from_dict(extended_values(_read(path)[1], Path(path)))
 
 
 def from_toml(text: str) -> Config:
@@ -388,8 +388,7 @@ def read_settings(path: Path | str, overrides: Sequence[str] = ()) -> Values:
             names = [_current(section, key, warn=not is_stored) for key in settings]
             if len(set(names)) == len(names):  # else `build` reports the duplicate
                 values[section] = dict(zip(names, settings.values(), strict=True))
-    if is_stored:
-        values = extended_values(values, Path(path).parent)
+    values = extended_values(values, Path(path))
     for override in overrides:
         _apply_override(values, override)
     return values

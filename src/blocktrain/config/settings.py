@@ -31,7 +31,7 @@ SOURCES = (
 )
 ORDERS = ("side-by-side", "relay")
 BIASES = ("none", "qkv", "attention", "all")
-SHORTEST_WARMUPS = 10  # of an extension has room for so many warm-ups at least
+WARMUP_PART = 10  # the warm-up of an extension is at most this part of it: a tenth
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,7 @@ class TrainConfig:
         if not first:
             warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
             return self.lr * warm * (self.lr_floor + (1.0 - self.lr_floor) * cosine)
-        warmup = min(self.warmup, (end - first) // SHORTEST_WARMUPS)
+        warmup = min(self.warmup, (end - first) // WARMUP_PART)
         warm = min(1.0, (step - first + 1) / (warmup + 1))
         return self.lr * (self.lr_floor + (1.0 - self.lr_floor) * cosine * warm)
 

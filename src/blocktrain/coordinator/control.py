@@ -14,6 +14,7 @@ REASONS: dict[Control, str] = {
     "draining": "the operator lets the open leases end and hands out no new ones; this worker goes"
     " on when the run is resumed",
 }
+OUTDATED = "the run was extended; this coordinator must be started again"
 EVENTS: dict[Control, str] = {"running": "resumed", "paused": "paused", "draining": "draining"}
 
 
@@ -38,9 +39,6 @@ def set_control(ledger: Ledger, clock: Callable[[], float], wanted: Control) -> 
         detail = f"{len(ended)} leases ended" if wanted == "paused" else ""
         tx.events.add(clock(), EVENTS[wanted], detail=detail)
     return len(ended)
-
-
-OUTDATED = "the run was extended; this coordinator must be started again"
 
 
 def extend(ledger: Ledger, clock: Callable[[], float], steps: int) -> Config:
