@@ -39,8 +39,14 @@ def call(home: Path, *words: object, code: int = 0) -> str:
 def start(processes: Processes, port: int, *options: str) -> tuple[Running, str]:
     """The coordinator of a new run, and its invite."""
     running = processes.coordinator(processes.folder / "coordinator", port, "", *options)
-    processes.wait_for("the coordinator starts", lambda: b"\n" in running.log.read_bytes())
-    return running, json.loads(running.log.read_bytes().split(b"\n")[0])["invite"]
+    processes.wait_for("the coordinator starts", lambda: bool(printed(running)))
+    return running, str(printed(running)[0]["invite"])
+
+
+def printed(running: Running) -> list[dict[str, object]]:
+    """What a process has printed as JSON, without the lines of its log."""
+    lines = running.log.read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
 def stop(running: Running) -> None:
@@ -99,7 +105,7 @@ def test_a_swarm_s_run_is_extended_while_a_worker_waits(
         late = processes.worker(invite, "late", "", "--blocks", "1")
         processes.wait_for_end(waiting)
         processes.wait_for_end(late)
-        kinds = [json.loads(line)["kind"] for line in waiting.log.read_text().splitlines()]
+        kinds = [event["kind"] for event in printed(waiting)]
         assert [kinds.count(kind) for kind in ("joined", "extended", "finished")] == [2, 1, 1]
         call(home, "fetch", invite, "--out", "fetched")
     fetched = load_file(home / "fetched" / "model.safetensors")
@@ -130,6 +136,6 @@ def test_workers_follow_a_coordinator_that_moves(home: Path, monkeypatch: pytest
         late = processes.worker(invite, "late", "", "--blocks", "1", *at)
         processes.wait_for_end(late)
         processes.wait_for_end(steady)
-        events = [json.loads(line)["kind"] for line in steady.log.read_text().splitlines()]
-        assert (events.count("joined"), events[-1]) == (1, "finished")
+        kinds = [event["kind"] for event in printed(steady)]
+        assert (kinds.count("joined"), kinds[-1]) == (1, "finished")
         call(home, "fetch", invite, *at, "--out", "fetched")
