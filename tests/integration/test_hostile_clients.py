@@ -65,8 +65,10 @@ def test_an_aborted_request_is_one_line_of_the_log(
     host, port = address.removeprefix("http://").split(":")
     with caplog.at_level(logging.INFO):
         with socket.create_connection((host, int(port)), SECONDS) as connection:
-            connection.sendall(request_head(member, "/v1/lease", 100) + b"{")
-            time.sleep(0.1)
+            head = request_head(member, "/v1/lease", 100)
+            connection.sendall(head.replace(b"\r\n", b"\r\nexpect: 100-continue\r\n", 1))
+            assert b"100 Continue" in connection.recv(100)  # the coordinator reads the body
+            connection.sendall(b"{")
         wait_for(lambda: caplog.records)
         time.sleep(0.1)
     (record,) = caplog.records

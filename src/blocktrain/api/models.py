@@ -160,7 +160,7 @@ class Model(nn.Module):
         """Log-probabilities (B x T x V) of the token after each position.
 
         Ids are those of `encode`, at most `config.model.window`. `readout`: `product` of all blocks
-        (default) or `final`, the last block's alone.
+        (default if tokens are bytes) or `final`, the last block's alone (default otherwise).
         """
         predictions = self.stack.predictions(ids_BT.to(self.device))
         log_probs = [torch.log_softmax(logits(slice(None)), dim=-1) for logits in predictions]
@@ -277,4 +277,4 @@ class Model(nn.Module):
     def _readout(self, readout: str | None) -> str:
         if self.config.kind.last_block_predicts:
             return "final"
-        return readout or "product"
+        return readout or self.config.default_readout

@@ -136,8 +136,9 @@ def eval_command(
     """Score RUN on non-overlapping windows. Every token is predicted once, from the tokens before
     it.
 
-    The row marked * is the score: the product of all blocks' predictions. The other rows are for
-    comparison: each block's prediction alone; that of the last block is the readout `final`.
+    The row marked * is the score: the product of all blocks' predictions if tokens are bytes, else
+    the last block's prediction (final), which is what `serve` and `export` use too. The other rows
+    are for comparison.
     """
     from blocktrain.api.models import load
     from blocktrain.data.run_text import scored_text
@@ -184,11 +185,12 @@ def _show(evaluation: "Evaluation", run: Path, source: str, split: str, compute:
     table = Table(title=Text(f"{run} on {plain(source)} {split}"), title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in ("start", "readout") else "right")
-    last = _last_block(evaluation)
+    last, default = _last_block(evaluation), evaluation.default
     for score in evaluation.scores:
         if last and score.readout == "final":
             continue  # equal to the last block's row
-        is_default = score is evaluation.default
+        same = default.readout == "final" and (score.readout, score.start) == (last, default.start)
+        is_default = score is default or same
         name = score.readout + (" (final)" if score.readout == last else "")
         name += f", {score.draws} draws" if score.draws > 1 else ""
         cells = {
@@ -227,7 +229,7 @@ def _legend(evaluation: "Evaluation") -> list[str]:
     starts = {score.start for score in evaluation.scores}
     lines = [f"* the model's score: {evaluation.default.readout}"]
     if _last_block(evaluation):
-        lines[0] += " of all blocks' predictions; final is the last block's alone"
+        lines[0] += " (product: of all blocks' predictions; final: the last block's alone)"
     if "mean" in starts:
         line = "start: the blocks refine a guess, which begins at the mean of all targets"
         noise = ", or at random as in the paper; several draws are averaged"

@@ -280,7 +280,11 @@ class Answer(Response):
 
     def _usage(self) -> Json:
         request = self.request
-        return usage_body(request.prompt_tokens, self._output_tokens, request.truncated_tokens)
+        firsts = {id(choice.request.prompt): choice for choice in reversed(self._choices)}
+        cached = sum(choice.cost.cached_tokens for choice in firsts.values())
+        return usage_body(
+            request.prompt_tokens, self._output_tokens, request.truncated_tokens, cached
+        )
 
 
 def _first_error(error: BaseException) -> BaseException:

@@ -111,10 +111,13 @@ class CompletionsApi:
 
     def _admits(self, headers: Headers) -> bool:
         """Whether a request has a valid API key, or needs none."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        key_hash = hashed(key.strip().encode("latin-1") if scheme.lower() == "bearer" else b"")
+        key_hash = hashed(_key(headers))
         matches = sum(hmac.compare_digest(key_hash, other) for other in self._key_hashes)
         return matches > 0 or not self._key_hashes
+
+    def _tenant(self, headers: Headers) -> str:
+        """Whose request this is: the hash of a valid key; empty if the server has no keys."""
+        return hashed(_key(headers)).hex() if self._key_hashes else ""
 
     def _guarded(self, handler: Handler) -> Handler:
         async def checked(request: Request) -> Response:
@@ -141,6 +144,7 @@ class CompletionsApi:
         )
         if request.model is not None:
             self._check_model(request.model)
+        request = request.of_tenant(self._tenant(http_request.headers))
         response_format = new_format(token_hex(12), int(time.time()), self._model)
         patience = self._settings.patience
         return Answer(
@@ -271,6 +275,12 @@ async def framework_error(request: Request, error: Exception) -> Response:
 
 async def client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)  # only for the access log
+
+
+def _key(headers: Headers) -> bytes:
+    """The API key that a request was sent with; empty if there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
 def hashed(key: bytes) -> bytes:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -105,6 +105,11 @@ class CompletionRequest:
     @property
     def log_probs(self) -> bool:
         return self.generations[0].top_log_probs is not None
+
+    def of_tenant(self, tenant: str) -> Self:
+        """The same request, which shares contexts with others of this tenant only."""
+        generations = tuple(replace(each, tenant=tenant) for each in self.generations)
+        return replace(self, generations=generations)
 
 
 class _Body(BaseModel):
