@@ -163,13 +163,14 @@ def _fixed_bytes(config: Config, sizes: list[BlockSize]) -> list[int]:
 
 
 def _frozen_parameters(config: Config, sizes: list[BlockSize], index: int) -> int:
-    """Those of the frozen blocks in memory. A feature cache replaces the ones before."""
-    cached = config.objective.feature_cache != "off"
-    return sum(
-        sizes[other].parameters if other > index else sizes[other].trunk
-        for other in config.frozen_blocks(index)
-        if other > index or not cached
-    )
+    """Those of the frozen blocks in memory. A feature cache replaces the ones before; from disk one
+    at a time is read."""
+    frozen = config.frozen_blocks(index)
+    before = [sizes[other].trunk for other in frozen if other < index]
+    after = sum(sizes[other].parameters for other in frozen if other > index)
+    if config.train.frozen_in == "disk":
+        return after + max(before, default=0)
+    return after + (0 if config.objective.feature_cache != "off" else sum(before))
 
 
 def _activation_bytes(config: Config, size: BlockSize, index: int) -> int:

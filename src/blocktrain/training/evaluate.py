@@ -24,7 +24,8 @@ from blocktrain.model.linear import chunks
 from blocktrain.model.stack import READOUTS, DenoisingStack, Stack, fit_weights, product, read_out
 from blocktrain.numerics.noise import precondition
 from blocktrain.numerics.sampling import mixed_seed
-from blocktrain.training.frozen import Prefix, Suffix
+from blocktrain.training.frozen import Suffix
+from blocktrain.training.streamed import AnyPrefix
 
 Reading = tuple[str, str, int]  # start, readout, draws
 
@@ -163,7 +164,7 @@ def solo_ce(
     block: int,
     module: nn.Module,
     windows: Bytes,
-    prefix: Prefix | None = None,
+    prefix: AnyPrefix | None = None,
     suffix: Suffix | None = None,
 ) -> float:
     """The cross entropy of one block, in nats per token. A denoising block starts from the mean at
@@ -189,11 +190,11 @@ def _solo_logits(
     block: int,
     module: nn.Module,
     ids: Tensor,
-    prefix: Prefix | None,
+    prefix: AnyPrefix | None,
     suffix: Suffix | None,
 ) -> LogitsAt:
     if isinstance(module, CausalBlock):
-        features = module.features(prefix(ids) if prefix else ids)
+        features = module.features(prefix.features(ids) if prefix else ids)
         return suffix.logits_of(features) if suffix else module.logits_of(features)
     assert isinstance(module, DenoisingBlock)
     sigma = config.partition().owned_range(block)[1]

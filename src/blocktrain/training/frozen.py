@@ -33,7 +33,7 @@ class FrozenBlocks(nn.Module):
     def __init__(self, config: Config, indices: Sequence[int], compute: Compute) -> None:
         super().__init__()
         self.indices = indices
-        self.trunks = nn.ModuleList(_frozen(config, block, compute) for block in indices)
+        self.trunks = nn.ModuleList(_initial_trunk(config, block, compute) for block in indices)
         self.versions: list[int | None] = [None] * len(indices)
 
     def refresh(self, published: Published) -> None:
@@ -107,18 +107,36 @@ def suffix_of(config: Config, block: int, compute: Compute) -> Suffix | None:
     return Suffix(config, block, compute) if has_successors else None
 
 
-def _frozen(config: Config, block: int, compute: Compute) -> Trunk:
-    predicts = config.kind.reads_successors and config.has_head(block)
+def _initial_trunk(config: Config, block: int, compute: Compute) -> Trunk:
     start = initial_block(config, block)
+    trunk = _new_trunk(config, block, compute)
+    take_weights(trunk, dict(start.named_parameters()))
+    return in_bf16(trunk).to(compute.device)
+
+
+def in_bf16(trunk: Trunk) -> Trunk:
+    """Round the parameters, but not the buffers: scales and rotary tables stay exact."""
+    for parameter in trunk.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return trunk
+
+
+def empty_trunk(config: Config, block: int, compute: Compute) -> Trunk:
+    """A frozen block without memory for its weights, but with its rotary tables."""
+    with torch.device("meta"):
+        trunk = _new_trunk(config, block, compute)
+    for name, table in list(trunk.named_buffers(recurse=False)):
+        trunk.register_buffer(name, table.to(compute.device), persistent=False)
+    return trunk
+
+
+def _new_trunk(config: Config, block: int, compute: Compute) -> Trunk:
+    predicts = config.kind.reads_successors and config.has_head(block)
     trunk = CausalBlock(config, block) if predicts else Trunk(config, block)
     if config.objective.frozen == "int8":
         in_8_bits(trunk.layers)
-    trunk.requires_grad_(False)
-    take_weights(trunk, dict(start.named_parameters()))
     trunk.compute_dtype, trunk.recompute = compute.dtype, config.train.checkpoint_layers
-    for parameter in trunk.parameters():  # not buffers: scales and rotary tables stay exact
-        parameter.data = parameter.data.to(torch.bfloat16)
-    return trunk.eval().to(compute.device)
+    return trunk.requires_grad_(False).eval()
 
 
 @torch.no_grad()
