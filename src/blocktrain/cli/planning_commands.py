@@ -67,7 +67,7 @@ def estimate_command(
         "  weights, gradients, optimizer": size(needs.fixed_bytes_per_worker),
         "  activations (estimate)": size(needs.activation_bytes_per_worker),
         "  together": size(needs.memory_per_worker),
-        "  frozen blocks before a block": f"{size(needs.frozen_bytes)}, {frozen}",
+        "  frozen blocks": f"{size(needs.frozen_bytes)}, {frozen}",
         f"  feature cache ({cache})": size(needs.feature_cache_bytes),
         "compute": f"{needs.flops_per_step / 1e12:,.4f} TFLOP per step, {needs.steps} steps",
         "  all workers, whole run": compute(config),
@@ -83,7 +83,7 @@ def estimate_command(
     else:
         rows["data"] = f"{needs.tokens_per_block:,} tokens, about {rows['data']}"
     if not needs.frozen_bytes:
-        del rows["  frozen blocks before a block"]
+        del rows["  frozen blocks"]
     if not needs.feature_cache_bytes:
         del rows[f"  feature cache ({cache})"]
     for name, value in rows.items():

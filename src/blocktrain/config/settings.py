@@ -339,8 +339,8 @@ class TrainConfig:
     checkpoint_layers: bool = setting(False, "recompute layers in the backward pass (less memory)")
     frozen_in: str = setting(
         "memory",
-        "where the frozen blocks before a block are; memory, or disk, from which a step reads one"
-        " after another (less memory, the same bits)",
+        "where the frozen blocks are that a block trains with; memory, or disk, from which a step"
+        " reads one after another (less memory, the same bits)",
         choices=("memory", "disk"),
         since=2,
     )

@@ -46,7 +46,7 @@ class Estimate:
     activation_bytes_per_worker: int
     logits_bytes: int  # the share of activations for logits and the head's gradient
     feature_cache_bytes: int  # in RAM or on disk, not in the memory of the device
-    frozen_bytes: int  # of all frozen blocks before a block, in memory or on disk
+    frozen_bytes: int  # of all frozen blocks that a block trains with, in memory or on disk
     flops_per_step: int
     total_flops: int  # of all blocks and steps
     end_to_end_steps: float  # that cost as much as the whole run
@@ -82,7 +82,10 @@ def estimate(config: Config) -> Estimate:
         logits_bytes=max(_logits_bytes(config, index) for index in indices),
         feature_cache_bytes=cache_bytes(config),
         frozen_bytes=FROZEN_BYTES[config.objective.frozen]
-        * max(sum(_trunks_before(config, sizes, index)) for index in indices),
+        * max(
+            sum(_trunks_before(config, sizes, index) + _blocks_after(config, sizes, index))
+            for index in indices
+        ),
         flops_per_step=max(flops_per_step(config, index) for index in indices),
         total_flops=total_flops(config),
         end_to_end_steps=end_to_end_steps(config),
@@ -169,15 +172,20 @@ def _frozen_parameters(config: Config, sizes: list[BlockSize], index: int) -> in
     """Those of the frozen blocks in memory. A feature cache replaces the ones before; from disk one
     at a time is read."""
     before = _trunks_before(config, sizes, index)
-    after = sum(sizes[other].parameters for other in config.frozen_blocks(index) if other > index)
+    after = _blocks_after(config, sizes, index)
     if config.train.frozen_in == "disk":
-        return after + max(before, default=0)
-    return after + (0 if config.objective.feature_cache != "off" else sum(before))
+        return max([*before, *after], default=0)
+    return sum(after) + (0 if config.objective.feature_cache != "off" else sum(before))
 
 
 def _trunks_before(config: Config, sizes: list[BlockSize], index: int) -> list[int]:
     """Parameters of each frozen block before a block."""
     return [sizes[other].trunk for other in config.frozen_blocks(index) if other < index]
+
+
+def _blocks_after(config: Config, sizes: list[BlockSize], index: int) -> list[int]:
+    """Parameters of each frozen block after a block."""
+    return [sizes[other].parameters for other in config.frozen_blocks(index) if other > index]
 
 
 def _activation_bytes(config: Config, size: BlockSize, index: int) -> int:

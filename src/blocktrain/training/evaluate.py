@@ -24,8 +24,7 @@ from blocktrain.model.linear import chunks
 from blocktrain.model.stack import READOUTS, DenoisingStack, Stack, fit_weights, product, read_out
 from blocktrain.numerics.noise import precondition
 from blocktrain.numerics.sampling import mixed_seed
-from blocktrain.training.frozen import Suffix
-from blocktrain.training.streamed import AnyPrefix
+from blocktrain.training.streamed import AnyPrefix, AnySuffix
 
 Reading = tuple[str, str, int]  # start, readout, draws
 
@@ -165,7 +164,7 @@ def solo_ce(
     module: nn.Module,
     windows: Bytes,
     prefix: AnyPrefix | None = None,
-    suffix: Suffix | None = None,
+    suffix: AnySuffix | None = None,
 ) -> float:
     """The cross entropy of one block, in nats per token. A denoising block starts from the mean at
     its own highest sigma; a block of a cascade reads its predecessors and predicts through its
@@ -191,7 +190,7 @@ def _solo_logits(
     module: nn.Module,
     ids: Tensor,
     prefix: AnyPrefix | None,
-    suffix: Suffix | None,
+    suffix: AnySuffix | None,
 ) -> LogitsAt:
     if isinstance(module, CausalBlock):
         features = module.features(prefix.features(ids) if prefix else ids)

@@ -1,7 +1,7 @@
 """The frozen blocks that a block trains with: it reads the features of those before it, and its
 gradient passes through those after it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -92,7 +92,7 @@ class Suffix(FrozenBlocks):
 class Inside(nn.Module):
     """A block inside the complete model: it predicts through the frozen blocks after it."""
 
-    def __init__(self, block: Trunk, suffix: Suffix) -> None:
+    def __init__(self, block: Trunk, suffix: Callable[..., Tensor]) -> None:
         super().__init__()
         self.block, self.suffix = block, suffix
 
@@ -103,8 +103,11 @@ class Inside(nn.Module):
 
 def suffix_of(config: Config, block: int, compute: Compute) -> Suffix | None:
     """The frozen blocks after a block, if it is trained inside the complete model."""
-    has_successors = any(frozen > block for frozen in config.frozen_blocks(block))
-    return Suffix(config, block, compute) if has_successors else None
+    return Suffix(config, block, compute) if has_successors(config, block) else None
+
+
+def has_successors(config: Config, block: int) -> bool:
+    return any(frozen > block for frozen in config.frozen_blocks(block))
 
 
 def _initial_trunk(config: Config, block: int, compute: Compute) -> Trunk:

@@ -186,7 +186,7 @@ class Agent(Worker):
         config = placed_in_memory(settings, config)
         blocks = fitting_blocks(settings, config)
         if config.train.frozen_in == "disk" and max(blocks or range(config.block_count)):
-            events.report("frozen", "the frozen blocks before a block are read from disk")
+            events.report("frozen", "the frozen blocks are read from disk, to save memory")
         compute = resolve(settings.device, config.train.precision)
         corpus = self._open_corpus(joined, config)
         count, size = len(corpus.splits["train"]), joined.description.text_bytes.get("train")
