@@ -26,7 +26,7 @@ from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import resolve
 from blocktrain.training.estimation import training_flops
 from blocktrain.training.evaluate import Evaluation, evaluate, fit_product_weights
-from blocktrain.training.memory_check import check_training
+from blocktrain.training.memory_check import check_run
 from blocktrain.training.run_session import open_session
 from blocktrain.training.stored_models import load_stack
 
@@ -64,7 +64,7 @@ def train(
     chosen = read_config(config, settings)
     blocks = range(chosen.block_count)
     if not force:
-        check_training(chosen, chosen.train.device, blocks, parallel)
+        check_run(chosen, Path(out), blocks, parallel)
     session = open_session(chosen, Path(out))
     with stop_on_signal() as stop, bars(hidden=not progress) as show:
 

@@ -2,7 +2,7 @@
 train a tokenizer."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from blocktrain.cli.terminal import (
 from blocktrain.environment import PROGRAM
 
 if TYPE_CHECKING:
-    from blocktrain.config import Config
     from blocktrain.training.evaluate import Evaluation
 
 
@@ -69,7 +68,9 @@ def train_command(
         click.echo(f"warning: {warning}", err=True)
     chosen = list(blocks) or list(range(config.block_count))
     if not force:
-        _check_memory(config, out, blocks, parallel)
+        from blocktrain.training.memory_check import check_run
+
+        check_run(config, out, blocks, parallel)
 
     from blocktrain.training.run_session import open_session  # loads torch, which takes seconds
 
@@ -87,16 +88,6 @@ def train_command(
         raise SystemExit(130)
     if not as_json:
         click.echo(f"trained: {out}   next: {command('eval', out)}")
-
-
-def _check_memory(config: "Config", out: Path, blocks: tuple[int, ...], processes: int) -> None:
-    from blocktrain.data.run_text import expected_vocabulary
-    from blocktrain.storage.run_dir import RunDir
-    from blocktrain.training.memory_check import check_training
-
-    stored = RunDir.resumable(out, config)
-    config = replace(config, vocab=stored.config.vocab if stored else expected_vocabulary(config))
-    check_training(config, config.train.device, blocks, processes)
 
 
 @click.command("eval")

@@ -47,7 +47,7 @@ def ids_of(tokens: Tokens) -> Tokens:
 
 
 def trained_on(tokens: Tokens) -> Tokens:
-    """Those of the tokens that are trained on, as one row."""
+    """The tokens that are trained on, in one row; masked ones are left out."""
     return tokens[tokens >= 0] if tokens.dtype == MASKED_DTYPE else tokens.reshape(-1)
 
 

@@ -169,8 +169,8 @@ def _fixed_bytes(config: Config, sizes: list[BlockSize]) -> list[int]:
 
 
 def _frozen_parameters(config: Config, sizes: list[BlockSize], index: int) -> int:
-    """Those of the frozen blocks in memory. A feature cache replaces the ones before; from disk one
-    at a time is read."""
+    """Parameters of the frozen blocks that are in memory. A feature cache replaces the blocks
+    before the trained one. From disk, one block at a time is read."""
     before = _trunks_before(config, sizes, index)
     after = _blocks_after(config, sizes, index)
     if config.train.frozen_in == "disk":

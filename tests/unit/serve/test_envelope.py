@@ -65,6 +65,7 @@ def rows(draw: st.DrawFn) -> Row:
         np.array(ids),
         draw(st.integers(0, len(ids))),
         draw(st.just(Choice()) | st.just(choice)),
+        draw(st.integers(0, 2**62)),
     )
 
 
@@ -228,7 +229,9 @@ def test_the_other_messages_arrive_as_they_left() -> None:
     row = Row(3, 5, np.array([256, 7]), 0)
     (received,) = read_prefill(travelled(prefill_message([row], VOCABULARY)), VOCABULARY)
     assert (received.request, received.start, received.ids.tolist()) == (3, 5, [256, 7])
-    assert read_release(travelled(release_message([1, 2]))) == [1, 2]
+    assert read_release(travelled(release_message({1: 0, 2: 9}))) == {1: 0, 2: 9}
+    with pytest.raises(ProtocolError, match="of every request"):
+        read_release(FrameMessage(FrameKind.RELEASE, meta={"requests": [1, 2], "keep": [3]}))
     failure = travelled(failure_message([4], "unreachable", "no way", "c:2"))
     assert failure.kind is FrameKind.FAILURE  # an ERROR would end the connection
     assert (read_failure(failure).requests, read_failure(failure).hop) == ([4], "c:2")
