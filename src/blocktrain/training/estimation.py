@@ -197,7 +197,9 @@ def _activation_bytes(config: Config, size: BlockSize, index: int) -> int:
     element = _element_bytes(config)
     streams = stream_layers(config, size.layers + size.tail)
     if config.kind.reads_successors:  # the gradient passes through the layers after it
-        streams += sum(config.depths[index + 1 :])
+        after = config.depths[index + 1 :]
+        # Blocks on disk are recomputed, one at a time.
+        streams += max(after, default=0) if config.train.frozen_in == "disk" else sum(after)
     per_layer = size.layer.activations
     numbers = float(streams * per_layer)
     if config.train.checkpoint_layers:
