@@ -203,7 +203,10 @@ class Agent(Worker):
     def _work(self, joined: Joined, config: Config) -> Outcome:
         settings, events, run = self.settings, self._events, joined.description.run
         idleness = idleness_of_this_machine(self.client.clock) if settings.idle_only else None
+        config = placed_in_memory(settings, config)
         blocks = fitting_blocks(settings, config)
+        if config.train.frozen_in == "disk" and max(blocks or range(config.block_count)):
+            events.report("frozen", "the frozen blocks are read from disk, to save memory")
         compute = resolve(settings.device, config.train.precision)
         corpus = self._open_corpus(joined, config)
         count, size = len(corpus.splits["train"]), joined.description.text_bytes.get("train")
@@ -331,16 +334,30 @@ class Evaluator(Worker):
         return True
 
 
+def placed_in_memory(settings: WorkerSettings, config: Config) -> Config:
+    """The run's settings, but with the frozen blocks on disk if so this machine has memory for more
+    blocks. Their bits do not depend on it."""
+    place = Device.named(settings.device)
+    on_disk = config.with_settings(train__frozen_in="disk")
+    limit = _most_memory(settings, place)
+    allowed = settings.blocks or range(config.block_count)
+    if limit is None or not config.kind.reads_predecessors or max(allowed) >= config.block_count:
+        return config
+
+    def count(placed: Config) -> int:
+        sizes = place.training_bytes(placed, updates=True)
+        return sum(sizes[block] <= limit for block in allowed)
+
+    return on_disk if count(on_disk) > count(config) else config
+
+
 def fitting_blocks(settings: WorkerSettings, config: Config) -> tuple[int, ...] | None:
     """The blocks that this machine may train and has memory for; None: any."""
     for block in settings.blocks or ():
         if not 0 <= block < config.block_count:
             raise ConfigError(f"--blocks {block}: the run has blocks 0 to {config.block_count - 1}")
     place = Device.named(settings.device)
-    free = place.free.bytes if place.free and settings.checks_memory else None
-    limit = settings.memory_bytes
-    if free is not None:
-        limit = int(WORKER_SHARE * free) if limit is None else min(limit, free)
+    limit = _most_memory(settings, place)
     if limit is None:
         return settings.blocks
     allowed = range(config.block_count) if settings.blocks is None else settings.blocks
@@ -350,6 +367,15 @@ def fitting_blocks(settings: WorkerSettings, config: Config) -> tuple[int, ...] 
         needed = min(sizes[block] for block in allowed)
         raise DeviceError(_no_room(needed, settings, place.free))
     return settings.blocks if len(fitting) == len(allowed) else fitting
+
+
+def _most_memory(settings: WorkerSettings, place: Device) -> int | None:
+    """Bytes that training may use; None: any number."""
+    free = place.free.bytes if place.free and settings.checks_memory else None
+    limit = settings.memory_bytes
+    if free is not None:
+        limit = int(WORKER_SHARE * free) if limit is None else min(limit, free)
+    return limit
 
 
 def _no_room(needed: int, settings: WorkerSettings, free: FreeMemory | None) -> str:

@@ -224,6 +224,7 @@ EventKind = Literal[
     "joined",  # the run has registered this worker
     "other_text",  # the owner's copy differs from the run's text, which is downloaded
     "corpus",  # the run's text is on this machine
+    "frozen",  # frozen blocks are read from disk, to save memory
     "astray",  # deltas gave wrong weights; the version is downloaded whole
     "leased",  # the worker has a range of batches to train
     "training",  # regularly during training
