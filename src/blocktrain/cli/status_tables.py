@@ -164,6 +164,7 @@ def _score(status: Status, overview: Overview) -> str:
     if overview.score is None:
         return f"score: {plain(overview.score_note)}"
     parts = [f"score {score(overview.score.value, overview.bytes_per_token)}"]
+    parts.append(f"{_age(overview.time - overview.score.time)} ago")
     if overview.score.trend:
         parts.append(_trend(overview.score.trend))
     if overview.reference is not None:
