@@ -4,7 +4,7 @@
 
 Starts a coordinator, two workers and `status --watch`, each in a terminal of its own (tmux), looks
 at them every few seconds until the run is finished and scored, and takes a picture of the run page
-with Chromium. Writes recording.svg and run-page.jpg. Takes a few minutes; needs tmux, chromium and
+with Chromium. Writes recording.svg and run-page.png. Takes a few minutes; needs tmux, chromium and
 the `dev` extra.
 """
 
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -32,8 +32,11 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 from tests.support.browser import chromium
 
+from blocktrain.cli.options import client_of
+from blocktrain.protocol.status_messages import Status
+
 COLUMNS = 100
-LOOK_SECONDS = 1.0
+LOOK_SECONDS, LAST_LOOKS_SECONDS = 1.0, 5.0
 MOST_FRAMES = 14
 FRAME_SECONDS, LAST_SECONDS = 1.5, 6.0  # how long the SVG shows a frame, and the last one
 MOST_SECONDS = 900.0
@@ -120,7 +123,8 @@ def terminals(folder: Path) -> Iterator[Terminals]:
 def record(folder: Path, steps: int, picture: Path) -> list[list[Lines]]:
     """Frames of all terminals, from the start of a run to its end."""
     frames: list[list[Lines]] = []
-    with terminals(folder) as shown:
+    with ExitStack() as stack:
+        shown = stack.enter_context(terminals(folder))
         begin = f"blocktrain coordinator --config demo --set train.steps={steps}"
         shown.coordinator.type(f"{begin} --listen 127.0.0.1:7070 --title 'Our first model'")
         invite = wait_for(shown.coordinator, r"worker (bt1_\S+)")
@@ -131,17 +135,24 @@ def record(folder: Path, steps: int, picture: Path) -> list[list[Lines]]:
         wait_for(shown.workers[0], "text: ")
         frames.append(shown.lines())
         shown.status.type(f"blocktrain status {invite} --watch")
+        client = stack.enter_context(closing(client_of(invite)))
         last, ends = time.monotonic() + MOST_SECONDS, None
         while ends is None or time.monotonic() < ends:
             time.sleep(LOOK_SECONDS)
             frames.append(shown.lines())
-            text = shown.status.text()
-            if ends is None and "finished" in text and " ago" in text:
-                ends = time.monotonic() + 8.0  # for the score of the final versions
+            if ends is None and is_scored(client.status()):
+                ends = time.monotonic() + LAST_LOOKS_SECONDS
             if time.monotonic() > last:
-                raise SystemExit(f"the run did not finish:\n{text}")
+                raise SystemExit(f"the run did not finish:\n{shown.status.text()}")
         photograph(address, picture)
     return frames
+
+
+def is_scored(status: Status) -> bool:
+    """Whether the run is finished and its final versions are scored."""
+    versions = tuple(block.version for block in status.blocks)
+    scored = status.checking.scored if status.checking else ()
+    return status.state == "finished" and scored == versions
 
 
 def wait_for(terminal: Terminal, pattern: str, seconds: float = 120.0) -> str:
@@ -160,7 +171,7 @@ def photograph(address: str, picture: Path) -> None:
         page.goto(f"https://{urlsplit(address).netloc}/")
         expect(page.locator("#connection")).to_have_text("live", timeout=20_000)
         time.sleep(2.0)
-        page.screenshot(path=picture, type="jpeg", quality=80)
+        page.screenshot(path=picture)
 
 
 # The picture
@@ -251,7 +262,7 @@ def main() -> None:
     if shutil.which("tmux") is None:
         raise SystemExit("tmux is not installed (Debian: apt-get install tmux)")
     with tempfile.TemporaryDirectory(prefix="record-") as folder:
-        picture = args.out.resolve() / "run-page.jpg"
+        picture = args.out.resolve() / "run-page.png"
         frames = chosen(record(Path(folder), args.steps, picture))
         titles = ["the coordinator's machine", "ann's machine", "bob's machine", "anywhere"]
         rows = [max(len(frame[place]) for frame in frames) for place in range(len(titles))]

@@ -332,7 +332,7 @@ class EventLog:
             "clipped": f"clipped an update of {block} from worker {worker}: {event.detail}",
             "excluded": f"excluded worker {event.detail}",
             "unmerged": f"unmerged from {block}: {event.detail}",
-            "scored": event.detail if event.block is None else f"{block}: {event.detail}",
+            "scored": f"{'the model' if event.block is None else block}: {event.detail}",
             "finished": FINISHED,
             "paused": f"the operator has paused the run: {event.detail}",
             "resumed": "the operator has resumed the run",

@@ -50,6 +50,14 @@ def _program() -> str:
     return f"{shlex.quote(sys.executable)} -m blocktrain"
 
 
+def open_page(address: str) -> None:
+    """Open a page in the user's browser; without a browser, print its address."""
+    import webbrowser
+
+    if not webbrowser.open(address):
+        click.echo(f"found no browser; open {address}", err=True)
+
+
 def size(count: float) -> str:
     """Bytes with about three digits and a unit: 1.2 kB, 99.9 MB, 123 GB."""
     text = filesize.decimal(round(count), precision=1)
@@ -185,14 +193,16 @@ def _numbers(progress: "Progress", *, in_all_units: bool) -> str:
 
 
 def configure_logging(level: str, format: str) -> None:
-    """Log records of blocktrain at this level and above, one line each, as text or as JSON.
+    """Log records of blocktrain at this level and above, one line each, as text (shorter on a
+    terminal, except at level debug) or as JSON.
 
     A module passes a lease or a request as a field: `log.info("...", extra={"lease": lease})`.
     Libraries log routine work at info, such as uvicorn every request, so their info records are
     shown only at level debug.
     """
     handler = StderrHandler()
-    handler.setFormatter(LOG_FORMATTERS[format]())
+    is_watched = format == "text" and sys.stderr.isatty() and level != "debug"
+    handler.setFormatter(TerminalFormatter() if is_watched else LOG_FORMATTERS[format]())
     others = logging.INFO if level == "debug" else logging.WARNING
     logging.basicConfig(level=others, handlers=[handler], force=True)
     logging.getLogger("blocktrain").setLevel(level.upper())
@@ -209,6 +219,20 @@ class TextFormatter(logging.Formatter):
         message = f"{record.levelname} {record.name}: {record.getMessage()}{fields}"
         lines = [f"{_time(record)} {message}".strip(), *_traceback(self, record)]
         return "\n".join(map(plain, lines))
+
+
+class TerminalFormatter(logging.Formatter):
+    """Formats records for somebody who watches: the local time, and fields only of warnings:
+
+    12:00:00 worker ann joined
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        time, message = datetime.fromtimestamp(record.created), record.getMessage()
+        if record.levelno > logging.INFO:
+            fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+            message = f"{record.levelname.lower()}: {message}{fields}"
+        return "\n".join(map(plain, [f"{time:%H:%M:%S} {message}", *_traceback(self, record)]))
 
 
 class JsonFormatter(logging.Formatter):

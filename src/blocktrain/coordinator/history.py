@@ -178,7 +178,7 @@ class History:
         for source, points in curves:
             if len(points) >= LEAST_CURVE:
                 return source, points
-        return max(reversed(curves), key=lambda each: len(each[1]))
+        return max(curves, key=lambda each: len(each[1]))
 
     def _sources(self, block: int) -> tuple[tuple[Curve, LossSource], ...]:
         return (
