@@ -179,12 +179,10 @@ def _numbers(progress: "Progress", *, in_all_units: bool) -> str:
     def shown(ce: float) -> str:
         return score(ce, progress.bytes_per_token) if in_all_units else f"{ce:.3f}/byte"
 
-    parts = [
-        "loss -" if progress.loss is None else f"loss {progress.loss:.3f}",
-        "ce -" if progress.ce is None else f"ce {shown(progress.ce)}",
-        f"{progress.bytes_per_s / 1e3:,.0f} kB/s",
-        "done" if progress.step == progress.steps else f"{left} left",
-    ]
+    parts = [] if progress.loss is None else [f"loss {progress.loss:.3f}"]
+    parts += [] if progress.ce is None else [f"ce {shown(progress.ce)}"]
+    parts.append(f"{progress.bytes_per_s / 1e3:,.0f} kB/s")
+    parts.append("done" if progress.step == progress.steps else f"{left} left")
     if progress.valid_ce is not None:
         parts.append(f"valid {shown(progress.valid_ce)}")
     if progress.skipped:
