@@ -147,7 +147,8 @@ export class RunView {
 
   curves(charts) {
     const run = this.run;
-    const axis = { start: run.started, end: Math.max(run.finished ?? charts.time, run.started + 1) };
+    const scored = charts.scores.at(-1)?.[0] ?? 0; // the last score comes after the end of the run
+    const axis = { start: run.started, end: Math.max(run.finished ?? charts.time, scored, run.started + 1) };
     this.scores.update({
       ...axis, reference: run.reference, series: [{ name: "model", points: charts.scores }],
       empty: `${capital(run.score_note)}.`,
