@@ -6,6 +6,7 @@ import math
 import shlex
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,13 @@ def _program() -> str:
     if script.suffix != ".py":
         return shlex.quote(str(script))
     return f"{shlex.quote(sys.executable)} -m blocktrain"
+
+
+def echo_words(text: str, indent: int = 0) -> None:
+    """Print a line. On a terminal it is broken between words, and continues after an indent."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    lines = textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    click.echo("\n".join(lines) or text)
 
 
 def open_page(address: str) -> None:
