@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.config import load_config
-from blocktrain.environment import lower_priority
 from blocktrain.training.device import resolve
 from blocktrain.training.trainer import BlockTrainer
 from contenders import argument_parser, markdown, random_corpus
@@ -93,7 +92,7 @@ class Training:
 
 def train(args: argparse.Namespace) -> None:
     """What the training process does: for every line with seconds, steps for that long."""
-    lower_priority(*args.nice)
+    os.nice(*args.nice)  # as a worker does
     config = load_config(args.config, args.set)
     compute = resolve(config.train.device, config.train.precision)
     trainer = BlockTrainer(config, 0, random_corpus(config.train.seed), compute, None)
