@@ -235,6 +235,7 @@ EventKind = Literal[
     "checking",  # an update of another worker is being checked
     "diverged",  # a score is NaN or infinite, and is not sent
     "scored",  # the coordinator has the scores
+    "unable",  # a validator cannot score the model
     "lost",  # the lease expired or was revoked; its work is dropped
     "returned",  # the worker gave the lease back
     "waiting",  # nothing to do right now
