@@ -139,7 +139,7 @@ class Proposal:
 
     @property
     def context(self) -> int:
-        """Number of positions before those that are read."""
+        """Number of positions of the row before those that predict a token."""
         return len(self.ids) - self.read
 
     def cut(self, count: int) -> "tuple[Proposal, Proposal | None]":
