@@ -164,14 +164,15 @@ def prompts_of(count: int) -> list[list[int]]:
     return torch.randint(1, 50_000, (count, PROMPT_TOKENS), generator=generator).tolist()
 
 
-def weight_bytes(run: RunDir, itemsize: float) -> float:
+def weight_bytes(run: RunDir, itemsize: int, in_8_bits: bool) -> int:
     """What one step reads. Tied weights are stored twice, but read once; single embeddings do not
-    count."""
-    model, layer_bytes = run.config.model, 0
+    count. The head is never in 8 bits."""
+    layers = 0
     for block in range(run.config.block_count):
         for name, tensor in run.read_block(block):
-            layer_bytes += 0 if name.startswith(("embed", "head")) else tensor.size
-    return (layer_bytes + run.config.vocabulary.size * model.width) * itemsize
+            layers += 0 if name.startswith(("embed", "head")) else tensor.size
+    head = run.config.vocabulary.size * run.config.model.width
+    return layers * (1 if in_8_bits else itemsize) + head * itemsize
 
 
 def measured(args: argparse.Namespace, place: Path) -> list[Row]:
@@ -227,8 +228,7 @@ def compared(args: argparse.Namespace, place: Path, run: RunDir, rate: float) ->
                 key = name, row["requests"]
                 if key not in best or row["step_seconds"] < best[key]["step_seconds"]:
                     best[key] = row
-        itemsize = 1.0 if weights == "int8" else float(DTYPES[precision].itemsize)
-        read_seconds = weight_bytes(run, itemsize) / rate
+        read_seconds = weight_bytes(run, DTYPES[precision].itemsize, weights == "int8") / rate
         named = precision if weights == "full" else f"{precision}, {weights}"
         for (name, count), row in best.items():
             step, tokens = row["step_seconds"], row.pop("tokens")
