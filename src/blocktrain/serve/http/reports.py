@@ -88,6 +88,10 @@ class ServerReports:
         self._stages = Counter(
             "blocktrain_serve_stage_seconds", "Time spent in a stage", ["stage"], registry=registry
         )
+        self._queue_seconds = Histogram(
+            "blocktrain_serve_queue_seconds", "How long admitted requests waited for a place",
+            registry=registry,
+        )  # fmt: skip
         for name, text, value in (
             ("answering", "Answers in progress", lambda: queue.inside),
             ("waiting", "Requests waiting for a place", lambda: queue.waiting),
@@ -105,6 +109,9 @@ class ServerReports:
                 log.warning("%s", error)
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
+
+    def admitted(self, queue_seconds: float) -> None:
+        self._queue_seconds.observe(queue_seconds)
 
     def wrote(self, tokens: int) -> None:
         self._recent.output_tokens += tokens

@@ -79,6 +79,8 @@ class RouterSettings:
     most_connections: int = MOST_CONNECTIONS
     most_connections_per_address: int | None = None
     prefill_chunk: int = 0  # positions; 0: the default for the device
+    most_waiting: int = 64  # requests of one API key
+    queue_seconds: float = 30.0
     prefix_bytes: int = 1 << 30  # for contexts of ended requests
     stage_command: tuple[str, ...] = ()
     terms: Terms = DEFAULT_TERMS
@@ -139,7 +141,8 @@ async def _serve(
             limits=RequestLimits(settings.long_prompts, output_tokens=settings.max_tokens),
             request_log=settings.request_log,
             at_once=settings.max_requests,
-            queue=settings.max_requests,
+            queue=settings.most_waiting,
+            queue_seconds=settings.queue_seconds,
             origins=settings.origins,
             connections=ConnectionLimits.fitting(
                 settings.most_connections, settings.most_connections_per_address
