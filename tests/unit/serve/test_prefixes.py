@@ -263,3 +263,12 @@ def test_what_a_longer_context_contains_and_the_oldest_are_dropped() -> None:
     kept.add(KeptContext(3, (), "", ids(b"b" * 30)))
     kept.find("", (), ids(b"a" * 30))
     assert [each.key for each in kept.add(KeptContext(4, (), "", ids(b"c" * 30)))] == [3]
+
+
+def test_the_route_with_the_most_kept_positions_is_found() -> None:
+    kept = KeptPrefixes()
+    kept.add(KeptContext(1, ("a",), "", ids(b"a" * 20)))
+    kept.add(KeptContext(2, ("b",), "", ids(b"a" * 30)))
+    assert kept.longest("", ids(b"a" * 40)) == (("b",), 30)
+    assert kept.longest("", ids(b"b" * 40)) == ((), 0)
+    assert kept.longest("another", ids(b"a" * 40)) == ((), 0)

@@ -72,6 +72,16 @@ class KeptPrefixes:
             self._kept[best.key] = self._kept.pop(best.key)
         return best
 
+    def longest(self, tenant: str, ids: np.ndarray) -> tuple[Route, int]:
+        """The route on which the most positions of these ids are kept, and how many."""
+        lengths = [
+            (shared_length(each.ids, ids), each.route)
+            for each in self._kept.values()
+            if each.tenant == tenant
+        ]
+        count, route = max(lengths, default=(0, ()))
+        return (route, count) if count >= LEAST_SHARED else ((), 0)
+
     def remove(self, key: int) -> KeptContext | None:
         return self._kept.pop(key, None)
 
