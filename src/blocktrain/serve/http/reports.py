@@ -43,8 +43,11 @@ SUMS = {
 class QueueState(Protocol):
     """How many answers are in progress, and how many requests wait."""
 
-    inside: int
-    waiting: int
+    @property
+    def inside(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
 
 
 @dataclass

@@ -57,11 +57,11 @@ class Placement:
             if same and other.key and not (other.lost or other.failed):
                 shared = shared_length(other.ids, ids)
                 coming = max(coming, shared)
-                if (count := min(shared, other.sent_positions)) > best.count:
+                if (count := min(shared, other.sent_positions)) > best.length:
                     best = SharedPrefix(other.key, count)
-        if coming > max(best.count, LEAST_SHARED - 1):
+        if coming > max(best.length, LEAST_SHARED - 1):
             return None
-        return best if best.count >= LEAST_SHARED else NO_PREFIX
+        return best if best.length >= LEAST_SHARED else NO_PREFIX
 
     def keep(self, active: ActiveRequest) -> list[Release]:
         """Keep the context of a request that has ended, for others that begin alike. Returns what
@@ -86,7 +86,7 @@ class Placement:
     def _kept_prefix(self, tenant: str, route: Route, ids: np.ndarray) -> SharedPrefix:
         """The longest prefix of an ended request that the first block still has too."""
         while (best := self._kept.find(tenant, route, ids)).key:
-            if self._copyable(best.key) >= best.count:
+            if self._copyable(best.key) >= best.length:
                 break
             self._kept.remove(best.key)
         return best
