@@ -88,7 +88,7 @@ def random_run(folder: Path, args: argparse.Namespace) -> Path:
     blocks = args.stages + 1
     config = Config().with_settings(
         model__layer="llama", model__layers=args.layers, model__width=args.width,
-        model__heads=args.width // 64, model__window=WINDOW, model__blocks=blocks,
+        model__heads=args.width // 64, model__window=args.window, model__blocks=blocks,
         objective__kind="cascade" if args.stages else "end_to_end", objective__tail=0,
     )  # fmt: skip
     run = RunDir.create(folder / "run", config)
@@ -292,6 +292,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--window", type=int, default=WINDOW)
     parser.add_argument("--stages", type=int, default=0)
     parser.add_argument("--times", type=int, default=20, help="short requests beside a long prompt")
     parser.add_argument("--chunks", type=int, nargs="+", default=[0, WINDOW])

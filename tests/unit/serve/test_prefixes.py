@@ -23,6 +23,7 @@ from blocktrain.serve.ring.compute import StageCompute
 from blocktrain.serve.ring.prefixes import CopiedContext, KeptContexts
 from blocktrain.serve.router.decode import AnswerCost, GenerationRequest
 from blocktrain.serve.router.engine import EngineLimits
+from blocktrain.serve.router.first_block import DraftModel
 from blocktrain.serve.router.shared_prefixes import (
     NO_PREFIX,
     KeptContext,
@@ -141,6 +142,23 @@ def test_requests_at_once_read_what_they_share_once(
             assert [cost.replays for cost in costs] == [0] * 6
             own = 1 + len(SYSTEM) + 6 * (3 + COUNT - 1)  # after the BOS token
             assert [count for (count,) in counts] == [own] * len(counts)
+
+    asyncio.run(scenario())
+
+
+def test_a_draft_model_shares_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        ring = local_ring("cascade")
+        drafting = stage(model("cascade"), range(3))
+        engine = ring.engine(LIMITS, draft=DraftModel(drafting))
+        async with running(ring, engine):
+            asked = replace(request(SYSTEM + b"one", "speculative"), drafts="model")
+            assert await answer(engine, asked) == expected("cascade", SYSTEM + b"one")
+            await until(lambda: drafting.kept_bytes > 0)
+            positions = counted(drafting, monkeypatch)
+            asked = replace(asked, prompt=SYSTEM + b"another")
+            assert await answer(engine, asked) == expected("cascade", SYSTEM + b"another")
+            assert 0 < positions[0] < len(SYSTEM)
 
     asyncio.run(scenario())
 

@@ -121,6 +121,11 @@ class RingEngine:
         finally:
             self._drop(active)
 
+    @property
+    def slots(self) -> int:
+        """How many requests the cache of the first block has room for."""
+        return self._first_block.first.slots
+
     def status(self) -> dict[str, Any]:
         """The engine's state, for health checks and people. `alive`: whether every block is
         available."""
@@ -310,7 +315,7 @@ class RingEngine:
         else:
             self._first_block.first.release(key)
         if self._draft_model:
-            self._draft_model.release(key)
+            self._draft_model.release(key, keep=keep > 0)
 
     async def _prefill_stages(
         self, by_key: dict[int, ActiveRequest], proposals: dict[int, Proposal]

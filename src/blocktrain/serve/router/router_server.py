@@ -134,13 +134,19 @@ async def _serve(
         running = asyncio.ensure_future(engine.run())
         stack.push_async_callback(_cancelled, running)
         host, port = listener.getsockname()[:2]
+        at_once = min(settings.max_requests, engine.slots)
+        if at_once < settings.max_requests:
+            log.warning(
+                "the cache has room for %d requests at once, fewer than --most-requests %d; the"
+                " others wait", at_once, settings.max_requests,
+            )  # fmt: skip
         address = f"{'https' if tls else 'http'}://{join_host_port(host, port)}"
         ready = f"serving {model.name} at {address}/v1, chat page at {address}/"
         api = ApiSettings(
             keys=settings.api_keys,
             limits=RequestLimits(settings.long_prompts, output_tokens=settings.max_tokens),
             request_log=settings.request_log,
-            at_once=settings.max_requests,
+            at_once=at_once,
             queue=settings.most_waiting,
             queue_seconds=settings.queue_seconds,
             origins=settings.origins,
