@@ -70,7 +70,8 @@ def shared_options(command: options.Command) -> options.Command:
             "product",
             "final",
             help="Prediction to use. product: all blocks' multiplied; final: the last block's;"
-            " auto: product if tokens are bytes. Must be the same for the router and its stages.",
+            " auto: product if tokens are bytes, else final. Must be the same for the router and"
+            " its stages.",
         ),
         click.option(
             "--prefill-chunk",

@@ -3,8 +3,7 @@
 Pure decisions: no clock, no files. `suspicion` sums up evidence: a log likelihood ratio of "this
 worker is dishonest" to "it is honest", which is never below 0, so that good work in the past buys
 nothing (a CUSUM test). A worker is excluded at EXCLUDED. Until many of its updates have passed, a
-worker is a newcomer: its updates weigh less, more of them are replayed, and the newcomers of one
-invite train only a part of a block's text while workers of other invites are there.
+worker is a newcomer: its updates weigh less, and more of them are replayed.
 """
 
 from dataclasses import dataclass, replace
@@ -13,11 +12,9 @@ from typing import Protocol
 EXCLUDED = 10.0
 NEWCOMER_UPDATES, NEWCOMER_REPLAYS = 20, 3
 NEWCOMER_WEIGHT = 0.25
-NEWCOMERS_SHARE = 0.5  # of a block's batches, for the newcomers of one invite
 
-REFUSED = (
-    3.0  # evidence of a refused update, if a replay does not show that it was trained honestly
-)
+# Evidence of a refused update, if a replay does not show that it was trained honestly.
+REFUSED = 3.0
 NOT_REVEALED = 2.0  # evidence if the files for a replay do not arrive
 REPLAY_DIFFERS, REPLAY_AGREES = EXCLUDED, -2.0  # no honest result differs by more than rounding
 UNLINKED = 2.0  # evidence if a lease did not begin with the optimizer's state that it should have
@@ -114,13 +111,7 @@ def pause_seconds(refused_in_a_row: int, lease_seconds: float) -> float:
 
 
 def at_joining(joined: int, lost: int) -> Reputation:
-    """The reputation of a new worker, from that of its invite: so many workers have joined with it,
-    and so many of them were excluded or banned. So a worker that was excluded gains little by
-    joining again with another key."""
+    """The reputation of a new worker, from that of its invite: of the `joined` workers that used
+    it, `lost` were excluded or banned. So an excluded worker gains little by joining again with
+    another key."""
     return Reputation(refused_in_a_row=lost, suspicion=EXCLUDED * lost / (joined + 2))
-
-
-def may_train(standing_steps: int, total_batches: int, *, others: bool) -> bool:
-    """Whether newcomers of an invite may get another lease of a block, of which they have trained
-    or hold so many batches. `others`: workers of other invites could train it instead."""
-    return not others or standing_steps < NEWCOMERS_SHARE * total_batches

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from blocktrain.errors import BlocktrainError, StalledError
 from blocktrain.serve.http.admission import AdmissionQueue, QueuedRequest
+from blocktrain.serve.http.metrics import REPORT, ServerMetrics
 from blocktrain.serve.http.openai import CompletionRequest, api_error
 from blocktrain.serve.http.replies import (
     Json,
@@ -28,7 +29,6 @@ from blocktrain.serve.http.replies import (
     cost_body,
     usage_body,
 )
-from blocktrain.serve.http.reports import REPORT, ServerReports
 from blocktrain.serve.router.decode import AnswerCost, GenerationRequest
 from blocktrain.serve.router.engine import RingEngine
 
@@ -102,7 +102,7 @@ class Answer(Response):
     request: CompletionRequest
     format: ResponseFormat
     admission: AdmissionQueue
-    reports: ServerReports
+    reports: ServerMetrics
     patience: float
 
     def __post_init__(self) -> None:

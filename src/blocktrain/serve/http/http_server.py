@@ -38,9 +38,9 @@ from blocktrain.protocol.ring_keys import read_certificate
 from blocktrain.serve.http import openai
 from blocktrain.serve.http.admission import AdmissionQueue
 from blocktrain.serve.http.answer import TRUNCATED, Answer
+from blocktrain.serve.http.metrics import REPORT, ServerMetrics
 from blocktrain.serve.http.openai import CODE_OF, CompletionRequest, RequestLimits, api_error
 from blocktrain.serve.http.replies import ChatFormat, ResponseFormat, TextFormat
-from blocktrain.serve.http.reports import REPORT, ServerReports
 from blocktrain.serve.http.served_model import ServedModel
 from blocktrain.serve.router.engine import RingEngine
 
@@ -93,7 +93,7 @@ class CompletionsApi:
         self._key_hashes = [hashed(key.encode()) for key in settings.keys]
         self.admission = AdmissionQueue(settings.at_once, settings.queue, settings.queue_seconds)
         self._started = int(time.time())
-        self.reports = ServerReports(self.admission, settings.request_log)
+        self.reports = ServerMetrics(self.admission, settings.request_log)
 
     def routes(self) -> list[Route]:
         return [
@@ -294,7 +294,7 @@ class RequestIds:
     Metrics name the paths in `paths`, and count all others together.
     """
 
-    def __init__(self, app: ASGIApp, reports: ServerReports, paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, reports: ServerMetrics, paths: Collection[str]) -> None:
         self._app, self._reports, self._paths = app, reports, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

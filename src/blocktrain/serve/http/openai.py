@@ -352,8 +352,8 @@ def _request(
 
 
 def _truncated(prompt: Sequence[int], model: ServedModel) -> int:
-    """How many tokens at the prompt's beginning are outside the window of the answer's first
-    token."""
+    """How many of the prompt's first tokens the model does not read, because they do not fit into
+    its window."""
     vocabulary = model.vocabulary
     adds_bos = vocabulary.starts_with_bos and list(prompt[:1]) != [vocabulary.bos]
     return max(0, len(prompt) + adds_bos - model.config.model.window)

@@ -54,7 +54,7 @@ class Row:
 
     @property
     def context(self) -> int:
-        """Number of positions before those that are read."""
+        """Number of positions of the row before those that predict a token."""
         return len(self.ids) - self.read
 
 

@@ -59,7 +59,9 @@ class CachedCausalBlock:
         return features, torch.log_softmax(self.block.predict(private), dim=-1)
 
     def read(self, ids_BQ: Tensor, cache: BlockCache) -> None:
-        raise ProtocolError("a block of a cascade cannot prefill alone, because it reads features")
+        raise ProtocolError(
+            "a block of a cascade cannot prefill from ids, because it reads features"
+        )
 
 
 @dataclass(frozen=True)

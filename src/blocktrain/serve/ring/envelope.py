@@ -242,7 +242,7 @@ def read_release(message: FrameMessage) -> dict[int, int]:
 
 def failure_message(requests: Sequence[int], code: str, text: str, hop: str = "") -> FrameMessage:
     meta = {"requests": requests, "code": code, "message": text[:MAX_FAILURE], "hop": hop}
-    return FrameMessage(FrameKind.ERROR, request=requests[0], meta=meta)
+    return FrameMessage(FrameKind.FAILURE, meta=meta)
 
 
 def read_failure(message: FrameMessage) -> FailureHead:

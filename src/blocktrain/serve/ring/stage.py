@@ -210,7 +210,7 @@ class Stage:
             del self._losses[next(iter(self._losses))]
 
     def _split(self, step: StepEnvelope) -> list[StepEnvelope]:
-        """One step per row."""
+        """Split a step into steps of one row."""
         carried = [self._compute.carried(row) for row in step.activations.rows]
         return [replace(step, activations=part) for part in split_rows(step.activations, carried)]
 

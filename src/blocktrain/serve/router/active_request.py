@@ -64,11 +64,6 @@ class ActiveRequest:
         assert self.proposal is not None  # a finished request is not ready
         return self.proposal
 
-    def take_proposal(self, count: int) -> Proposal:
-        """The first `count` positions of the proposal's context, or all of it."""
-        taken, self.proposal = self.propose().cut(count)
-        return taken
-
     @property
     def sent_positions(self) -> int:
         """How many of `ids` the first block has computed."""

@@ -139,7 +139,7 @@ class Proposal:
 
     @property
     def context(self) -> int:
-        """Number of positions before those that are read."""
+        """Number of positions of the row before those that predict a token."""
         return len(self.ids) - self.read
 
     def cut(self, count: int) -> "tuple[Proposal, Proposal | None]":
@@ -280,8 +280,8 @@ class Decoding(ABC):
         ]
 
     def _scored_from(self) -> int:
-        """How many prompt tokens get no log-probability: all if none are requested, else the first
-        if no token comes before it."""
+        """How many tokens of the prompt get no log-probability: all of them if none were requested;
+        otherwise the first one, if the model reads nothing before it."""
         prompt, vocabulary = self.request.prompt, self.vocabulary
         if not self.request.echo or self.request.top_log_probs is None:
             return len(prompt)

@@ -195,20 +195,21 @@ def generate(
     count: int,
     sampling: Sampling = GREEDY,
     *,
-    readout: str = "product",
+    readout: str | None = None,
     start: str = "mean",
 ) -> Iterator[int]:
     """Yield `count` tokens that continue the prompt, one traversal each.
 
-    `stack` may consist of only a model's first blocks. `start` is where a denoising model's z
+    `stack` may consist of only a model's first blocks. `readout`: `product` or `final`; default:
+    `Config.default_readout`. `start` is where a denoising model's z
     starts: "mean" is zeros, "noise" is noise fixed by the seed.
     """
     compute = Compute(stack.device, stack.blocks[0].compute_dtype)  # type: ignore[arg-type]
     depth = len(stack.blocks)
     first, *others = (
         StageCompute(
-            stack.config, blocks, stack.blocks[blocks.start : blocks.stop], compute, readout,
-            ONE_REQUEST, block_count=depth,
+            stack.config, blocks, stack.blocks[blocks.start : blocks.stop], compute,
+            readout or stack.config.default_readout, ONE_REQUEST, block_count=depth,
         )
         for blocks in (range(1), range(1, depth))
         if blocks

@@ -177,7 +177,7 @@ class Pipeline:
 
     def _connection(self, address: str) -> RingConnection:
         if address not in self._connections:
-            raise UnreachableError(f"the stage at {address} is gone")
+            raise UnreachableError(f"the connection to the stage at {address} is lost")
         return self._connections[address]
 
     async def _keep(self, address: str, listener: PipelineListener) -> None:
@@ -219,7 +219,7 @@ class Pipeline:
                 match message.kind:
                     case FrameKind.RESULT:
                         listener.arrived(read_result(message, self._vocabulary))
-                    case FrameKind.ERROR:
+                    case FrameKind.FAILURE:
                         listener.failed(address, read_failure(message))
                     case kind:
                         raise ProtocolError(f"a stage may not send {kind.name}")

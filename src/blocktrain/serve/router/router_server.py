@@ -175,7 +175,7 @@ def _engine(
     context: ssl.SSLContext | None,
     model: ServedModel,
 ) -> RingEngine:
-    name, readout = secrets.token_hex(8), chosen_readout(source.config, settings.readout)
+    name, readout = secrets.token_urlsafe(6), chosen_readout(source.config, settings.readout)
     weights = [source.fingerprint(block) for block in range(source.config.block_count)]
     hello = model_hello(source.config, ROUTER, name, readout)
     check = partial(stage_mismatch, hello, weights)

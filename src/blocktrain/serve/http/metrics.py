@@ -62,7 +62,7 @@ class Counts:
     accepted: int = 0
 
 
-class ServerReports:
+class ServerMetrics:
     """Metrics of all requests, a line in the log about their throughput, and a request log."""
 
     def __init__(
