@@ -9,10 +9,12 @@ import math
 import queue
 import shutil
 import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, Protocol, TypeVar
+from typing import IO, Literal, TypeVar
 
 import numpy as np
 
@@ -45,7 +47,7 @@ THREADS = 4
 URL_SECONDS = 15.0  # how long to try a presigned URL before the coordinator
 AVOID_SECONDS = 600.0  # how long to avoid presigned URLs after one did not answer
 RENEW_SECONDS = 60.0  # a URL younger than this has not expired
-MOST_ROUNDS = 8  # of sending missing chunks and committing, or of fetching damaged chunks again
+MOST_ROUNDS = 8  # of sending missing chunks and committing
 POLL_SECONDS = 0.5  # a wait without a timeout is not interruptible on every system
 
 RESERVED_BYTES, RESERVED_SHARE = 1 << 30, 0.05  # of a disk, that downloads leave to others
@@ -89,19 +91,23 @@ class BlobCache(Blobs):
             self.chunks.delete(name)
 
 
-class Destination(Protocol):
+class Destination(ABC):
     """Where the chunks of one download go."""
 
+    @abstractmethod
     def missing(self, recipe: Recipe) -> list[int]:
         """Indices of the chunks that have to be downloaded."""
-        ...
 
+    def buffer(self, index: int, size: int) -> memoryview:
+        """Memory to receive a chunk in."""
+        return memoryview(bytearray(size))
+
+    @abstractmethod
     def put(self, index: int, name: str, data: memoryview) -> None:
-        """Store a chunk that was downloaded and checked."""
-        ...
+        """Store a chunk that was downloaded to its buffer and checked."""
 
 
-class CacheDestination:
+class CacheDestination(Destination):
     def __init__(self, cache: BlobCache) -> None:
         self._chunks = cache.chunks
 
@@ -114,7 +120,51 @@ class CacheDestination:
         self._chunks.put(data, name)
 
 
-class FileDestination:
+class MemoryDestination(CacheDestination):
+    """A blob's place in memory, besides the cache. A damaged cached chunk is downloaded again."""
+
+    def __init__(self, cache: BlobCache, memory: memoryview) -> None:
+        super().__init__(cache)
+        self._cache, self._memory = cache, memory
+        self._places: dict[str, list[int]] = {}  # indices of each chunk, which may occur repeatedly
+
+    def missing(self, recipe: Recipe) -> list[int]:
+        if recipe.size != len(self._memory):
+            raise ProtocolError(
+                f"a blob has {recipe.size} bytes by its recipe, but {len(self._memory)} were"
+                " announced; tell the operator"
+            )
+        self._reader = self._cache.reader(recipe)
+        self._places = defaultdict(list)
+        for index, name in enumerate(recipe.chunks):
+            self._places[name].append(index)
+        missing = super().missing(recipe)
+        for name, indices in self._places.items():
+            if indices[-1] in missing:
+                continue
+            try:
+                self._copy(indices)
+            except (CorruptFileError, NotFoundError):
+                self._chunks.delete(name)
+                missing.append(indices[-1])
+        return missing
+
+    def buffer(self, index: int, size: int) -> memoryview:
+        start = index * CHUNK_BYTES
+        return self._memory[start : start + size]
+
+    def put(self, index: int, name: str, data: memoryview) -> None:
+        super().put(index, name, data)
+        self._copy([other for other in self._places[name] if other != index])
+
+    def _copy(self, indices: Iterable[int]) -> None:
+        """Copy chunks from the cache."""
+        for index in indices:
+            data = self._reader.chunk(index)
+            self.buffer(index, len(data))[:] = data
+
+
+class FileDestination(Destination):
     """A file that fills up in any order. It is its own record of what has arrived."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -172,32 +222,18 @@ class Transfer:
 
     def fetch(self, blob: Blob, deadline: Deadline) -> None:
         """Download a blob to the cache."""
-        if blob.size > self.most_bytes:
-            raise ProtocolError(
-                f"the coordinator names a blob of {blob.size:,} bytes, but no file of this run has"
-                f" more than {self.most_bytes:,}; tell the operator"
-            )
+        self._check_size(blob)
         if not self.cache.has(blob):
             self._download(blob, CacheDestination(self.cache), deadline)
 
     def read(self, blob: Blob, deadline: Deadline) -> memoryview:
         """A blob in memory, downloaded through the cache. Replaces damaged cached chunks."""
-        self.fetch(blob, deadline)
-        memory = np.empty(blob.size, np.uint8).data
-        for _ in range(MOST_ROUNDS):
-            self.fetch(blob, deadline)
-            reader = self.cache.reader(blob)
-            try:
-                for index in range(reader.chunk_count):
-                    start = index * CHUNK_BYTES
-                    memory[start : start + CHUNK_BYTES] = reader.chunk(index)
-                return memory
-            except (CorruptFileError, NotFoundError):
-                self.cache.chunks.delete(self.cache.recipe(blob.name).chunks[index])
-        raise RunError(
-            f"chunks in {self.cache.chunks} are damaged or missing right after their download;"
-            " check its disk"
-        )
+        self._check_size(blob)
+        memory: memoryview = np.empty(blob.size, np.uint8).data
+        destination = MemoryDestination(self.cache, memory)
+        if not self.cache.has(blob) or destination.missing(self.cache.recipe(blob.name)):
+            self._download(blob, destination, deadline)
+        return memory
 
     def fetch_file(self, blob: Blob, path: Path, deadline: Deadline) -> None:
         """Download a blob to a file, which appears once it is complete."""
@@ -280,6 +316,13 @@ class Transfer:
             f"the coordinator still lacks chunks after {MOST_ROUNDS} uploads; tell the operator"
         )
 
+    def _check_size(self, blob: Blob) -> None:
+        if blob.size > self.most_bytes:
+            raise ProtocolError(
+                f"the coordinator names a blob of {blob.size:,} bytes, but no file of this run has"
+                f" more than {self.most_bytes:,}; tell the operator"
+            )
+
     def _download(self, blob: Blob, destination: Destination, deadline: Deadline) -> None:
         answer = self.client.blob(blob.name, deadline)
         recipe = answer.recipe
@@ -291,7 +334,7 @@ class Transfer:
 
         def get(index: int, until: Deadline) -> None:
             name, left = recipe.chunks[index], recipe.size - index * CHUNK_BYTES
-            buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
+            buffer = destination.buffer(index, min(CHUNK_BYTES, left))
             download = ChunkDownload(name, buffer, self.bandwidth, until)
             self._send_chunk_request(download, name, f"/v1/chunks/{name}", urls, until)
             destination.put(index, name, buffer)

@@ -46,7 +46,8 @@ def test_a_trained_run_loads_as_a_module(tmp_path: Path, config: Config, text: s
     assert bt.train(config, out, settings, progress=False) == out
     model = bt.load(out, device="cpu")
     ids = model.encode("It was the")
-    expected = read_out("product", load_stack(RunDir.open(out), CPU).log_probs(ids))[0]
+    readout = model.config.default_readout
+    expected = read_out(readout, load_stack(RunDir.open(out), CPU).log_probs(ids))[0]
     assert torch.equal(model.logits("It was the"), expected)
     assert torch.equal(model.logits(ids[0].tolist()), expected)
     assert not any(parameter.requires_grad for parameter in model.parameters())

@@ -381,7 +381,8 @@ def test_the_commands(play: Play, tmp_path: Path):
     play.version(1)
     banned = blocktrain("ban", hostile.id)
     assert banned.exit_code == 0, banned.output
-    told = f"2 merged updates of it remain; to remove them: blocktrain unmerge {hostile.id}"
+    told = f" unmerge {hostile.id} --data-dir "
+    assert "2 merged updates of it remain; to remove them: " in banned.output
     assert told in banned.output
     removed = blocktrain("unmerge", "0:3", "--reason", "wrong text")
     assert "version 4 is version 2 and the updates since then without 1 update" in removed.output
