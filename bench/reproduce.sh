@@ -4,7 +4,7 @@
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed crowded oversized streamed memory leak counts adaptive \
 #     optimizers cascade stale uneven lead best \
 #     workers codecs three-hosts pairs transfer recovery averaging simulate participation run-page hostile-clients \
-#     serving serving-gpu
+#     first-steps serving serving-gpu
 #
 # SEEDS, CODECS and WORKERS choose among the runs of workers and codecs.
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. The parts of the
@@ -74,6 +74,7 @@ for part in "$@"; do
     oversized) PYTHONPATH=src python3 bench/oversized.py --out "$out" | tee "$out/$part.log" ;;
     streamed) PYTHONPATH=src:bench python3 bench/streamed.py 1b --out "$out" | tee "$out/$part.log" ;;
     run-page) PYTHONPATH=src:. python3 bench/run_page.py --out "$out" | tee "$out/$part.log" ;;
+    first-steps) python3 bench/first_steps.py --config demo --out "$out" | tee "$out/$part.log" ;;
     crowded) python3 bench/crowded.py --config configs/demo.toml --out "$out" | tee "$out/$part.log" ;;
     speed | memory) python3 "bench/$part.py" --config configs/wikitext2-38m.toml --out "$out" |
       tee "$out/$part.log" ;;

@@ -283,4 +283,4 @@ def _sweep_columns(reports: "list[Report]") -> dict[str, list[str]]:
 
 
 def _ce(report: "Report") -> str:
-    return "-" if report.ce is None else f"{report.ce:.4f}"
+    return "not learned" if report.ce is None else f"{report.ce:.4f}"

@@ -114,9 +114,11 @@ class Predecessors:
         published: Published,
         windows: TrainingWindows,
         folder: Path | None,
+        until: int,
     ) -> None:
+        """`until`: the step at which they are no longer needed."""
         self.config, self.block, self.compute = config, block, compute
-        self.published, self.windows = published, windows
+        self.published, self.windows, self._until = published, windows, until
         self.versions: list[int | None] = [None] * block
         self._next_refresh = 0
         self._prefix: AnyPrefix | None = None
@@ -150,7 +152,7 @@ class Predecessors:
         prefix = self._newest()
         self.versions = prefix.versions
         every = self.config.objective.refresh_every
-        self._next_refresh = min(step + every, self.config.train.steps)
+        self._next_refresh = min(step + every, self._until)
         if self._cache:
             steps = range(step, self._next_refresh)
             self._cache.fill(steps, lambda step: prefix.features(self._context(step)))

@@ -143,10 +143,9 @@ class BlockTrainer:
         return True
 
     @property
-    def ends_turn(self) -> bool:
-        """Whether the next step is another block's."""
-        each = self.config.turn_steps
-        return each > 0 and self.step % each == 0
+    def at_stop(self) -> bool:
+        """Whether the block has reached the end of a turn or phase: others go on before it does."""
+        return self.step == self.config.stop(self.step - 1)
 
     def restore(self) -> None:
         """Load the last checkpoint or, if there is none, the weights of a warm start."""
@@ -171,9 +170,8 @@ class BlockTrainer:
             self.suffix.refresh(published)
         if self.block == 0:
             return
-        config = self.config.with_settings(train__steps=until)
         self.predecessors = Predecessors(
-            config, self.block, self.compute, published, self.windows, self._scratch
+            self.config, self.block, self.compute, published, self.windows, self._scratch, until
         )
 
     def train_step(self, position: int | None = None) -> None:

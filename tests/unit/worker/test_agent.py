@@ -501,6 +501,44 @@ def test_a_worker_that_stops_before_its_update_is_sent_reports_its_downloads(
     assert told.downloads == (Downloaded(block=0, whole=first.size, differences=0, raw=first.size),)
 
 
+def extending(script: Script, steps: int | None) -> Next:
+    """Refuses to hand out work, and then describes a run that was extended (None: it was not)."""
+
+    def refuse() -> Lease:
+        script.answers.pop(0)
+        if steps:
+            script.config = script.config.extended_to(steps)
+        raise RefusedError("conflict", "the run was extended")
+
+    return refuse
+
+
+def test_a_worker_joins_an_extended_run_again(script: Script, watched: Watched):
+    """It trains on with its moments: the weights are those of a local run that was extended."""
+    first = script.first_weights()
+    script.answers = [
+        lambda: script.lease(first, 0, 12),
+        extending(script, 15),
+        script.after(1, lambda: script.lease(script.result(0), 12, 3, base_version=1)),
+        script.after(2, Finished),
+    ]
+    assert watched.run()
+    straight = BlockTrainer(script.config, 0, script.corpus, CPU, None)
+    straight.train(lambda progress: None)
+    assert_equal(straight.weights(), script.weights(1))
+    assert (script.requests[0].run_steps, script.requests[-1].run_steps) == (None, 15)
+    assert watched.kinds() == [
+        "joined", "corpus", "leased", "trained", "accepted",
+        "extended", "joined", "corpus", "leased", "trained", "accepted", "finished",
+    ]  # fmt: skip
+
+
+def test_a_worker_does_not_join_again_and_again(script: Script, watched: Watched):
+    script.answers = [extending(script, 15), extending(script, None)]
+    with pytest.raises(ProtocolError, match="describes it as before"):
+        watched.run()
+
+
 def test_a_coordinator_that_restarts_is_waited_for(
     script: Script, watched: Watched, server: FaultServer
 ):
