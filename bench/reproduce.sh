@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
-#   bench/reproduce.sh DATA OUT small 38m wikipedia speed crowded oversized memory leak counts adaptive \
+#   bench/reproduce.sh DATA OUT small 38m wikipedia speed crowded oversized streamed memory leak counts adaptive \
 #     optimizers cascade stale uneven lead best \
 #     workers codecs three-hosts pairs transfer recovery averaging simulate participation run-page hostile-clients \
 #     first-steps serving serving-gpu
@@ -72,6 +72,7 @@ for part in "$@"; do
           train.batch=16 train.steps=1200 --splits valid --kinds $kind
       done ;;
     oversized) PYTHONPATH=src python3 bench/oversized.py --out "$out" | tee "$out/$part.log" ;;
+    streamed) PYTHONPATH=src:bench python3 bench/streamed.py 1b --out "$out" | tee "$out/$part.log" ;;
     run-page) PYTHONPATH=src:. python3 bench/run_page.py --out "$out" | tee "$out/$part.log" ;;
     first-steps) python3 bench/first_steps.py --config demo --out "$out" | tee "$out/$part.log" ;;
     crowded) python3 bench/crowded.py --config configs/demo.toml --out "$out" | tee "$out/$part.log" ;;

@@ -337,6 +337,7 @@ class EventLog:
             "paused": f"the operator has paused the run: {event.detail}",
             "resumed": "the operator has resumed the run",
             "draining": "the operator drains the run: open leases end, no new ones are handed out",
+            "extended": f"the operator has extended the run {event.detail}",
             "invited": f"new {event.detail}",
             "revoked": f"revoked {event.detail}",
         }

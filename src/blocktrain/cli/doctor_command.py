@@ -47,15 +47,16 @@ class Diagnosis:
 
 @click.command("doctor")
 @click.argument("invite", required=False)
+@options.at
 @options.device
 @options.thread_count
 @options.as_json
-def doctor_command(invite: str | None, device: str, as_json: bool) -> None:
+def doctor_command(invite: str | None, at: tuple[str, ...], device: str, as_json: bool) -> None:
     """Check this machine: versions, device, memory, disk, clock, and how fast it trains. With
     INVITE, also the way to the run's coordinator and storage, and whether this machine can train
     for the run. The exit code is 1 if something prevents that."""
     findings = []
-    for finding in _findings(invite, device):
+    for finding in _findings(invite, at, device):
         findings.append(finding)
         if not as_json:
             mark = f"{MARKS[finding.state]}  {finding.subject:12}"
@@ -68,13 +69,13 @@ def doctor_command(invite: str | None, device: str, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def _findings(invite: str | None, device: str) -> Iterator[Diagnosis]:
+def _findings(invite: str | None, at: tuple[str, ...], device: str) -> Iterator[Diagnosis]:
     for check in (_versions, _threads, _memory, _disk, _clock, _proxy):
         yield check()
     yield (placed := _or_problem("device", lambda: _device(device)))
     config = None
     if invite:
-        client = options.client_of(invite)
+        client = options.client_of(invite, at)
         client.http.on_unreachable = lambda reason, seconds: None  # a finding says it
         yield (reached := _or_problem("coordinator", lambda: _coordinator(client)))
         if reached.state != "problem":

@@ -81,6 +81,9 @@ def _lines(run: "RunDir") -> Iterator[str]:
     elif run.exported:
         yield f"{'fetched' if run.fetched else 'exported'}: {run.path / EXPORTED}"
     yield _tokenizer(config, trained_here=not origin)
+    if ends := config.train.extended_at:
+        listed = ", ".join(map(str, ends))
+        yield f"extended at step {listed}; now {config.train.steps} steps per block"
     if run.trained:
         yield from _trained_lines(run.trained, config)
     if run.exported:

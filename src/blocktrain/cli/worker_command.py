@@ -32,6 +32,7 @@ ROUTINE = ("leased", "trained", "accepted")  # not shown, because passing events
 
 @click.command("worker")
 @options.invite
+@options.at
 @click.option(
     "--device",
     default="auto",
@@ -83,6 +84,7 @@ ROUTINE = ("leased", "trained", "accepted")  # not shown, because passing events
 @options.as_json
 def worker_command(
     invite: str,
+    at: tuple[str, ...],
     device: str,
     blocks: tuple[int, ...],
     memory: float | None,
@@ -106,7 +108,6 @@ def worker_command(
 
     from blocktrain.cli.run_progress import RunProgress
     from blocktrain.protocol.identity import WorkerKey
-    from blocktrain.protocol.invite import Invite
     from blocktrain.worker.agent import Agent, Evaluator, WorkerSettings
     from blocktrain.worker.client import Client
     from blocktrain.worker.neighbours import neighbours
@@ -117,7 +118,7 @@ def worker_command(
     if validate and (evaluate or idle_only):
         raise click.UsageError("--evaluate and --idle-only do not apply to --validate")
     worker = Evaluator if evaluate else Validator if validate else Agent
-    decoded = Invite.decode(invite)
+    decoded = options.decoded_invite(invite, at)
     if device == "all":
         if worker is not Agent:
             raise click.UsageError("--device all does not apply to --evaluate and --validate")
@@ -141,7 +142,7 @@ def worker_command(
             neighbours=None if THREADS.is_set else here,
             name=name or platform.node() or "worker",
         )
-        client = Client(decoded, WorkerKey.load_or_create(home / "key.pem"))
+        client = Client(decoded, WorkerKey.load_or_create(home / "key.pem"), folder=home)
         with (
             stop_on_signal() as stop,
             nullcontext() if as_json else RunProgress(client) as run,

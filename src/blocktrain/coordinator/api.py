@@ -210,6 +210,12 @@ async def run(request: RequestContext) -> messages.RunDescription:
     return request.service.run.description
 
 
+@endpoint("GET", "/v1/addresses", "reader")
+async def addresses(request: RequestContext) -> messages.Addresses:
+    draft = request.service.page_settings.draft
+    return messages.Addresses(addresses=draft.addresses if draft else ())
+
+
 @endpoint("GET", "/v1/status", "reader")
 async def status(request: RequestContext) -> status_messages.Status:
     reader = request.reader

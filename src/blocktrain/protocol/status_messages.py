@@ -29,7 +29,7 @@ WorkerState = Literal[
 EventKind = Literal[
     "joined", "leased", "returned", "uploaded", "merged", "late", "refused", "lost", "scored",
     "banned", "finished", "checked", "clipped", "excluded", "unmerged", "paused", "resumed",
-    "draining", "invited", "revoked",
+    "draining", "extended", "invited", "revoked",
 ]  # fmt: skip
 
 

@@ -49,6 +49,7 @@ from blocktrain.worker.local_block import LocalBlock, settle_leftover_residuals
 from blocktrain.worker.machine import (
     Bandwidth,
     EventReporter,
+    Outcome,
     StopCondition,
     WorkerEvent,
     idleness_of_this_machine,
@@ -106,16 +107,20 @@ class Worker(ABC):
         self.share_cores()
         with lock_folder(self.settings.folder, self._transfer.cache):
             try:
-                finished = self._work(*self._join())
+                joined, config = self._join()
+                outcome = self._work(joined, config)
+                while outcome == "extended":
+                    joined, config = self._join_extended(config)
+                    outcome = self._work(joined, config)
             except UnreachableError:
                 if not self._stop.reached():
                     raise
-                finished = False
-        if finished:
+                outcome = "stopped"
+        if outcome == "finished":
             self._events.report("finished", self.finished)
         else:
             self._events.report("stopped", self._stop.reason)
-        return finished
+        return outcome == "finished"
 
     def share_cores(self) -> None:
         """Use as many threads as the other workers on this machine leave."""
@@ -123,8 +128,8 @@ class Worker(ABC):
             torch.set_num_threads(self.settings.neighbours.threads(cores()))
 
     @abstractmethod
-    def _work(self, joined: Joined, config: Config) -> bool:
-        """Do the work of this role. Returns True once the run is over, False if the worker was
+    def _work(self, joined: Joined, config: Config) -> Outcome:
+        """Do the work of this role, until the run is over or extended, or the worker is
         stopped."""
 
     def _join(self) -> tuple[Joined, Config]:
@@ -150,6 +155,17 @@ class Worker(ABC):
         self._transfer.most_bytes = most_bytes(config)
         return joined, config.with_settings(train__device=settings.device)
 
+    def _join_extended(self, before: Config) -> tuple[Joined, Config]:
+        """Join again, with the settings of the extended run."""
+        self._events.report("extended", "the run was extended; joining it again")
+        joined, config = self._join()
+        if config.train.steps <= before.train.steps:
+            raise ProtocolError(
+                "the coordinator says that the run was extended, but describes it as before; tell"
+                " the operator"
+            )
+        return joined, config
+
     def _open_corpus(self, joined: Joined, config: Config) -> Corpus:
         description, deadline = joined.description, self._stop.deadline()
         return open_corpus(
@@ -164,7 +180,11 @@ class Worker(ABC):
 
     def _report_unreachable(self, reason: str, seconds: float) -> None:
         if not self._stop.reached():
-            self._events.report("unreachable", f"{reason}; waiting for the coordinator")
+            self._events.report(
+                "unreachable",
+                f"{reason}; waiting for the coordinator (if it has moved, start this worker again"
+                " with --at and its address)",
+            )
 
 
 class Agent(Worker):
@@ -173,10 +193,13 @@ class Agent(Worker):
     role = "train"
     finished = "the run is finished"
 
-    def _work(self, joined: Joined, config: Config) -> bool:
+    def _work(self, joined: Joined, config: Config) -> Outcome:
         settings, events, run = self.settings, self._events, joined.description.run
         idleness = idleness_of_this_machine(self.client.clock) if settings.idle_only else None
+        config = placed_in_memory(settings, config)
         blocks = fitting_blocks(settings, config)
+        if config.train.frozen_in == "disk" and max(blocks or range(config.block_count)):
+            events.report("frozen", "the frozen blocks are read from disk, to save memory")
         compute = resolve(settings.device, config.train.precision)
         corpus = self._open_corpus(joined, config)
         count, size = len(corpus.splits["train"]), joined.description.text_bytes.get("train")
@@ -215,8 +238,8 @@ class Evaluator(Worker):
     role = "evaluate"
     finished = "the run is finished and scored"
 
-    def _work(self, joined: Joined, config: Config) -> bool:
-        """Score versions as they appear. Returns True once the final versions are scored."""
+    def _work(self, joined: Joined, config: Config) -> Outcome:
+        """Score versions as they appear, up to the final ones."""
         report, device = self._events.report, self.settings.device
         if self.settings.checks_memory:
             precision, blocks = config.train.precision, range(config.block_count)
@@ -238,10 +261,27 @@ class Evaluator(Worker):
                     scored = versions_of(status)
                     report("waiting", "waiting for newer versions")
             elif status.state == "finished":
-                return True
+                return "finished"
             else:
                 self.client.clock.sleep(POLL_SECONDS)
-        return False
+        return "stopped"
+
+
+def placed_in_memory(settings: WorkerSettings, config: Config) -> Config:
+    """The run's settings, but with the frozen blocks on disk if so this machine has memory for more
+    blocks. Their bits do not depend on it."""
+    place = Device.named(settings.device)
+    on_disk = config.with_settings(train__frozen_in="disk")
+    limit = _most_memory(settings, place)
+    allowed = settings.blocks or range(config.block_count)
+    if limit is None or not config.kind.reads_predecessors or max(allowed) >= config.block_count:
+        return config
+
+    def count(placed: Config) -> int:
+        sizes = place.training_bytes(placed, updates=True)
+        return sum(sizes[block] <= limit for block in allowed)
+
+    return on_disk if count(on_disk) > count(config) else config
 
 
 def fitting_blocks(settings: WorkerSettings, config: Config) -> tuple[int, ...] | None:
@@ -250,10 +290,7 @@ def fitting_blocks(settings: WorkerSettings, config: Config) -> tuple[int, ...] 
         if not 0 <= block < config.block_count:
             raise ConfigError(f"--blocks {block}: the run has blocks 0 to {config.block_count - 1}")
     place = Device.named(settings.device)
-    free = place.free.bytes if place.free and settings.checks_memory else None
-    limit = settings.memory_bytes
-    if free is not None:
-        limit = int(WORKER_SHARE * free) if limit is None else min(limit, free)
+    limit = _most_memory(settings, place)
     if limit is None:
         return settings.blocks
     allowed = range(config.block_count) if settings.blocks is None else settings.blocks
@@ -263,6 +300,15 @@ def fitting_blocks(settings: WorkerSettings, config: Config) -> tuple[int, ...] 
         needed = min(sizes[block] for block in allowed)
         raise DeviceError(_no_room(needed, settings, place.free))
     return settings.blocks if len(fitting) == len(allowed) else fitting
+
+
+def _most_memory(settings: WorkerSettings, place: Device) -> int | None:
+    """Bytes that training may use; None: any number."""
+    free = place.free.bytes if place.free and settings.checks_memory else None
+    limit = settings.memory_bytes
+    if free is not None:
+        limit = int(WORKER_SHARE * free) if limit is None else min(limit, free)
+    return limit
 
 
 def _no_room(needed: int, settings: WorkerSettings, free: FreeMemory | None) -> str:

@@ -44,9 +44,10 @@ from blocktrain.training.memory_check import serving_problem
 from blocktrain.training.scoring import BlockScorer, hidden_windows, leased_windows
 from blocktrain.worker.agent import Worker, fitting_blocks
 from blocktrain.worker.downloads import LocalVersions
+from blocktrain.worker.lease_loop import EXTENDED, run_steps
 from blocktrain.worker.lease_trainer import LeasedVersions
 from blocktrain.worker.lease_work import LONGEST_REASON
-from blocktrain.worker.machine import LONGEST_WAIT, Deadline
+from blocktrain.worker.machine import LONGEST_WAIT, Deadline, Outcome
 from blocktrain.worker.model_scores import ModelScorer, OccasionalScores
 from blocktrain.worker.replayer import Replayer, decoded_change
 from blocktrain.worker.transfer import Transfer
@@ -63,7 +64,7 @@ class Validator(Worker):
     role = "validate"
     finished = "the run is finished, every update is checked and the model is scored"
 
-    def _work(self, joined: Joined, config: Config) -> bool:
+    def _work(self, joined: Joined, config: Config) -> Outcome:
         blocks = fitting_blocks(self.settings, config)
         compute = resolve(self.settings.device, config.train.precision)
         folder = self.settings.folder / joined.description.run
@@ -84,8 +85,15 @@ class Validator(Worker):
         )
         self._transfer.most_bytes *= FILES_SIZE
         while not self._stop.reached():
-            request = CheckRequest(blocks=blocks, held_block=checker.held_block)
-            answer = self.client.request_check(request, self._stop.deadline()).answer
+            request = CheckRequest(
+                blocks=blocks, held_block=checker.held_block, run_steps=run_steps(config)
+            )
+            try:
+                answer = self.client.request_check(request, self._stop.deadline()).answer
+            except RefusedError as refused:
+                if refused.code != EXTENDED:
+                    raise
+                return "extended"
             if isinstance(answer, Check):
                 self._carry_out(checker, answer)
             elif isinstance(answer, Wait):
@@ -93,9 +101,9 @@ class Validator(Worker):
                 self._stop.sleep(min(answer.seconds, LONGEST_WAIT))
             else:
                 scores.score_last()
-                return True
+                return "finished"
             scores.score_if_due()
-        return False
+        return "stopped"
 
     def _no_room(self, config: Config) -> str:
         """Why the assembled model does not fit into this machine's memory; empty if it does."""
