@@ -16,7 +16,7 @@ import click
 
 from blocktrain import __version__, environment
 from blocktrain.cli import options
-from blocktrain.cli.terminal import duration, plain, size
+from blocktrain.cli.terminal import duration, echo_words, plain, size
 
 if TYPE_CHECKING:
     from blocktrain.config import Config
@@ -59,9 +59,10 @@ def doctor_command(invite: str | None, at: tuple[str, ...], device: str, as_json
     for finding in _findings(invite, at, device):
         findings.append(finding)
         if not as_json:
-            click.echo(f"{MARKS[finding.state]}  {finding.subject:12} {plain(finding.text)}")
+            mark = f"{MARKS[finding.state]}  {finding.subject:12}"
+            echo_words(f"{mark} {plain(finding.text)}", indent=len(mark) + 1)
             if finding.remedy:
-                click.echo(f"{'':18} -> {plain(finding.remedy)}")
+                click.echo(f"{'':18} -> {plain(finding.remedy)}")  # commands stay whole
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings]))
     if any(finding.state == "problem" for finding in findings):
@@ -127,7 +128,7 @@ def _device(name: str) -> Diagnosis:
 def _threads() -> Diagnosis:
     cores, threads = os.cpu_count() or 1, environment.machine_threads()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    text = f"{threads} threads on {cores} cores, load {load:.1f}"
+    text = f"{threads} thread{'s' * (threads > 1)} on {cores} cores, load {load:.1f}"
     if threads > cores:
         remedy = f"set {environment.THREADS.name} to {cores} or less, or unset it"
         return Diagnosis("threads", "warning", text, remedy)

@@ -116,7 +116,7 @@ def log_options(default_level: str) -> Decorator:
             default="text",
             envvar=environment.LOG_FORMAT.name,
             show_envvar=True,
-            help="Format of log lines: text, or one JSON object each.",
+            help="Format of log lines: text (shorter on a terminal), or one JSON object each.",
         )
         @functools.wraps(command)
         def logging_command(log_level: str, log_format: str, **values: Any) -> None:

@@ -259,7 +259,7 @@ def _event_display(
 
             def show(event: "WorkerEvent") -> None:
                 if event.kind in PASSING:
-                    lines = [_progress_line(event), about_run()]
+                    lines = [*_progress(event), about_run()]
                     status.update(Text("\n  ".join(filter(None, lines))))
                 elif event.kind not in ROUTINE:
                     console.print(Text(_event_line(event)))
@@ -292,18 +292,23 @@ def _lines(about_run: Callable[[], str]) -> Callable[["WorkerEvent"], None]:
 
 
 def _progress_line(event: "WorkerEvent") -> str:
-    """What the worker is doing. The last number: bytes of text in accepted updates."""
+    return "  ".join(_progress(event))
+
+
+def _progress(event: "WorkerEvent") -> list[str]:
+    """What the worker is doing, and what it has moved. The last number: bytes of text in accepted
+    updates."""
     if event.kind != "training":
-        return plain(event.text)
+        return [plain(event.text)]
     loss = f"loss {event.loss:.4f}  " if event.loss is not None else ""
     left = (
         f"due in {max(0.0, event.seconds_left):.0f} s  " if event.seconds_left is not None else ""
     )
-    return (
-        f"block {event.block}  {event.step}/{event.steps}  {left}{loss}"
-        f"{size(event.bytes_per_s)}/s  down {size(event.bytes_down)}"
-        f"  up {size(event.bytes_up)}  trained {size(event.contribution)}"
-    )
+    return [
+        f"block {event.block}  {event.step}/{event.steps}  {left}{loss}{size(event.bytes_per_s)}/s",
+        f"down {size(event.bytes_down)}  up {size(event.bytes_up)}"
+        f"  trained {size(event.contribution)}",
+    ]
 
 
 def _event_line(event: "WorkerEvent") -> str:

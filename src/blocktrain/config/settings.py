@@ -345,6 +345,13 @@ class TrainConfig:
         True, "replay the step as a CUDA graph (not together with checkpoint_layers)"
     )
     checkpoint_layers: bool = setting(False, "recompute layers in the backward pass (less memory)")
+    frozen_in: str = setting(
+        "memory",
+        "where the frozen blocks are that a block trains with; memory, or disk, from which a step"
+        " reads one after another (less memory, the same bits)",
+        choices=("memory", "disk"),
+        since=2,
+    )
     save_every: int = setting(250, "steps between checkpoints", low=1)
     eval_every: int = setting(0, "steps between scores on valid (0: never)", low=0)
     eval_windows: int = setting(64, "windows of valid per score", low=1)

@@ -224,6 +224,7 @@ EventKind = Literal[
     "joined",  # the run has registered this worker
     "other_text",  # the owner's copy differs from the run's text, which is downloaded
     "corpus",  # the run's text is on this machine
+    "frozen",  # frozen blocks are read from disk, to save memory
     "astray",  # deltas gave wrong weights; the version is downloaded whole
     "leased",  # the worker has a range of batches to train
     "training",  # regularly during training
@@ -234,6 +235,7 @@ EventKind = Literal[
     "checking",  # an update of another worker is being checked
     "diverged",  # a score is NaN or infinite, and is not sent
     "scored",  # the coordinator has the scores
+    "unable",  # a validator cannot score the model
     "lost",  # the lease expired or was revoked; its work is dropped
     "returned",  # the worker gave the lease back
     "waiting",  # nothing to do right now

@@ -43,7 +43,7 @@ from blocktrain.training.device import resolve
 from blocktrain.training.memory_check import Device
 from blocktrain.training.trainer import BlockTrainer
 from blocktrain.worker import lease_loop
-from blocktrain.worker.agent import Agent, WorkerSettings
+from blocktrain.worker.agent import Agent, WorkerSettings, placed_in_memory
 from blocktrain.worker.client import Client
 from blocktrain.worker.machine import Idleness, WorkerEvent
 
@@ -601,6 +601,22 @@ def test_by_default_a_worker_uses_a_share_of_free_memory(
     set_free(needed / 0.74)
     assert watched.run()
     assert script.requests[-1].blocks is None  # all fit, so it asks for any
+
+
+def test_frozen_blocks_are_read_from_disk_if_more_blocks_fit_so(config: Config, tmp_path: Path):
+    deep = config.with_settings(
+        objective__kind="cascade", objective__tail=0, model__layers=8, model__blocks=8,
+        model__depths=[1] * 8, model__width=256, train__batch=1,
+    )  # fmt: skip
+    resident = Device.named("cpu").training_bytes(deep, updates=True)
+
+    def placed(memory_bytes: int | None, config: Config = deep) -> str:
+        settings = WorkerSettings(tmp_path, "cpu", memory_bytes=memory_bytes, checks_memory=False)
+        return placed_in_memory(settings, config).train.frozen_in
+
+    assert placed(resident[-1] - 1) == "disk"
+    assert [placed(resident[-1]), placed(1000), placed(None)] == ["memory"] * 3
+    assert placed(1000, config) == "memory"  # denoising blocks read no others
 
 
 def test_an_invite_for_another_role_is_refused(
