@@ -1,6 +1,8 @@
 """blocktrain serve, stage and keys: an OpenAI-compatible server for the blocks of a run."""
 
 import json
+import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -9,12 +11,14 @@ import click
 
 from blocktrain.cli import options
 from blocktrain.cli.options import COUNT, FILE_OR_FOLDER, FOLDER
+from blocktrain.cli.terminal import open_page
 from blocktrain.environment import PROGRAM
 
 if TYPE_CHECKING:
     from blocktrain.config import Config
 
 MEBIBYTE = 1 << 20
+CHAT_PAGE = re.compile(r"chat page at (\S+)")
 # `same_names` below: options with the same names as the fields of RouterSettings or StageSettings.
 
 
@@ -170,6 +174,7 @@ def shared_options(command: options.Command) -> options.Command:
     "--patience", type=click.FloatRange(min=0.0), default=10.0,
     help="Seconds a request waits for a lost stage to come back.",
 )  # fmt: skip
+@click.option("--open", "opens", is_flag=True, help="Open the chat page in a browser.")
 def serve_command(
     run: Path,
     api_keys: tuple[str, ...],
@@ -180,6 +185,7 @@ def serve_command(
     most_requests: int,
     most_tokens: int,
     patience: float,
+    opens: bool,
     force: bool,
     **same_names: Any,
 ) -> None:
@@ -214,7 +220,13 @@ def serve_command(
         terms=Terms(padding=int(warm_up_mb * MEBIBYTE)),
         **same_names,
     )
-    serve_router(settings, click.echo)
+    serve_router(settings, partial(_announce, opens=opens))
+
+
+def _announce(line: str, *, opens: bool) -> None:
+    click.echo(line)
+    if opens and (page := CHAT_PAGE.search(line)):
+        open_page(page[1])
 
 
 @click.command("stage")

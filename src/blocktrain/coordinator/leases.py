@@ -118,6 +118,7 @@ class Leases:
             elif request.held_block is None and request.steps_per_second is None:
                 tx.leases.reopen_unsent(caller.worker)  # the worker has just started
             lease, blocks = tx.leases.open_of(caller.worker), tx.blocks.states()
+            control.require_current(blocks[0].total_batches, self.run.config, request.run_steps)
             is_final = _trained_last_lease(blocks, work)
             choice = lease or _pause(worker, now) or self._choose(tx, blocks, work, now)
             answer = (
