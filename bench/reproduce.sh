@@ -92,6 +92,11 @@ for part in "$@"; do
         serving $name weights
       done
       for measure in wan concurrency failover; do serving denoise $measure; done ;;
+    serving-load)
+      for measure in stalls prefixes concurrency replicas; do
+        PYTHONPATH=src:.:bench python3 bench/serving_load.py $measure --out "$out/serving-load" |
+          tee "$out/serving-load-$measure.log"
+      done ;;
     serving-gpu) python3 bench/serving_gpu.py --out "$out" --text "$data/wikitext-2/test.txt" \
       --run "${MODELS:-$out/models}/denoise" | tee "$out/serving-gpu.log" ;;
     serving-cpu)

@@ -21,7 +21,7 @@ from blocktrain.serve.ring.activations import Activations, Choice, Row
 from blocktrain.serve.ring.batch import SlotLimits
 from blocktrain.serve.ring.compute import StageCompute
 from blocktrain.serve.ring.prefixes import CopiedContext, KeptContexts
-from blocktrain.serve.router.decode import AnswerCost, GenerationRequest
+from blocktrain.serve.router.decode import AnswerCost, GenerationRequest, Proposal
 from blocktrain.serve.router.engine import EngineLimits
 from blocktrain.serve.router.first_block import DraftModel
 from blocktrain.serve.router.shared_prefixes import (
@@ -147,20 +147,22 @@ def test_requests_at_once_read_what_they_share_once(
 
 
 def test_a_draft_model_shares_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        ring = local_ring("cascade")
-        drafting = stage(model("cascade"), range(3))
-        engine = ring.engine(LIMITS, draft=DraftModel(drafting))
-        async with running(ring, engine):
-            asked = replace(request(SYSTEM + b"one", "speculative"), drafts="model")
-            assert await answer(engine, asked) == expected("cascade", SYSTEM + b"one")
-            await until(lambda: drafting.kept_bytes > 0)
-            positions = counted(drafting, monkeypatch)
-            asked = replace(asked, prompt=SYSTEM + b"another")
-            assert await answer(engine, asked) == expected("cascade", SYSTEM + b"another")
-            assert 0 < positions[0] < len(SYSTEM)
+    def proposal(text: bytes, source: int = 0) -> Proposal:
+        read = ids(text)
+        return Proposal(0, read, 1, len(text), SAMPLING, 3, text=list(text), source=source)
 
-    asyncio.run(scenario())
+    compute, longer = stage(model("cascade"), range(3)), SYSTEM + b"and more"
+    drafting, fresh = DraftModel(compute), DraftModel(stage(model("cascade"), range(3)))
+    drafting.drafted({1: proposal(SYSTEM)})
+    drafting.release(1, keep=True)
+    assert (compute.requests, compute.copyable(1)) == ((), 1 + len(SYSTEM))
+    positions = counted(compute, monkeypatch)
+    drafts = drafting.drafted({2: proposal(longer, source=1)})[2]
+    assert positions == [len(longer) - len(SYSTEM) + 2]
+    assert drafts.ids.tolist() == fresh.drafted({2: proposal(longer)})[2].ids.tolist()
+    drafting.release(2)
+    compute.release(1)
+    assert not compute.kept_bytes
 
 
 def test_requests_of_others_share_nothing() -> None:
