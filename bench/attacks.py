@@ -5,14 +5,15 @@
         [--seeds 0 1] [--jobs 2]
 
 Every cell is a run of 4 blocks with the coordinator's own service and the workers' own code over
-HTTP, in virtual time (tests/support/stepped_run.py), so that the same cell gives the same numbers.
-Hostile workers follow one plan of tests/support/attacks.py from the first step; those of one crew
+HTTP, in virtual time (tests/support/stepped_run.py). The same cell gives about the same numbers;
+which leases are replayed is drawn in secret. Hostile workers follow one plan of tests/support/attacks.py from the first step; those of one crew
 act together. A clean run of each crew, with only honest workers, is measured first with every seed
 of --clean-seeds.
 
 Writes DIR/attacks.jsonl, one line per run, after every run; called again, it measures only what is
-missing. Prints a table: CE minus that of the clean run with the same seed, mean over seeds.
-`--table` prints it without measuring.
+missing. Prints a table: CE minus that of the clean run with the same seed, mean over seeds; in
+brackets, the median of the leases that hostile workers got, or "all" if they got some to the end;
+for backdoors also how often the answer followed the trigger. `--table` prints it without measuring.
 """
 
 import argparse
@@ -42,7 +43,7 @@ CREWS = {"1-of-4": (1, 4), "2-of-6": (2, 6), "3-of-6-one-invite": (3, 6)}
 CLEAN = "honest"
 VALIDATORS = {"on": ("honest",), "off": ()}
 SMALL = {
-    "model__width": 32, "model__heads": 2, "model__window": 32, "train__steps": 400,
+    "model__width": 32, "model__heads": 2, "model__window": 32, "train__steps": 200,
     "train__device": "cpu", "train__precision": "fp32", "swarm__first_steps": 6,
     "swarm__most_steps": 6,
 }  # fmt: skip
@@ -127,11 +128,17 @@ def table(results: Sequence[dict[str, Any]], defence: str) -> Iterator[str]:
     results = [each for each in results if each["defence"] == defence]
     columns = sorted({column_of(each) for each in results})
     clean = {(column_of(each), each["seed"]): each["ce"] for each in results if is_clean(each)}
-    yield f"\nDefence {defence}: CE minus that of the clean run; leases until excluded"
+    yield f"\nDefence {defence}"
     yield "| plan | " + " | ".join(" ".join(column) for column in columns) + " |"
     yield "|---" * (len(columns) + 1) + "|"
     scores = [[ce for (where, _), ce in clean.items() if where == column] for column in columns]
     yield "| clean, CE ± sd over seeds | " + " | ".join(map(spread, scores)) + " |"
+    backdoors = [
+        [each["backdoor"] for each in results if is_clean(each) and column_of(each) == column]
+        for column in columns
+    ]
+    answered = [f"{statistics.mean(each):.1%}" if each else "" for each in backdoors]
+    yield "| clean, answer follows the trigger | " + " | ".join(answered) + " |"
     for plan in PLANS:
         cells = [
             [each for each in results if each["plan"] == plan and column_of(each) == column]
@@ -150,14 +157,24 @@ def summary(runs: list[dict[str, Any]], clean: dict[tuple[Any, int], float]) -> 
     if not gaps:
         return ""
     worst = "NaN" if any(map(math.isnan, gaps)) else f"{statistics.mean(gaps):+.3f}"
-    hostile = [each for run in runs for each in run["workers"] if each["plan"] != CLEAN]
-    leases = [each["leases"] if is_excluded(each) else math.inf for each in hostile]
-    median = statistics.median(leases)
-    return f"{worst} ({'never' if math.isinf(median) else f'{median:.0f}'})"
+    leases = [
+        each["leases"] if was_stopped(each, run) else math.inf
+        for run in runs
+        for each in run["workers"]
+        if each["plan"] != CLEAN
+    ]
+    median = statistics.median_high(leases)
+    cell = f"{worst} ({'all' if math.isinf(median) else median})"
+    if runs[0]["plan"].startswith("backdoor"):
+        cell += f", {statistics.mean(run['backdoor'] for run in runs):.0%}"
+    return cell
 
 
-def is_excluded(worker: dict[str, Any]) -> bool:
-    return worker["ended"] not in (None, "finished")
+def was_stopped(worker: dict[str, Any], run: dict[str, Any]) -> bool:
+    """Whether a worker was excluded, or got no lease in the second half of the run."""
+    if worker["ended"] not in (None, "finished"):
+        return True
+    return bool(worker["last_lease"] < run["virtual_seconds"] / 2)
 
 
 def spread(values: list[float]) -> str:
@@ -189,6 +206,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--clean-seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run later")
     parser.add_argument("--table", action="store_true", help="print the table, measure nothing")
     return parser.parse_args()
 
@@ -210,7 +228,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "attacks.jsonl"
     results = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    known = set(map(cell_of, results))
+    known, until = set(map(cell_of, results)), time.monotonic() + 60 * args.minutes
     missing = [cell for cell in wanted(args) if cell not in known and not args.table]
     here = provenance()
     with ProcessPoolExecutor(args.jobs, max_tasks_per_child=20) as pool:
@@ -220,6 +238,9 @@ def main() -> None:
             with file.open("a") as out:
                 out.write(json.dumps(results[-1]) + "\n")
             print(f"{running[future]}: CE {results[-1]['ce']:.4f}", flush=True)
+            if time.monotonic() > until:
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
     for defence in args.defence:
         print("\n".join(table(results, defence)))
 

@@ -49,6 +49,8 @@ class Plan:
     """One worker's attack on one block. By default an honest worker."""
 
     trains = True
+    commits = True  # names the states of its leases, so that parts of them can be replayed
+    reveals = True  # sends the files that a replay needs
 
     def __init__(self, seed: int = 0) -> None:
         self.draws = np.random.default_rng(seed)
@@ -255,6 +257,18 @@ class StrongBackdoor(Backdoor):
     share = 0.5
 
 
+class UncommittedBackdoor(StrongBackdoor):
+    """The same, and names no states."""
+
+    commits = False
+
+
+class WithheldBackdoor(StrongBackdoor):
+    """The same, names its states, and never sends them."""
+
+    reveals = False
+
+
 PLANS: dict[str, Callable[[int], Plan]] = {
     "honest": Plan,
     "sign-flip": Scaled,
@@ -281,6 +295,8 @@ PLANS: dict[str, Callable[[int], Plan]] = {
     "wrong-text": WrongText,
     "backdoor": Backdoor,
     "backdoor-strong": StrongBackdoor,
+    "backdoor-uncommitted": UncommittedBackdoor,
+    "backdoor-withheld": WithheldBackdoor,
 }
 
 

@@ -1,7 +1,8 @@
 """A run with real workers and a real coordinator, one event after another in virtual time.
 
 The coordinator's service answers over HTTP in this process. Workers lease, train, sign and send
-with the worker's own code. Nothing sleeps, and the same crew gives the same run. What a real
+with the worker's own code. Nothing sleeps. Runs of the same crew differ only in what the
+coordinator draws in secret: which leases are replayed, and the windows of scores. What a real
 process adds (threads, heartbeats, restarts) is left out.
 """
 
@@ -90,6 +91,11 @@ class SteppedWorker:
     def block(self) -> LocalBlock:
         return self.session.block
 
+    @property
+    def reveals(self) -> bool:
+        """Whether it sends the files that it is asked for."""
+        return PLANS[self.member.plan](0).reveals
+
     def request(self, *, at_once: bool = True) -> LeaseAnswer | None:
         """None if the coordinator refuses."""
         request = LeaseRequest(
@@ -104,7 +110,7 @@ class SteppedWorker:
         except RefusedError as refused:
             self.ended = str(refused)
             return None
-        if answer.reveal:
+        if answer.reveal and self.reveals:
             self.session.kept.reveal(answer.reveal)
         return answer
 

@@ -176,7 +176,13 @@ class Replays:
         if update is None or worker is None:
             return
         lot = secret_number(self.run, "replay", lease_id) / SECRET_NUMBERS
-        if lot < reputation.replay_probability(worker):
+        if lot >= reputation.replay_probability(worker):
+            return
+        if signed_claim(update).commitment is None:
+            lease = tx.leases.get(lease_id)
+            assert lease is not None
+            self._not_replayed(tx, lease, "its update names no states to train it again from")
+        else:
             self.add(tx, update)
 
     def add(self, tx: Transaction, update: UpdateRow) -> None:
@@ -277,8 +283,7 @@ class Replays:
                 tx.checks.drop(row.id)
                 lease = tx.leases.get(row.lease)
                 assert lease is not None
-                add_event(tx, now, "checked", lease, "its worker did not send what a replay needs")
-                standing.suspected(self.run, tx, lease, reputation.NOT_REVEALED)
+                self._not_replayed(tx, lease, "its worker did not send what a replay needs")
             elif row.deadline is None and row.created < now - FORGOTTEN_SECONDS:
                 tx.checks.drop(row.id)
 
@@ -400,7 +405,7 @@ class Replays:
             standing.judge_validators(self.run, tx, lease, found.confirmed, found.overruled)
 
     def take_dishonest(self) -> set[str]:
-        """Workers whose replays have differed since the last call."""
+        """Workers that were excluded because of replays since the last call."""
         dishonest, self._dishonest = self._dishonest, set()
         return dishonest
 
@@ -421,8 +426,13 @@ class Replays:
             standing.replayed(self.run, tx, lease, agrees=True, was_refused=was_refused)
         elif not chosen.follows_refused:
             detail = "replay: it did not begin where an earlier lease ended, nor anew"
-            add_event(tx, now, "checked", lease, detail)
-            standing.suspected(self.run, tx, lease, reputation.UNLINKED)
+            self._not_replayed(tx, lease, detail)
+
+    def _not_replayed(self, tx: Transaction, lease: LeaseRow, detail: str) -> None:
+        """A replay shows nothing, because of something that the worker did."""
+        add_event(tx, self.run.clock(), "checked", lease, detail)
+        if standing.not_replayed(self.run, tx, lease):
+            self._dishonest.add(lease.worker)
 
 
 def _sizes(recipes: Iterable[Recipe]) -> dict[str, int]:

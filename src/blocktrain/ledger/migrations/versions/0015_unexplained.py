@@ -1,0 +1,12 @@
+"""What workers have hidden from replays."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0015"
+down_revision = "0014"
+
+
+def upgrade() -> None:
+    column = sa.Column("unexplained", sa.Double(), nullable=False, server_default="0")
+    op.add_column("workers", column)
