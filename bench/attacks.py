@@ -6,9 +6,9 @@
 
 Every cell is a run of 4 blocks with the coordinator's own service and the workers' own code over
 HTTP, in virtual time (tests/support/stepped_run.py). The same cell gives about the same numbers;
-which leases are replayed is drawn in secret. Hostile workers follow one plan of tests/support/attacks.py from the first step; those of one crew
-act together. A clean run of each crew, with only honest workers, is measured first with every seed
-of --clean-seeds.
+which leases are replayed is drawn in secret. Hostile workers follow one plan of
+tests/support/attacks.py from the first step; those of one crew act together. A clean run of each
+crew, with only honest workers, is measured first with every seed of --clean-seeds.
 
 Writes DIR/attacks.jsonl, one line per run, after every run; called again, it measures only what is
 missing. Prints a table: CE minus that of the clean run with the same seed, mean over seeds; in

@@ -21,8 +21,8 @@ REFUSED = (
     3.0  # evidence of a refused update, if a replay does not show that it was trained honestly
 )
 REPLAY_DIFFERS, REPLAY_AGREES = EXCLUDED, -2.0  # no honest result differs by more than rounding
-# What is added to `unexplained` if a lease that was drawn for a replay names no states, if its files
-# do not arrive, or if its optimizer began in an unknown state; and for a replay that agrees.
+# Added to `unexplained` if a lease that was drawn for a replay names no states, if the files do not
+# arrive, or if its optimizer began in an unknown state; and after a replay that agrees.
 UNEXPLAINED, EXPLAINED = 3.0, -1.0
 MOST_OWING = 8  # leases after one whose files a worker still has to send
 OVERRULED, CONFIRMED = 5.0, -0.5  # evidence against a validator when others have checked the same

@@ -212,11 +212,9 @@ def test_good_scores_do_not_make_up_for_what_was_not_sent(
 def test_a_worker_that_owes_files_gets_only_some_more_leases(
     service: Service, worker: Committing, validator: Member, clock: SetClock
 ):
-    worker.work(validator)
-    assert worker.asked()
-    for _ in range(reputation.MOST_OWING):
-        clock.forward(1.0)
+    for _ in range(1 + reputation.MOST_OWING):
         worker.work(validator)
+        clock.forward(1.0)
     answer = worker.member.ask(blocks=(0,)).answer
     assert isinstance(answer, Wait)
     assert "first send the files" in answer.reason
