@@ -91,9 +91,11 @@ class NoiseAtLimit(Plan):
 
 
 class NoiseOfHonestSize(Plan):
+    """Random signs, because the largest numbers of normal noise are above the limit."""
+
     def change(self, turn: Turn) -> Tensors:
         noise = noise_like(self.draws, turn.base)
-        return {name: noise[name] * rms(change) for name, change in turn.change.items()}
+        return {name: np.sign(noise[name]) * rms(change) for name, change in turn.change.items()}
 
 
 class OtherWeights(Plan):

@@ -333,8 +333,8 @@ class SteppedRun:
 
     def _finish(self, worker: SteppedWorker, lease: Lease) -> None:
         work = worker.train(lease)
-        if not worker.block.encodes:
-            worker.send(work, final=False)
+        if not worker.block.encodes or worker.member.hostile:  # it continues no lease
+            worker.send(work, final=worker.member.hostile)
             self._ask(worker)
             return
         answer = worker.request()
