@@ -23,6 +23,7 @@ import sqlite3
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -34,6 +35,7 @@ from tests.support.stepped_run import Member, SteppedRun
 
 from blocktrain.config import Config, load_config
 from blocktrain.data.corpus import load_corpus
+from blocktrain.training.device import resolve
 from quality import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +46,7 @@ CLEAN = "honest"
 VALIDATORS = {"on": ("honest",), "off": ()}
 SMALL = {
     "model__width": 32, "model__heads": 2, "model__window": 32, "train__steps": 200,
-    "train__device": "cpu", "train__precision": "fp32", "swarm__first_steps": 6,
+    "train__device": "cpu", "swarm__first_steps": 6,
     "swarm__most_steps": 6,
 }  # fmt: skip
 
@@ -57,10 +59,14 @@ class Cell:
     plan: str
     seed: int
     defence: str  # on or off
+    precision: str = "fp32"  # of the workers; validators compute in fp32
 
     def config(self) -> Config:
         base = load_config(ROOT / "configs" / f"{CONFIGS[self.objective]}.toml", [])
-        return base.with_settings(**SMALL, swarm__codec=self.codec, train__seed=self.seed)
+        return base.with_settings(
+            **SMALL, swarm__codec=self.codec, train__seed=self.seed,
+            train__precision=self.precision,
+        )  # fmt: skip
 
     def members(self) -> list[Member]:
         hostile, total = CREWS[self.crew]
@@ -82,7 +88,13 @@ def measure(cell: Cell) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory() as folder,
         SteppedRun(
-            Path(folder), config, corpus, cell.members(), cell.seed, VALIDATORS[cell.defence]
+            Path(folder),
+            config,
+            corpus,
+            cell.members(),
+            cell.seed,
+            VALIDATORS[cell.defence],
+            compute=resolve("cpu", cell.precision),
         ) as run,
     ):
         run.play()
@@ -111,12 +123,14 @@ def measure(cell: Cell) -> dict[str, Any]:
 def updates_of(folder: Path, worker: str) -> dict[str, Any]:
     """A worker's updates by state, and the reasons of refusals."""
     ledger = sqlite3.connect(folder / "ledger.db")
-    rows = ledger.execute("SELECT state, reason FROM updates WHERE worker = ?", [worker]).fetchall()
+    wanted = "SELECT state, reason, clip FROM updates WHERE worker = ?"
+    rows = ledger.execute(wanted, [worker]).fetchall()
     ledger.close()
-    states = [state for state, _ in rows]
+    states = [state for state, *_ in rows]
     return {
         "states": {state: states.count(state) for state in sorted(set(states))},
-        "reasons": sorted({reason for state, reason in rows if state == "refused"}),
+        "reasons": sorted({reason for state, reason, _ in rows if state == "refused"}),
+        "clipped": sum(clip is not None for *_, clip in rows),
     }
 
 
@@ -126,6 +140,7 @@ def updates_of(folder: Path, worker: str) -> dict[str, Any]:
 def table(results: Sequence[dict[str, Any]], defence: str) -> Iterator[str]:
     """One row per plan; columns by crew, objective and codec."""
     results = [each for each in results if each["defence"] == defence]
+    results = [each for each in results if each["precision"] == "fp32"]
     columns = sorted({column_of(each) for each in results})
     clean = {(column_of(each), each["seed"]): each["ce"] for each in results if is_clean(each)}
     yield f"\nDefence {defence}"
@@ -177,6 +192,26 @@ def was_stopped(worker: dict[str, Any], run: dict[str, Any]) -> bool:
     return bool(worker["last_lease"] < run["virtual_seconds"] / 2)
 
 
+def honest(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What became of the updates of honest workers, by whether there was a hostile one."""
+    yield "\n| honest workers | runs | updates | refused | clipped | workers excluded |"
+    yield "|---" * 6 + "|"
+    groups = [(each["precision"], each["codec"], is_clean(each)) for each in results]
+    for group in sorted(set(groups)):
+        runs = [run for run, its in zip(results, groups, strict=True) if its == group]
+        workers = [each for run in runs for each in run["workers"] if each["plan"] == CLEAN]
+        counts = [each["updates"] for each in workers]
+        refused = Counter(reason[:60] for each in counts for reason in each["reasons"])
+        excluded = sum(each["ended"] not in (None, "finished") for each in workers)
+        precision, codec, is_alone = group
+        yield (
+            f"| {'alone' if is_alone else 'beside hostile ones'}, {precision}, {codec}"
+            f" | {len(runs)} | {sum(sum(each['states'].values()) for each in counts)}"
+            f" | {sum(each['states'].get('refused', 0) for each in counts)} {dict(refused) or ''}"
+            f" | {sum(each.get('clipped', 0) for each in counts)} | {excluded} |"
+        )
+
+
 def spread(values: list[float]) -> str:
     if len(values) < 2:
         return ", ".join(f"{value:.3f}" for value in values)
@@ -192,7 +227,7 @@ def column_of(result: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def cell_of(result: dict[str, Any]) -> Cell:
-    return Cell(**{name: result[name] for name in Cell.__dataclass_fields__})
+    return Cell(**{name: result[name] for name in Cell.__dataclass_fields__ if name in result})
 
 
 def parsed() -> argparse.Namespace:
@@ -203,6 +238,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--codecs", nargs="+", default=["none", "int8", "sparse"])
     parser.add_argument("--objectives", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--crews", nargs="+", choices=CREWS, default=["1-of-4", "2-of-6"])
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--clean-seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
@@ -213,7 +249,7 @@ def parsed() -> argparse.Namespace:
 
 def wanted(args: argparse.Namespace) -> list[Cell]:
     return [
-        Cell(objective, codec, crew, plan, seed, defence)
+        Cell(objective, codec, crew, plan, seed, defence, args.precision)
         for defence in args.defence
         for plan in sorted(args.plans, key=lambda plan: plan != CLEAN)
         for seed in (args.clean_seeds if plan == CLEAN else args.seeds)
@@ -241,8 +277,10 @@ def main() -> None:
             if time.monotonic() > until:
                 pool.shutdown(wait=False, cancel_futures=True)
                 break
+    results = [{"precision": "fp32", **each} for each in results]
     for defence in args.defence:
         print("\n".join(table(results, defence)))
+    print("\n".join(honest([each for each in results if each["defence"] == "on"])))
 
 
 if __name__ == "__main__":

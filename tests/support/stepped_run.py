@@ -39,7 +39,7 @@ from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import Finished, Lease, LeaseAnswer, LeaseRequest, Wait
 from blocktrain.storage import tensor_file
-from blocktrain.training.device import resolve
+from blocktrain.training.device import Compute, resolve
 from blocktrain.training.evaluate import evaluate, to_device
 from blocktrain.training.stored_models import load_block
 from blocktrain.worker.client import Client
@@ -190,11 +190,13 @@ class SteppedRun:
         seed: int = 0,
         validators: Sequence[str] = (),
         new_pace: Callable[[], Pace] | None = None,
+        compute: Compute = CPU,
     ) -> None:
         """`validators`: "honest" or "lying" each. Without any, updates are merged unchecked.
-        `new_pace`: how workers cut leases into segments; by default into two."""
+        `new_pace`: how workers cut leases into segments; by default into two. `compute`: that of
+        the workers; validators compute in fp32."""
         torch.set_num_threads(1)
-        self.config, self.corpus, self.crew = config, corpus, crew
+        self.config, self.corpus, self.crew, self._compute = config, corpus, crew, compute
         self._folder, self._seed = folder, seed
         self.clock = SetClock()
         self._began = self.clock()
@@ -384,7 +386,7 @@ class SteppedRun:
         events = EventReporter(on_event, transfer.bandwidth, client.clock)
         kept = KeptStates(client, folder, transfer.bandwidth)
         kept.pace = self._new_pace()
-        parts = (self.config, self.corpus, CPU, transfer, folder, lambda text: None, kept)
+        parts = (self.config, self.corpus, self._compute, transfer, folder, lambda text: None, kept)
         block = (
             HostileBlock(*parts, lambda: PLANS[member.plan](self._seed))
             if member.hostile

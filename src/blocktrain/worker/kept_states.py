@@ -80,6 +80,7 @@ class KeptStates:
         self._transfer = Transfer(client, self.blobs, bandwidth)
         self._client = client
         self._leases: dict[str, LeaseStates] = {}  # oldest first
+        self._asked_for: set[Blob] = set()  # files that the coordinator has asked for last
         self._lock = threading.Lock()
         self._sending = threading.Thread()  # not started
         self.pace = Pace()
@@ -127,7 +128,7 @@ class KeptStates:
 
     @property
     def _kept_blobs(self) -> set[Blob]:
-        return set().union(*(states.blobs for states in self._leases.values()))
+        return self._asked_for.union(*(states.blobs for states in self._leases.values()))
 
     @property
     def _size(self) -> int:
@@ -140,6 +141,10 @@ class KeptStates:
             self._sending.start()
 
     def reveal(self, reveal: Reveal) -> None:
+        """Send files, and keep them until others are asked for: sending them may fail, or take
+        longer than the next leases."""
+        with self._lock:
+            self._asked_for = {blob for blob in self._kept_blobs if blob.name in reveal.files}
         deadline = self._client.deadline(REVEAL_SECONDS)
         try:
             recipes = [self.blobs.recipe(name) for name in reveal.files]
