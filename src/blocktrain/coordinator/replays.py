@@ -57,7 +57,7 @@ from blocktrain.swarm.replay import Comparison
 # How long a worker has to send files after it was asked. One that was never asked has left.
 REVEAL_SECONDS, REVEAL_BYTES_PER_SECOND = 120.0, 1e5
 FORGOTTEN_SECONDS = 3600.0
-MOST_FILES_SIZE = 8  # of all files together, in sizes of the block
+MOST_FILES_SIZE = 10  # of all files together, in sizes of the block
 LARGEST_FILE = 3  # in sizes of the block, and so much more for headers:
 HEADER_BYTES = 1 << 20
 EARLIER = 8  # updates of a worker in which the state may be found that a lease began with
@@ -91,10 +91,6 @@ class _Replay(NamedTuple):
     @property
     def is_encoded(self) -> bool:
         return self.claim.codec != "none"
-
-    @property
-    def is_last(self) -> bool:
-        return self.segment == len(self.commitment.weights) - 2
 
     @property
     def residual(self) -> Hash | None:
@@ -151,8 +147,9 @@ class _Replay(NamedTuple):
         files = [*own.weights[at : at + 2], *own.moments[at : at + 2]]
         if self.has_opening and self.added:
             files.append(self.added)
-        if self.is_encoded and self.is_last:
-            files += [own.weights[0], *([self.residual] if self.residual else ())]
+        if self.is_encoded:
+            residual = [self.residual] if self.residual else []
+            files += [own.weights[0], own.weights[-1], *residual]
         sent = blob_of(self.claim.recipe).name  # without a codec, the last weights
         return [name for name in dict.fromkeys(files) if name != sent]
 
@@ -332,12 +329,13 @@ class Replays:
 
     def _closing(self, chosen: _Replay) -> EncodingLink | None:
         own = chosen.commitment
-        if not chosen.is_encoded or not chosen.is_last:
+        if not chosen.is_encoded:
             return None
         assert own.learned is not None and own.residual is not None, "checked with the offer"
         return EncodingLink(
             update=blob_of(chosen.claim.recipe),
             start=self._blob(own.weights[0]),
+            end=self._blob(own.weights[-1]),
             residual=self._blob(chosen.residual) if chosen.residual else None,
             learned=own.learned,
             left_out=own.residual,
