@@ -91,11 +91,9 @@ class NoiseAtLimit(Plan):
 
 
 class NoiseOfHonestSize(Plan):
-    """Random signs, because the largest numbers of normal noise are above the limit."""
-
     def change(self, turn: Turn) -> Tensors:
-        noise = noise_like(self.draws, turn.base)
-        return {name: np.sign(noise[name]) * rms(change) for name, change in turn.change.items()}
+        signs = signs_like(self.draws, turn.base)
+        return {name: signs[name] * rms(change) for name, change in turn.change.items()}
 
 
 class OtherWeights(Plan):
@@ -141,7 +139,7 @@ class Drift(Plan):
         self._direction: Tensors = {}
 
     def change(self, turn: Turn) -> Tensors:
-        self._direction = self._direction or noise_like(self.draws, turn.base)
+        self._direction = self._direction or signs_like(self.draws, turn.base)
         return {
             name: change + np.float32(self.share * rms(change)) * self._direction[name]
             for name, change in turn.change.items()
@@ -322,6 +320,11 @@ def noise_like(draws: np.random.Generator, tensors: Tensors) -> Tensors:
         name: draws.standard_normal(array.shape, dtype=np.float32)
         for name, array in sorted(tensors.items())
     }
+
+
+def signs_like(draws: np.random.Generator, tensors: Tensors) -> Tensors:
+    """Noise of which no number is larger than others, and so above a limit."""
+    return {name: np.sign(noise) for name, noise in noise_like(draws, tensors).items()}
 
 
 def at_limit(turn: Turn, tensors: Tensors) -> Tensors:
