@@ -216,8 +216,12 @@ class Replays:
 
     async def receive(self, caller: Caller, lease: str, offer: RevealOffer) -> UploadState:
         """Take the recipes of files that a worker was asked for. Returns the chunks that are still
-        missing; once there are none, validators may have the replay."""
+        missing; once there are none, validators may have the replay. Without recipes there is no
+        replay."""
         chosen, largest = await self._executor.run(self.find, caller, lease)
+        if not offer.recipes:
+            await self._executor.run(self.give_up, chosen.row.id, chosen.lease)
+            return UploadState(missing=())
         state = await run_in_threadpool(self.store, chosen, largest, offer)
         if not state.missing:
             await self._executor.run(self.arrived, chosen.row.id)
@@ -268,6 +272,14 @@ class Replays:
     def arrived(self, check: str) -> None:
         with self.run.ledger.write() as tx:
             tx.checks.files_arrived(check, self.run.clock())
+
+    def give_up(self, check: str, lease: LeaseRow) -> None:
+        """Drop a replay whose files its worker does not have any more."""
+        with self.run.ledger.write() as tx:
+            tx.blocks.lock()
+            if tx.checks.get(check):
+                tx.checks.drop(check)
+                self._not_replayed(tx, lease, "its worker does not have what a replay needs")
 
     def noticed(self, due: Iterable[CheckRow]) -> None:
         """Take note of all checks without a result."""

@@ -146,11 +146,18 @@ class KeptStates:
         with self._lock:
             self._asked_for = {blob for blob in self._kept_blobs if blob.name in reveal.files}
         deadline = self._client.deadline(REVEAL_SECONDS)
+        recipes = []
         try:
-            recipes = [self.blobs.recipe(name) for name in reveal.files]
+            if self._has_all(reveal):
+                recipes = [self.blobs.recipe(name) for name in reveal.files]
+            else:  # deleted, or of an earlier process: without an answer, leases would stop
+                log.warning("the files of lease %s are gone; it cannot be replayed", reveal.lease)
             self._transfer.reveal(reveal.lease, recipes, deadline)
         except (BlocktrainError, OSError) as error:
             log.warning("cannot send files of lease %s for a replay: %s", reveal.lease, error)
+
+    def _has_all(self, reveal: Reveal) -> bool:
+        return self.blobs.chunks.has(reveal.files) == set(reveal.files)
 
 
 class StateRecorder:

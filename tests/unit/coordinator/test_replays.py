@@ -209,6 +209,20 @@ def test_good_scores_do_not_make_up_for_what_was_not_sent(
     assert worker.row.unexplained == 0.0
 
 
+def test_a_worker_says_that_its_files_are_gone(
+    service: Service, worker: Committing, validator: Member
+):
+    worker.work(validator)
+    wanted = worker.asked()
+    assert wanted
+    replays, caller = service.checks.replays, worker.member.caller
+    chosen, _ = replays.find(caller, wanted.lease)
+    for _ in range(2):  # the answer was lost
+        replays.give_up(chosen.row.id, chosen.lease)
+    assert worker.row.unexplained == reputation.UNEXPLAINED
+    assert worker.asked() is None
+
+
 def test_a_worker_that_owes_files_gets_only_some_more_leases(
     service: Service, worker: Committing, validator: Member, clock: SetClock
 ):
