@@ -125,12 +125,16 @@ def updates_of(folder: Path, worker: str) -> dict[str, Any]:
     ledger = sqlite3.connect(folder / "ledger.db")
     wanted = "SELECT state, reason, clip FROM updates WHERE worker = ?"
     rows = ledger.execute(wanted, [worker]).fetchall()
+    doubts = "SELECT suspicion, unexplained FROM workers WHERE id = ?"
+    [(suspicion, unexplained)] = ledger.execute(doubts, [worker])
     ledger.close()
     states = [state for state, *_ in rows]
     return {
         "states": {state: states.count(state) for state in sorted(set(states))},
         "reasons": sorted({reason for state, reason, _ in rows if state == "refused"}),
         "clipped": sum(clip is not None for *_, clip in rows),
+        "suspicion": suspicion,
+        "unexplained": unexplained,
     }
 
 
