@@ -1,13 +1,14 @@
 """Measures what checking costs, as a share of the arithmetic and of the CPU time of training.
 
     PYTHONPATH=src:. python bench/checking.py [--config tiny] [--workers 8]
-        [--steps-per-second 6] [--set SETTING=VALUE]
+        [--steps-per-second 6] [--newcomer-updates 20] [--set SETTING=VALUE]
 
 A run of honest workers and one validator, with the coordinator's own service and the workers' own
 code over HTTP in one process, in virtual time (tests/support/stepped_run.py). CPU time is measured
 around each lease, the naming of its states, and each check; of tiny models it is mostly that of
 starting things. So FLOPs are counted too (config/compute.py): of the steps of leases, of the steps
-of replays, and of the forward passes of scores. The first updates of all workers are replayed more
+of replays, and of the forward passes of scores. --newcomer-updates makes workers established after
+fewer updates than in a real run, so that a short run shows what checks cost later. The first updates of all workers are replayed more
 often, so the shares of each half of the run are printed as well, and of the part in which no worker
 was a newcomer.
 """
@@ -129,8 +130,11 @@ def main() -> None:
     parser.add_argument("--config", default="tiny")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--steps-per-second", type=float, default=6.0)
+    parser.add_argument("--newcomer-updates", type=int, default=reputation.NEWCOMER_UPDATES)
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE")
     args = parser.parse_args()
+    reputation.NEWCOMER_UPDATES = args.newcomer_updates
+    reputation.NEWCOMER_REPLAYS = min(reputation.NEWCOMER_REPLAYS, args.newcomer_updates)
     fixed = ["train.device=cpu", "train.precision=fp32"]
     config = load_config(ROOT / "configs" / f"{args.config}.toml", [*fixed, *args.set])
     crew = [Member(f"honest-{n}", "honest", args.steps_per_second) for n in range(args.workers)]
