@@ -8,9 +8,9 @@ code over HTTP in one process, in virtual time (tests/support/stepped_run.py). C
 around each lease, the naming of its states, and each check; of tiny models it is mostly that of
 starting things. So FLOPs are counted too (config/compute.py): of the steps of leases, of the steps
 of replays, and of the forward passes of scores. --newcomer-updates makes workers established after
-fewer updates than in a real run, so that a short run shows what checks cost later. The first updates of all workers are replayed more
-often, so the shares of each half of the run are printed as well, and of the part in which no worker
-was a newcomer.
+fewer updates than in a real run, so that a short run shows what checks cost later. The first
+updates of all workers are replayed more often, so the shares of each half of the run are printed as
+well, and of the part in which no worker was a newcomer.
 """
 
 import argparse
