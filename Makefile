@@ -59,6 +59,7 @@ check: $(DEV)
 	$(BIN)/ruff check src tests bench scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	find src -name '*.py' -exec awk 'FNR == 501 { print FILENAME " has over 500 lines"; n++ } END { exit n }' {} +
 
 format: $(DEV)
 	$(BIN)/ruff format src tests bench scripts

@@ -25,7 +25,8 @@ from blocktrain.codec.frames import FRAME_NUMBERS, UpdateDecoder, encode
 from blocktrain.codec.sparse import Sparse
 from blocktrain.errors import RunError
 from blocktrain.numerics import Floats
-from blocktrain.storage.run_dir import RunDir, SavedVersion, load_tensors
+from blocktrain.storage.block_dir import SavedVersion, load_tensors
+from blocktrain.storage.run_dir import RunDir
 
 T = TypeVar("T")
 

@@ -38,6 +38,7 @@ from blocktrain.protocol.messages import (
     Lease,
     LeaseAnswer,
     LeaseRequest,
+    Receipt,
     Recipe,
     UpdateClaim,
     UpdateOffer,
@@ -45,10 +46,19 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.storage.chunks import LocalChunks, name_of
 from blocktrain.storage.tensor_file import encode
-from coordinator_server import BLOCKS, Running, found, most_memory, server
+from coordinator_server import (
+    BLOCKS,
+    Running,
+    first_numbers,
+    found,
+    learned,
+    most_memory,
+    server,
+)
 from quality import provenance
 
 FILLED_AT_ONCE = 20_000
+NUMBERS = 16  # of a block
 PAST_WORKER = "pastworker"
 
 
@@ -85,14 +95,13 @@ class Worker:
         )
         offer = UpdateOffer(claim=claim, signature=self.key.sign(update_text(claim)))
         if self.whole:
-            self._ask(
-                "POST", "/v1/updates/whole", whole_update_head(offer) + b"".join(chunks.values())
-            )
+            body = whole_update_head(offer) + b"".join(chunks.values())
+            _check_accepted(self._ask("POST", "/v1/updates/whole", body))
             return
         missing = json.loads(self._post("/v1/updates", offer.model_dump_json()))["missing"]
         for name in missing:
             self._ask("PUT", f"/v1/chunks/{name}?lease={lease.lease}", chunks[name])
-        self._post(f"/v1/updates/{lease.lease}/commit", "")
+        _check_accepted(self._post(f"/v1/updates/{lease.lease}/commit", ""))
 
     def _post(self, path: str, body: str) -> bytes:
         return self._ask("POST", path, body.encode())
@@ -104,6 +113,11 @@ class Worker:
         if answer.status >= HTTPStatus.BAD_REQUEST:
             raise SystemExit(f"{method} {path}: {data.decode()}")
         return data
+
+
+def _check_accepted(answer: bytes) -> None:
+    receipt = Receipt.model_validate_json(answer)
+    assert receipt.state != "refused", receipt.reason
 
 
 def cut(data: bytes) -> tuple[dict[str, bytes], Recipe]:
@@ -133,8 +147,8 @@ def pairs_per_second(
                 lease = worker.lease()
                 if lease is None:
                     continue
-                near = np.float32(0.5) + np.float32(1e-4) * draws.random(16, np.float32)
-                update = b"".join(encode({"w": near}))  # no further than a step goes
+                first = first_numbers(np.random.default_rng(0), NUMBERS)
+                update = b"".join(encode({"w": first + learned(draws, NUMBERS)}))
                 worker.submit(lease, *cut(update))
                 done[index] += 1
 
@@ -212,7 +226,7 @@ def measure(args: argparse.Namespace, history: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         db = args.db or f"sqlite:///{folder / 'ledger.db'}"
-        found(folder, db, 16)
+        found(folder, db, NUMBERS)
         if history:
             fill(db, history)
         sync = seconds_to_keep_a_file(folder)

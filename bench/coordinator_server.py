@@ -23,7 +23,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from blocktrain.config import from_dict
-from blocktrain.coordinator import limits
+from blocktrain.coordinator import client_limits
 from blocktrain.coordinator.run import create_run, open_run
 from blocktrain.coordinator.server import CoordinatorServer
 from blocktrain.coordinator.service import Service
@@ -60,13 +60,22 @@ def found(folder: Path, db: str, numbers: int, blocks: int = BLOCKS, **swarm: An
     data = np.zeros(4096, np.uint8)
     corpus = Corpus("made", dict.fromkeys(("train", "valid", "test"), data), {})
     weights = folder / "first.safetensors"
-    numbers_here = np.random.default_rng(0).random(numbers, np.float32)
     with weights.open("wb") as file:
-        file.writelines(encode({"w": numbers_here}))
+        file.writelines(encode({"w": first_numbers(np.random.default_rng(0), numbers)}))
     ledger = Ledger(db)
     chunks = LocalChunks(folder / "chunks")
     create_run(config, corpus, [weights] * blocks, ledger, chunks, time.time())
     ledger.close()
+
+
+def first_numbers(draws: np.random.Generator, count: int) -> np.ndarray:
+    """The next numbers of a block's first version. `draws`: from seed 0."""
+    return draws.random(count, np.float32)
+
+
+def learned(draws: np.random.Generator, count: int) -> np.ndarray:
+    """What an update adds to them: noise, no larger than what one step may move."""
+    return np.float32(1e-4) * draws.random(count, np.float32)
 
 
 @contextmanager
@@ -98,7 +107,10 @@ def most_memory(process: int) -> int:
 def _serve(folder: Path, db: str) -> None:
     chunks = LocalChunks(folder / "chunks")
     run = open_run(Ledger(db), chunks, time.time)
-    limits.JOINS_PER_ADDRESS = limits.JOINS_PER_INVITE = (1e6, 1e6)  # one machine acts as many
+    client_limits.JOINS_PER_ADDRESS = client_limits.JOINS_PER_INVITE = (
+        1e6,
+        1e6,
+    )  # one machine acts as many
     service = Service(run)
     listener = bound_socket("127.0.0.1", 0)
     secret = service.operator.invite("train", 1_000_000, 1e6)

@@ -21,11 +21,13 @@ import argparse
 import json
 import math
 import os
+import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from blocktrain.config import load_config
 from blocktrain.config.settings import Vocabulary
 from blocktrain.data.corpus import evaluation_windows
 from blocktrain.data.run_text import stored_text
+from blocktrain.numerics.sampling import Sampling
 from blocktrain.protocol.framing import encode
 from blocktrain.serve.ring.activations import Activations, Choice, Row
 from blocktrain.serve.ring.envelope import StepEnvelope, step_message
@@ -232,24 +235,39 @@ def score(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 # wire
 
+TLS_RECORD, TLS_BYTES = 16384, 22
+SEED = 6_482_915_730_118_264_905  # as long as random seeds are
+
 
 def wire(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The frames that stages send for one step. TLS adds 22 bytes to each 16 KiB."""
+    """The frames that stages send for one step: greedy with one stage to come, sampled with two.
+    TLS adds 22 bytes to each 16 KiB."""
     vocabulary = Vocabulary("gpt2", 50304, bos=50256, eos=(50256,), mask=50257)
-    for width in (768, 1024, 4096):
-        for positions in (1, 8, 512):
+    routes = {
+        "greedy": (Sampling(), ("192.0.2.3:7101",), {"block 1": 0.012345}),
+        "sampled": (
+            Sampling(0.7, top_p=0.95, seed=SEED), ("192.0.2.3:7101", "198.51.100.4:7101"),
+            {"block 1": 0.012345},
+        ),
+    }  # fmt: skip
+    for name, (sampling, hops, seconds) in routes.items():
+        for width, positions in product((768, 1024, 4096), (1, 8, 512)):
             ids = np.arange(positions, dtype=np.uint32)
-            row = Row(7, 512, ids, 1, Choice(position=512 + positions))
+            row = Row(7, 512, ids, 1, Choice(sampling, position=512 + positions))
             state = np.random.default_rng(0).standard_normal((positions, width), np.float32)
-            seconds = {"192.0.2.2:7101": 0.012345}
             work = Activations([row], state)
-            step = StepEnvelope(work, "0123456789abcdef", ("192.0.2.3:7101",), "bf16", seconds)
+            step = StepEnvelope(work, secrets.token_urlsafe(6), hops, "bf16", seconds)
             sent = sum(len(memoryview(part).cast("B"))
                        for part in encode(step_message(step, vocabulary)))  # fmt: skip
-            each = sent / positions
-            yield {"width": width, "positions in the step": positions,
-                   "bytes per position and hop": round(each, 1),
-                   "times 2 x width": round(each / (2 * width), 3)}  # fmt: skip
+            tls = TLS_BYTES * -(-sent // TLS_RECORD)
+            yield {
+                "step": name,
+                "width": width,
+                "positions in the step": positions,
+                "bytes beside the features": sent - 2 * width * positions,
+                "times 2 x width": round(sent / positions / (2 * width), 3),
+                "with TLS": round((sent + tls) / positions / (2 * width), 3),
+            }
 
 
 # tokenising

@@ -29,7 +29,7 @@ from blocktrain.protocol.messages import Lease, LeaseRequest, UpdateClaim, Updat
 from blocktrain.storage.tensor_file import header_bytes
 from blocktrain.worker.client import Client
 from blocktrain.worker.transfer import BlobCache, Transfer
-from coordinator_server import Running, found, most_memory, server
+from coordinator_server import Running, first_numbers, found, learned, most_memory, server
 from quality import provenance
 
 PIECE_BYTES = 1024 * 1024
@@ -37,7 +37,7 @@ PATIENCE = 600.0
 
 
 class Worker:
-    """One that has joined, with a cache of its own. Nothing is trained: an update is random."""
+    """One that has joined, with a cache of its own. An update is the block and some noise."""
 
     def __init__(self, running: Running, folder: Path, name: int, numbers: int) -> None:
         self.numbers = numbers
@@ -47,7 +47,7 @@ class Worker:
         self.joined = self.client.join(f"worker {name}", "none")
         self.cache = BlobCache(folder / f"cache-{name}")
         self.transfer = Transfer(self.client, self.cache)
-        self.draws = np.random.default_rng(1 + name)  # 0 made the block
+        self.draws = np.random.default_rng(1 + name)
         lease = self.client.lease(LeaseRequest()).answer
         assert isinstance(lease, Lease)
         self.lease = lease
@@ -56,7 +56,7 @@ class Worker:
         self.transfer.fetch(self.lease.base, self.client.deadline(PATIENCE))
 
     def make_update(self) -> UpdateOffer:
-        """Other numbers of the same form, in the cache, as if they had been trained."""
+        """The block's numbers with noise, in the cache, as if it had been trained."""
         blob = self.cache.write(self._parts())
         claim = UpdateClaim(
             run=self.joined.description.run,
@@ -84,8 +84,10 @@ class Worker:
 
     def _parts(self) -> Iterator[bytes]:
         yield header_bytes([("w", "F32", (self.numbers,))])
+        first = np.random.default_rng(0)
         for start in range(0, self.numbers, PIECE_BYTES):
-            yield self.draws.random(min(PIECE_BYTES, self.numbers - start), np.float32).tobytes()
+            count = min(PIECE_BYTES, self.numbers - start)
+            yield (first_numbers(first, count) + learned(self.draws, count)).tobytes()
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -22,6 +22,7 @@ from blocktrain.codec.dense import Int8
 from blocktrain.config import Config, load_config
 from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.coordinator.members import Operator
+from blocktrain.coordinator.merger import MergedAs
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.updates import signed_claim
 from blocktrain.data.corpus import evaluation_windows, load_corpus
@@ -234,6 +235,13 @@ def pending_of(run: Run, rows: Sequence[Any]) -> list[PendingUpdate]:
     ]
 
 
+def clip_of(row: Any) -> Sequence[float] | None:
+    """The recorded factors by which a merged update was clipped, by tensor."""
+    merged_as = MergedAs.of(row)
+    assert merged_as is not None
+    return merged_as.clip
+
+
 def _check_versions_follow(run: Run) -> None:
     """Merged again, every version and what it owes is what the one before it and its updates
     give; and differences lead there."""
@@ -256,6 +264,7 @@ def _check_versions_follow(run: Run) -> None:
                 share=factors[row.lease]
                 * merging_rules.update_weight(run.config.swarm, number - 1, row.base_version),
                 encoded=True,
+                clip=clip_of(row),
             )
             for row in sent
             if (row.block, row.merged_into) == (block, number)

@@ -32,7 +32,7 @@ from blocktrain.codec.frames import encode
 from blocktrain.config import Config, SwarmConfig
 from blocktrain.data.corpus import Corpus, TrainingWindows, evaluation_windows, shifted
 from blocktrain.model.block import target_table
-from blocktrain.model.stack import READOUTS, Stack, assemble, read_out
+from blocktrain.model.stack import READOUTS, Stack, assemble, product, read_out
 from blocktrain.numerics.merge import Contribution, MergeRule, finite_floats
 from blocktrain.numerics.sampling import Sampling, mixed_seed
 from blocktrain.serve.router.first_block import generate
@@ -157,7 +157,7 @@ def scores(stack: Stack, corpus: Corpus, starts: tuple[str, ...]) -> Numbers:
         blocks = stack.log_probs(ids, start, seed=5)
         named = {f"block {index}": log_probs for index, log_probs in enumerate(blocks)}
         named |= {name: read_out(name, blocks) for name in READOUTS}
-        named["product weighted"] = read_out("product", blocks, [0.3, 0.6, 0.2][: len(blocks)])
+        named["product weighted"] = product(blocks, [0.3, 0.6, 0.2][: len(blocks)])
         result[start] = {
             name: float(-log_probs.gather(-1, targets[..., None]).mean())
             for name, log_probs in named.items()

@@ -251,7 +251,7 @@ def test_a_killed_run_resumes_bit_for_bit(home: Path, how: signal.Signals):
     out = home / f"killed-{how.name}"
     process = start(home, *training(home, out.name, *longer), "--block", "0")
     manifest = out / "block-0" / "manifest.json"
-    wait_for(
+    wait_for_process(
         process, lambda: manifest.exists() and not json.loads(manifest.read_text())["finished"]
     )
     process.send_signal(how)
@@ -279,7 +279,7 @@ def start(home: Path, *arguments: str) -> "subprocess.Popen[str]":
     )  # fmt: skip
 
 
-def wait_for(
+def wait_for_process(
     process: "subprocess.Popen[str]", condition: Callable[[], bool], seconds: float = 60
 ) -> None:
     """Wait for what a process brings about; one that ended first says why."""
@@ -410,7 +410,7 @@ def test_a_failing_block_stops_the_others_and_keeps_its_code(home: Path):
     longer = ["train.steps=100000", "train.save_every=5"]
     process = start(home, *training(home, "hurt", *longer), "--block", "1")
     block = home / "hurt/block-1"
-    wait_for(process, (block / "manifest.json").exists)
+    wait_for_process(process, (block / "manifest.json").exists)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     newest = sorted(block.glob("v*.safetensors"))[-1]
@@ -467,7 +467,7 @@ def test_a_stop_of_the_parent_stops_blocks_side_by_side(home: Path):
     longer = ["train.steps=2000", "train.save_every=5", "model.layers=4", "model.blocks=4"]
     process = start(home, *training(home, "stopped", *longer), "--parallel", "2")
     manifests = [home / f"stopped/block-{k}/manifest.json" for k in range(4)]
-    wait_for(process, lambda: manifests[0].exists() and manifests[1].exists())
+    wait_for_process(process, lambda: manifests[0].exists() and manifests[1].exists())
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
@@ -481,7 +481,7 @@ def test_nobody_waits_for_the_lead_of_a_block_that_was_stopped(home: Path):
     """SIGTERM to the child that trains block 0: the command ends, and can be called again."""
     longer = [*CASCADE, "train.steps=2000", "train.save_every=5"]
     process = start(home, *training(home, "stopped-0", *longer), "--parallel", "2")
-    wait_for(process, (home / "stopped-0/block-0/manifest.json").exists)
+    wait_for_process(process, (home / "stopped-0/block-0/manifest.json").exists)
     threads = Path(f"/proc/{process.pid}/task").glob("*/children")
     (child,) = (int(pid) for thread in threads for pid in thread.read_text().split())
     os.kill(child, signal.SIGTERM)

@@ -42,7 +42,7 @@ from tests.support.coordinator import (
     weights_now,
 )
 
-from blocktrain.coordinator import limits
+from blocktrain.coordinator import client_limits
 from blocktrain.coordinator.api import ENDPOINTS
 from blocktrain.coordinator.leases import LONG_POLL_SECONDS, LeaseGrant
 from blocktrain.coordinator.members import Caller
@@ -960,8 +960,8 @@ def test_without_a_number_events_begin_with_what_comes_next(api: Api):
 
 
 def test_no_more_listen_than_there_are_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    most = limits.EVENT_STREAMS._replace(client=1)
-    monkeypatch.setattr(limits, "EVENT_STREAMS", most)
+    most = client_limits.EVENT_STREAMS._replace(client=1)
+    monkeypatch.setattr(client_limits, "EVENT_STREAMS", most)
     clock = SetClock()
     with (
         running(tmp_path, clock) as service,

@@ -4,7 +4,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -17,9 +17,10 @@ from tests.support.coordinator import (
     running,
     served,
 )
+from tests.support.waiting import wait_for
 
-from blocktrain.coordinator import limits
-from blocktrain.coordinator.limits import Most
+from blocktrain.coordinator import client_limits
+from blocktrain.coordinator.client_limits import Most
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import CHUNK_BYTES
 from blocktrain.storage.chunks import name_of
@@ -57,13 +58,6 @@ def request_head(member: Member, path: str, length: int, method: str = "POST") -
     ).encode()
 
 
-def wait_for(happened: Callable[[], object]) -> None:
-    ends = time.monotonic() + SECONDS
-    while not happened():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
-
-
 def test_an_aborted_request_is_one_line_of_the_log(
     service: Service, address: str, caplog: pytest.LogCaptureFixture
 ):
@@ -71,8 +65,10 @@ def test_an_aborted_request_is_one_line_of_the_log(
     host, port = address.removeprefix("http://").split(":")
     with caplog.at_level(logging.INFO):
         with socket.create_connection((host, int(port)), SECONDS) as connection:
-            connection.sendall(request_head(member, "/v1/lease", 100) + b"{")
-            time.sleep(0.1)
+            head = request_head(member, "/v1/lease", 100)
+            connection.sendall(head.replace(b"\r\n", b"\r\nexpect: 100-continue\r\n", 1))
+            assert b"100 Continue" in connection.recv(100)  # the coordinator reads the body
+            connection.sendall(b"{")
         wait_for(lambda: caplog.records)
         time.sleep(0.1)
     (record,) = caplog.records
@@ -117,7 +113,7 @@ def test_unfinished_chunks_of_a_worker_are_limited_and_others_are_served(
     service: Service, address: str, monkeypatch: pytest.MonkeyPatch
 ):
     few = Most(total=10 * CHUNK_BYTES, invite=10 * CHUNK_BYTES, client=500, address=0)
-    monkeypatch.setattr(limits, "CHUNK_BYTES", few)
+    monkeypatch.setattr(client_limits, "CHUNK_BYTES", few)
     secret = service.operator.invite("train", 2, INVITE_SECONDS)
     hoarder, honest = join(service, invite=secret), join(service)
     lease = hoarder.lease(blocks=(0,))

@@ -5,8 +5,7 @@ import logging
 import os
 import re
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.engine import SmallEngine, next_log_probs
 from tests.support.models import awake_stack
 from tests.support.serving import reference_text
+from tests.support.waiting import wait_for
 from tests.support.web import listening
 
 from blocktrain.config import Config
@@ -32,8 +32,8 @@ from blocktrain.numerics.sampling import Sampling
 from blocktrain.protocol.addresses import bound_socket
 from blocktrain.serve.http.answer import AdmissionQueue
 from blocktrain.serve.http.http_server import ApiSettings, create_app, web_server
+from blocktrain.serve.http.metrics import ServerMetrics
 from blocktrain.serve.http.openai import RequestLimits
-from blocktrain.serve.http.reports import ServerReports
 from blocktrain.serve.http.served_model import ServedModel
 from blocktrain.serve.router.decode import AnswerCost
 
@@ -90,13 +90,6 @@ def alone(
 ) -> bytes:
     """What the model says without any server."""
     return reference_text(stack, prompt, count, Sampling(temperature, seed=seed))
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
 
 
 # Its own client
@@ -544,7 +537,7 @@ def test_the_request_log_tells_times_and_tokens_but_no_texts(engine: SmallEngine
 def test_throughput_is_told_while_there_is_work():
     """Nothing is told while nothing happens."""
     now = 100.0
-    reports = ServerReports(AdmissionQueue(2, 2, 1.0), clock=lambda: now)
+    reports = ServerMetrics(AdmissionQueue(2, 2, 1.0), clock=lambda: now)
     assert reports.throughput() == ""
     reports.wrote(30)
     reports.answered([AnswerCost(prompt_tokens=50, traversals=9, drafted=20, accepted=15)])

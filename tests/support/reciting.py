@@ -1,7 +1,7 @@
 """A run with a tokenizer, whose model recites: whatever comes before, a token has one successor."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -94,11 +94,3 @@ def stored(folder: Path, stack: Stack, tokenizer: SubwordTokenizer) -> Path:
 
 def _weights(block: torch.nn.Module) -> dict[str, object]:
     return {name: parameter.detach().numpy() for name, parameter in block.named_parameters()}
-
-
-def recited(tokens: Sequence[int], following: Mapping[int, int], count: int) -> list[int]:
-    """What such a model says after these tokens."""
-    said: list[int] = []
-    for _ in range(count):
-        said.append(following[(said or list(tokens))[-1]])
-    return said

@@ -1,13 +1,16 @@
 """A model's blocks as stages in this process, and what a model says without a cache."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from time import monotonic
 
 import numpy as np
 import torch
+from tests.support.models import awake_stack
 from torch import Tensor
 
-from blocktrain.config import Config
+from blocktrain.config import Config, load_config
+from blocktrain.config.presets import config_path
 from blocktrain.errors import MissingPrefixError
 from blocktrain.model.stack import DenoisingStack, Stack, read_out
 from blocktrain.numerics.sampling import Sampling, adjustments, mixed_seed
@@ -26,6 +29,7 @@ from blocktrain.serve.router.output import OutputToken, Spell
 from blocktrain.training.device import resolve
 
 CPU = resolve("cpu", "fp32")
+WINDOW = 16
 
 
 def pick(log_probs_V: np.ndarray, sampling: Sampling, position: int) -> int:
@@ -132,6 +136,13 @@ def of_kind(config: Config, kind: str) -> Config:
     return config.with_settings(
         model__layers=3, model__blocks=3, objective__kind=kind, objective__tail=1
     )
+
+
+@lru_cache
+def small_stack(kind: str) -> Stack:
+    """Three blocks with random heads, and windows of WINDOW bytes."""
+    tiny = ["model.width=16", "model.heads=2", f"model.window={WINDOW}"]
+    return awake_stack(of_kind(load_config(config_path("tiny"), tiny), kind))
 
 
 def stepped(stack: Stack, ids_BT: Tensor, lengths: Sequence[int]) -> np.ndarray:

@@ -1,5 +1,6 @@
 """What tests of the worker share: one run, one key, short timeouts, a server with TLS."""
 
+import hashlib
 import ssl
 import time
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from random import Random
 import httpx
 from tests.support.fault_server import Fault, FaultServer
 
+from blocktrain.config import Config
+from blocktrain.data.corpus import Corpus
 from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.messages import Hello, Joined, RunDescription, Token
 from blocktrain.protocol.tls import Authority
@@ -30,6 +33,16 @@ SHORT_TIMEOUT = httpx.Timeout(1.0)
 def described(**changes: object) -> RunDescription:
     fields = {"config": "", "corpus": {}, "corpus_digests": {}, "whole_bytes": 0, **changes}
     return RunDescription(run=RUN, protocol=1, **fields)  # type: ignore[arg-type]
+
+
+def described_run(server: FaultServer, config: Config, corpus: Corpus) -> RunDescription:
+    """A run whose text the server has."""
+    splits = {split: data.tobytes() for split, data in corpus.splits.items()}
+    return described(
+        config=config.to_toml(),
+        corpus={split: server.hold(data) for split, data in splits.items()},
+        corpus_digests={split: hashlib.sha256(data).hexdigest() for split, data in splits.items()},
+    )
 
 
 def joined(**changes: object) -> Joined:

@@ -26,7 +26,7 @@ from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import resolve
 from blocktrain.training.estimation import training_flops
 from blocktrain.training.evaluate import Evaluation, evaluate, fit_product_weights
-from blocktrain.training.memory_check import check_training
+from blocktrain.training.memory_check import check_run
 from blocktrain.training.run_session import open_session
 from blocktrain.training.stored_models import load_stack
 
@@ -64,7 +64,7 @@ def train(
     chosen = read_config(config, settings)
     blocks = range(chosen.block_count)
     if not force:
-        check_training(chosen, chosen.train.device, blocks, parallel)
+        check_run(chosen, Path(out), blocks, parallel)
     session = open_session(chosen, Path(out))
     with stop_on_signal() as stop, bars(hidden=not progress) as show:
 
@@ -160,7 +160,7 @@ class Model(nn.Module):
         """Log-probabilities (B x T x V) of the token after each position.
 
         Ids are those of `encode`, at most `config.model.window`. `readout`: `product` of all blocks
-        (default) or `final`, the last block's alone.
+        (default if tokens are bytes) or `final`, the last block's alone (default otherwise).
         """
         predictions = self.stack.predictions(ids_BT.to(self.device))
         log_probs = [torch.log_softmax(logits(slice(None)), dim=-1) for logits in predictions]
@@ -277,4 +277,4 @@ class Model(nn.Module):
     def _readout(self, readout: str | None) -> str:
         if self.config.kind.last_block_predicts:
             return "final"
-        return readout or "product"
+        return readout or self.config.default_readout

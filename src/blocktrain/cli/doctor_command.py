@@ -36,7 +36,7 @@ MARKS = {"ok": "ok  ", "warning": "note", "problem": "FAIL"}
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """`remedy`: what to do, unless it is ok."""
 
     subject: str
@@ -67,7 +67,7 @@ def doctor_command(invite: str | None, device: str, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def _findings(invite: str | None, device: str) -> Iterator[Finding]:
+def _findings(invite: str | None, device: str) -> Iterator[Diagnosis]:
     for check in (_versions, _threads, _memory, _disk, _clock, _proxy):
         yield check()
     yield (placed := _or_problem("device", lambda: _device(device)))
@@ -85,7 +85,7 @@ def _findings(invite: str | None, device: str) -> Iterator[Finding]:
         yield _or_problem("training", lambda: _training(config, device))
 
 
-def _or_problem(subject: str, check: Callable[[], Finding]) -> Finding:
+def _or_problem(subject: str, check: Callable[[], Diagnosis]) -> Diagnosis:
     """What a check finds. An error is a problem; its message says what to do."""
     from blocktrain.errors import BlocktrainError
 
@@ -93,61 +93,61 @@ def _or_problem(subject: str, check: Callable[[], Finding]) -> Finding:
         return check()
     except BlocktrainError as error:
         reason, _, remedy = str(error).partition("; ")
-        return Finding(subject, "problem", reason, remedy)
+        return Diagnosis(subject, "problem", reason, remedy)
 
 
 # This machine
 
 
-def _versions() -> Finding:
+def _versions() -> Diagnosis:
     try:
         import torch
     except ImportError as error:
         text, remedy = f"torch cannot be imported: {error}", "install it: pip install torch"
-        return Finding("versions", "problem", text, remedy)
+        return Diagnosis("versions", "problem", text, remedy)
     python = ".".join(map(str, sys.version_info[:3]))
-    return Finding(
+    return Diagnosis(
         "versions", "ok", f"blocktrain {__version__}, Python {python}, torch {torch.__version__}"
     )
 
 
-def _device(name: str) -> Finding:
+def _device(name: str) -> Diagnosis:
     from blocktrain.training.device import resolve
 
     compute = resolve(name, "auto")
     if compute.device.type == "cpu" and shutil.which("nvidia-smi"):
-        return Finding(
+        return Diagnosis(
             "device", "warning", f"{compute.name}, although this machine has an NVIDIA GPU",
             "install torch with CUDA: https://pytorch.org/get-started/locally",
         )  # fmt: skip
-    return Finding("device", "ok", compute.name)
+    return Diagnosis("device", "ok", compute.name)
 
 
-def _threads() -> Finding:
+def _threads() -> Diagnosis:
     cores, threads = os.cpu_count() or 1, environment.machine_threads()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     text = f"{threads} threads on {cores} cores, load {load:.1f}"
     if threads > cores:
         remedy = f"set {environment.THREADS.name} to {cores} or less, or unset it"
-        return Finding("threads", "warning", text, remedy)
+        return Diagnosis("threads", "warning", text, remedy)
     if load > cores:
-        return Finding("threads", "warning", text, "other programs are busy; training is slower")
-    return Finding("threads", "ok", text)
+        return Diagnosis("threads", "warning", text, "other programs are busy; training is slower")
+    return Diagnosis("threads", "ok", text)
 
 
-def _memory() -> Finding:
+def _memory() -> Diagnosis:
     from blocktrain.memory import free_memory
 
     free = free_memory()
     if free is None:
-        return Finding("memory", "warning", "unknown", "limit a worker yourself with --memory GB")
+        return Diagnosis("memory", "warning", "unknown", "limit a worker yourself with --memory GB")
     text = f"{size(free.bytes)} free in {free.source}"
     if free.bytes < LEAST_MEMORY:
-        return Finding("memory", "problem", text, f"free at least {size(LEAST_MEMORY)}")
-    return Finding("memory", "ok", text)
+        return Diagnosis("memory", "problem", text, f"free at least {size(LEAST_MEMORY)}")
+    return Diagnosis("memory", "ok", text)
 
 
-def _disk() -> Finding:
+def _disk() -> Diagnosis:
     from blocktrain.data.corpus import cache_dir
 
     folder = cache_dir()
@@ -157,33 +157,33 @@ def _disk() -> Finding:
             free = shutil.disk_usage(folder).free
     except OSError as error:
         remedy = f"make it writable, or set {environment.CACHE.name} to another folder"
-        return Finding("disk", "problem", f"cannot write to {folder}: {error.strerror}", remedy)
+        return Diagnosis("disk", "problem", f"cannot write to {folder}: {error.strerror}", remedy)
     text = f"{size(free)} free in {folder}"
     remedy = f"free some, or set {environment.CACHE.name} to a folder on a larger disk"
     if free < LEAST_FREE_DISK:
-        return Finding("disk", "problem", text, remedy)
-    return Finding("disk", "ok", text) if free >= ENOUGH_DISK else Finding(
+        return Diagnosis("disk", "problem", text, remedy)
+    return Diagnosis("disk", "ok", text) if free >= ENOUGH_DISK else Diagnosis(
         "disk", "warning", text, remedy
     )  # fmt: skip
 
 
-def _clock() -> Finding:
+def _clock() -> Diagnosis:
     text = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     if time.time() < EARLIEST:
-        return Finding("clock", "problem", text, "set it; certificates are refused until then")
-    return Finding("clock", "ok", text)
+        return Diagnosis("clock", "problem", text, "set it; certificates are refused until then")
+    return Diagnosis("clock", "ok", text)
 
 
-def _proxy() -> Finding:
+def _proxy() -> Diagnosis:
     names = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
     used = [name for name in names if environment.Variable(name, "").is_set]
-    return Finding("proxy", "ok", f"used, by {', '.join(used)}" if used else "none")
+    return Diagnosis("proxy", "ok", f"used, by {', '.join(used)}" if used else "none")
 
 
 # A run
 
 
-def _coordinator(client: "Client") -> Finding:
+def _coordinator(client: "Client") -> Diagnosis:
     """Reaches the coordinator and shows the invite to it."""
     from blocktrain.errors import BlocktrainError
 
@@ -198,28 +198,30 @@ def _coordinator(client: "Client") -> Finding:
             f"is it running, and do firewalls let this machine reach it? From here: curl -k"
             f" {client.invite.addresses[0]}/v1/hello"
         )
-        return Finding("coordinator", "problem", str(error), remedy)
+        return Diagnosis("coordinator", "problem", str(error), remedy)
     text = f"{addresses} answers in {milliseconds:.0f} ms; run {status.run} is {status.state}"
     if status.state == "finished":
         remedy = "there is nothing left to train; `blocktrain fetch` downloads the model"
-        return Finding("coordinator", "warning", text, remedy)
-    return Finding("coordinator", "ok", text)
+        return Diagnosis("coordinator", "warning", text, remedy)
+    return Diagnosis("coordinator", "ok", text)
 
 
-def _clocks(client: "Client") -> Finding:
+def _clocks(client: "Client") -> Diagnosis:
     request = _date_request()
     answered = client.http.send(request, "/v1/hello", client.deadline(REQUEST_SECONDS))
     if answered is None:
-        return Finding("clocks", "warning", "the coordinator sends no date", "compare them by hand")
+        return Diagnosis(
+            "clocks", "warning", "the coordinator sends no date", "compare them by hand"
+        )
     skew = time.time() - answered
     text = (
         f"this clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the coordinator's"
     )
     if abs(skew) > MOST_SKEW:
-        return Finding(
+        return Diagnosis(
             "clocks", "problem", text, "set both by NTP, such as: timedatectl set-ntp on"
         )
-    return Finding("clocks", "ok", text)
+    return Diagnosis("clocks", "ok", text)
 
 
 def _date_request() -> "HttpRequest[float | None]":
@@ -239,7 +241,7 @@ def _date_request() -> "HttpRequest[float | None]":
     return DateRequest()
 
 
-def _storage(client: "Client") -> Finding:
+def _storage(client: "Client") -> Diagnosis:
     """Downloads the smallest file of the run, by presigned URL if the storage is a bucket."""
     from blocktrain.worker.machine import Bandwidth
     from blocktrain.worker.transfer import BlobCache, Transfer
@@ -247,14 +249,14 @@ def _storage(client: "Client") -> Finding:
     blob = min((block.weights for block in client.status().blocks), key=lambda blob: blob.size)
     if blob.size > LARGEST_PROBE:
         text = f"not tried, since the smallest block has {size(blob.size)}"
-        return Finding("storage", "ok", text)
+        return Diagnosis("storage", "ok", text)
     with tempfile.TemporaryDirectory(prefix="blocktrain-") as scratch:
         bandwidth = Bandwidth(None, client.clock)
         transfer = Transfer(client, BlobCache(Path(scratch)), bandwidth)
         began = time.monotonic()
         transfer.read(blob, client.deadline(DOWNLOAD_SECONDS))
         seconds = time.monotonic() - began
-    return Finding(
+    return Diagnosis(
         "storage", "ok", f"{size(blob.size)} downloaded at {size(blob.size / seconds)}/s"
     )
 
@@ -268,7 +270,7 @@ def _config_of(client: "Client") -> "Config":
 # What this machine can train
 
 
-def _training(config: "Config | None", device: str) -> Finding:
+def _training(config: "Config | None", device: str) -> Diagnosis:
     """Trains a block for some seconds: of the run or, without one, of the preset `demo`."""
     from blocktrain.config import load_config
     from blocktrain.config.presets import config_path
@@ -282,7 +284,7 @@ def _training(config: "Config | None", device: str) -> Finding:
         text = (
             f"{what} needs about {size(min(needs))}, more than is free ({size(place.free.bytes)})"
         )
-        return Finding("training", "problem", text, "free memory, or use a machine with more")
+        return Diagnosis("training", "problem", text, "free memory, or use a machine with more")
     block = needs.index(min(needs))
     steps_per_s = _steps_per_second(own, block, device)
     text = (
@@ -294,8 +296,8 @@ def _training(config: "Config | None", device: str) -> Finding:
     ]
     if len(fitting) < len(needs):
         remedy = f"only {len(fitting)} of {len(needs)} blocks fit; the worker trains those"
-        return Finding("training", "warning", text, remedy)
-    return Finding("training", "ok", text)
+        return Diagnosis("training", "warning", text, remedy)
+    return Diagnosis("training", "ok", text)
 
 
 def _steps_per_second(config: "Config", block: int, device: str) -> float:

@@ -13,7 +13,8 @@ from blocktrain.cli.terminal import compute, plain, score, size
 
 if TYPE_CHECKING:
     from blocktrain.config import Config
-    from blocktrain.storage.run_dir import BlockDir, RunDir, Trained
+    from blocktrain.storage.block_dir import BlockDir
+    from blocktrain.storage.run_dir import RunDir, TrainingRecord
 
 
 @click.command("info")
@@ -116,7 +117,7 @@ def _tokenizer(config: "Config", *, trained_here: bool) -> str:
     return f"tokenizer {vocabulary.digest[:12]}: {vocabulary.size:,} tokens{length}"
 
 
-def _trained_lines(trained: "Trained", config: "Config") -> Iterator[str]:
+def _trained_lines(trained: "TrainingRecord", config: "Config") -> Iterator[str]:
     per_token = config.vocabulary.bytes_per_token
     for index, step in enumerate(trained.steps):
         version = f"version {trained.versions[index]}, " if trained.versions else ""

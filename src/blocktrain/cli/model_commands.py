@@ -65,9 +65,11 @@ def fetch_command(invite: str, out: Path, as_json: bool) -> None:
 )
 @options.choice(
     "--readout",
+    "auto",
     "product",
     "final",
-    help="Prediction to use. product: all blocks' multiplied; final: the last block's.",
+    help="Prediction to use. product: all blocks' multiplied; final: the last block's; auto:"
+    " product if tokens are bytes, else final.",
 )
 @options.first_blocks
 @options.device
@@ -96,7 +98,7 @@ def generate_command(
     options: dict[str, Any] = {
         "temperature": temperature,
         "seed": seed,
-        "readout": readout,
+        "readout": None if readout == "auto" else readout,
         "start": start,
     }
     started = time.perf_counter()

@@ -111,7 +111,7 @@ def _score_by_bytes(coordinator: Path, folder: Path) -> Path:
     points = scores_by_bytes(coordinator)
     if not points:
         raise RunError(
-            f"{coordinator} has no scores yet; a validator or a worker with --evaluate makes them"
+            f"{coordinator} has no scores yet; start a worker with --evaluate, which makes them"
         )
     folder.mkdir(parents=True, exist_ok=True)
     path, title = folder / "score.png", f"Score of the model, {NATS}"

@@ -70,7 +70,23 @@ def shared_options(command: options.Command) -> options.Command:
             "product",
             "final",
             help="Prediction to use. product: all blocks' multiplied; final: the last block's;"
-            " auto: product if tokens are bytes. Must be the same for the router and its stages.",
+            " auto: product if tokens are bytes, else final. Must be the same for the router and"
+            " its stages.",
+        ),
+        click.option(
+            "--prefill-chunk",
+            type=click.IntRange(0, 65_536),
+            default=0,
+            metavar="TOKENS",
+            help="Tokens of prompts that are read between two steps of other requests: fewer for"
+            " shorter pauses, more to read prompts faster. 0: 32 on a CPU, else 512.",
+        ),
+        click.option(
+            "--prefix-gb",
+            type=click.FloatRange(min=0.0),
+            default=1.0,
+            help="Most memory for contexts of ended requests, which later requests that begin alike"
+            " need not compute again; 0: none are kept.",
         ),
         options.device,
         options.thread_count,
@@ -151,6 +167,7 @@ def serve_command(
     stages: tuple[str, ...],
     keys: Path | None,
     warm_up_mb: float,
+    prefix_gb: float,
     most_requests: int,
     most_tokens: int,
     patience: float,
@@ -184,6 +201,7 @@ def serve_command(
         max_tokens=most_tokens,
         patience_seconds=patience,
         stage_command=(*PROGRAM, "stage"),
+        prefix_bytes=int(prefix_gb * 1e9),
         terms=Terms(padding=int(warm_up_mb * MEBIBYTE)),
         **same_names,
     )
@@ -225,6 +243,7 @@ def stage_command(
     keys: Path | None,
     plain_tcp: bool,
     warm_up_mb: float,
+    prefix_gb: float,
     most_requests: int,
     cache_gb: float,
     force: bool,
@@ -246,6 +265,7 @@ def stage_command(
         keys=None if plain_tcp else keys or run / "keys",
         max_requests=most_requests,
         cache_bytes=int(cache_gb * 1e9),
+        prefix_bytes=int(prefix_gb * 1e9),
         terms=Terms(padding=int(warm_up_mb * MEBIBYTE)),
         **same_names,
     )

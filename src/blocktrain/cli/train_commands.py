@@ -2,7 +2,7 @@
 train a tokenizer."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from blocktrain.cli.terminal import (
 from blocktrain.environment import PROGRAM
 
 if TYPE_CHECKING:
-    from blocktrain.config import Config
     from blocktrain.training.evaluate import Evaluation
 
 
@@ -69,7 +68,9 @@ def train_command(
         click.echo(f"warning: {warning}", err=True)
     chosen = list(blocks) or list(range(config.block_count))
     if not force:
-        _check_memory(config, out, blocks, parallel)
+        from blocktrain.training.memory_check import check_run
+
+        check_run(config, out, blocks, parallel)
 
     from blocktrain.training.run_session import open_session  # loads torch, which takes seconds
 
@@ -87,16 +88,6 @@ def train_command(
         raise SystemExit(130)
     if not as_json:
         click.echo(f"trained: {out}   next: {command('eval', out)}")
-
-
-def _check_memory(config: "Config", out: Path, blocks: tuple[int, ...], processes: int) -> None:
-    from blocktrain.data.run_text import expected_vocabulary
-    from blocktrain.storage.run_dir import RunDir
-    from blocktrain.training.memory_check import check_training
-
-    stored = RunDir.resumable(out, config)
-    config = replace(config, vocab=stored.config.vocab if stored else expected_vocabulary(config))
-    check_training(config, config.train.device, blocks, processes)
 
 
 @click.command("eval")
@@ -145,8 +136,9 @@ def eval_command(
     """Score RUN on non-overlapping windows. Every token is predicted once, from the tokens before
     it.
 
-    The row marked * is the score: the product of all blocks' predictions. The other rows are for
-    comparison: each block's prediction alone; that of the last block is the readout `final`.
+    The row marked * is the score: the product of all blocks' predictions if tokens are bytes, else
+    the last block's prediction (final), which is what `serve` and `export` use too. The other rows
+    are for comparison.
     """
     from blocktrain.api.models import load
     from blocktrain.data.run_text import scored_text
@@ -193,11 +185,12 @@ def _show(evaluation: "Evaluation", run: Path, source: str, split: str, compute:
     table = Table(title=Text(f"{run} on {plain(source)} {split}"), title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in ("start", "readout") else "right")
-    last = _last_block(evaluation)
+    last, default = _last_block(evaluation), evaluation.default
     for score in evaluation.scores:
         if last and score.readout == "final":
             continue  # equal to the last block's row
-        is_default = score is evaluation.default
+        same = default.readout == "final" and (score.readout, score.start) == (last, default.start)
+        is_default = score is default or same
         name = score.readout + (" (final)" if score.readout == last else "")
         name += f", {score.draws} draws" if score.draws > 1 else ""
         cells = {
@@ -236,7 +229,7 @@ def _legend(evaluation: "Evaluation") -> list[str]:
     starts = {score.start for score in evaluation.scores}
     lines = [f"* the model's score: {evaluation.default.readout}"]
     if _last_block(evaluation):
-        lines[0] += " of all blocks' predictions; final is the last block's alone"
+        lines[0] += " (product: of all blocks' predictions; final: the last block's alone)"
     if "mean" in starts:
         line = "start: the blocks refine a guess, which begins at the mean of all targets"
         noise = ", or at random as in the paper; several draws are averaged"

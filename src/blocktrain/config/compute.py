@@ -16,7 +16,8 @@ TRAINED, FROZEN, PASSED_THROUGH = 6, 2, 4
 
 
 def stream_layers(config: Config, layers: int) -> int:
-    """Trained layers times streams; in the last layer only one stream runs in full."""
+    """How often a full layer runs in a block of this many layers: once per stream, but in the last
+    layer for one stream only."""
     return config.kind.streams * (layers - 1) + 1
 
 
@@ -44,10 +45,10 @@ def total_flops(config: Config, steps: Sequence[int] | None = None) -> int:
     return sum(count * flops_per_step(config, block) for block, count in enumerate(steps))
 
 
-def end_to_end_steps(config: Config, steps: Sequence[int] | None = None) -> float:
+def end_to_end_steps(config: Config) -> float:
     """How many steps of end-to-end training cost as much as the run. At equal steps per block, this
     divided by train.steps is the run's cost relative to end-to-end training."""
-    return total_flops(config, steps) / flops_per_step(config.end_to_end(), 0)
+    return total_flops(config) / flops_per_step(config.end_to_end(), 0)
 
 
 def _outside_layers(config: Config, block: int) -> int:

@@ -129,6 +129,14 @@ class Config:
         return BYTE_VOCABULARY if self.vocab.is_bytes else self.vocab
 
     @property
+    def default_readout(self) -> str:
+        """How the blocks' predictions become the model's, unless a command is told otherwise. Of
+        tokens it is the last block's prediction: the one that can be exported, and that a ring can
+        send."""
+        several = self.block_count > 1 and not self.kind.last_block_predicts
+        return "product" if several and self.vocab.is_bytes else "final"
+
+    @property
     def bytes_per_step(self) -> int:
         """Bytes of text that one optimizer step is trained on."""
         tokens = self.train.batch * self.model.window

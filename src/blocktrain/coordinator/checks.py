@@ -219,15 +219,17 @@ class Checks:
             self.members.touch(tx, caller, now)
             row = tx.checks.get(check)
             if row is None or row.validator not in (caller.worker, None):
-                raise RefusedError("not_found", "this validator has no such check; request one")
+                raise RefusedError("not_found", "this validator has no such check; request another")
             if row.state == "done":
                 return
             if not isinstance(message.result, Unable) and message.result.method != row.method:
-                raise RefusedError("malformed", f"the result must be that of a {row.method}")
+                raise RefusedError("malformed", f"this check is a {row.method}; send its result")
             seconds = min(message.seconds, max(0.0, now - row.created))
             found = message.result.model_dump_json()
             if not tx.checks.finish(check, caller.worker, seconds, found):
-                raise RefusedError("gone", "this check was late and another validator gets it")
+                raise RefusedError(
+                    "gone", "the result is too late: another validator gets the check"
+                )
             reports.count_traffic(tx, caller.worker, {}, message.downloads)
             tx.members.count_times(caller.worker, checks=1, check_seconds=seconds)
             if row.method == "score":

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from blocktrain.coordinator.limits import READ_COST, WRITE_COST, Client
+from blocktrain.coordinator.client_limits import READ_COST, WRITE_COST, Requester
 from blocktrain.coordinator.members import Caller
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
@@ -56,7 +56,7 @@ SCHEMES_OF: Mapping[Callers, Sequence[str]] = {
 class RequestContext:
     http: Request
     service: Service
-    client: Client
+    client: Requester
     reader: Caller | None  # None: an operator, a reader with an invite, or nobody is authorized
     held: ExitStack  # what the request has in use until its response is sent
     take_memory: Callable[[int], None]  # counts the bytes of the body that are in memory
@@ -124,11 +124,11 @@ class Endpoint:
 
         return Route(self.path, respond, methods=[self.method])
 
-    async def _caller(self, http: Request, service: Service) -> tuple[Client, Caller | None]:
+    async def _caller(self, http: Request, service: Service) -> tuple[Requester, Caller | None]:
         """Authorize and rate-limit a request. Returns its client; and the worker, or None for an
         operator, for a reader with an invite, or if the route needs no authorization."""
         connection = connection_of(http.scope)
-        stranger, limits = Client(connection.address), service.limits
+        stranger, limits = Requester(connection.address), service.limits
         schemes, authorization = SCHEMES_OF[self.callers], http.headers.get("authorization", "")
         if self.callers == "viewer" and service.page_settings.is_public and not authorization:
             schemes = ()
@@ -150,16 +150,16 @@ class Endpoint:
             invite = service.members.cached_invite(caller.worker)
             if invite is None:
                 invite = await service.executor.run(service.members.invite_of, caller.worker)
-            return Client(stranger.address, caller.worker, invite), caller
+            return Requester(stranger.address, caller.worker, invite), caller
         reader = identity.hash_secret(secret)
         limits.spend(reader, cost)
         if scheme == "operator":
             service.page_settings.check_operator(secret)
             connection.trust()
-            return Client(stranger.address, reader, is_operator=True), None
+            return Requester(stranger.address, reader, is_operator=True), None
         invite = await service.executor.run(service.members.check_reader, secret)
         connection.trust()
-        return Client(stranger.address, reader, invite), None
+        return Requester(stranger.address, reader, invite), None
 
     def _parsed(self, http: Request) -> dict[str, Any]:
         """The parsed parameters of the path and of the query."""

@@ -87,7 +87,7 @@ class Feed:
         return Shared(packed, seconds)
 
     async def call(self, make: Callable[[], T]) -> T:
-        """The result of a method of the page, which is up to date."""
+        """Call a method of the page in a thread, once its data are up to date."""
         await self._fresh.get()
         return await run_in_threadpool(make)
 

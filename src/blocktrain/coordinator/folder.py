@@ -166,7 +166,7 @@ def _closed_on_error(ledger: Ledger) -> Iterator[Ledger]:
 
 
 def _with_vocabulary(config: Config, stored: str) -> Config:
-    """Settings of which those of the vocabulary are taken from a run, which resolved them."""
+    """The settings, with the vocabulary of a stored run if they leave it open."""
     return config if config.vocab.sha256 else replace(config, vocab=from_toml(stored).vocab)
 
 

@@ -29,7 +29,7 @@ RECENT_UPDATES = 20
 PAGE = 500  # versions or scores per read
 
 
-class Curve:
+class Series:
     """Values over time, of which neighbours are averaged if there are too many."""
 
     def __init__(self) -> None:
@@ -126,9 +126,9 @@ class History:
     def _reset(self) -> None:
         blocks = range(self.run.config.block_count)
         self._versions, self._score = [0 for _ in blocks], 0
-        self.scores: dict[int | None, Curve] = defaultdict(Curve)  # by block; None: the model
-        self.checked = [Curve() for _ in blocks]
-        self.reported = [Curve() for _ in blocks]
+        self.scores: dict[int | None, Series] = defaultdict(Series)  # by block; None: the model
+        self.checked = [Series() for _ in blocks]
+        self.reported = [Series() for _ in blocks]
         self.tokens = Sums(self.run.created)
         self._staleness = [deque[int](maxlen=RECENT_UPDATES) for _ in blocks]
         self._recent: list[tuple[float, int, str, int]] = []  # time, block, worker, tokens
@@ -177,7 +177,7 @@ class History:
                 return source, points
         return "workers", ()
 
-    def _sources(self, block: int) -> tuple[tuple[Curve, LossSource], ...]:
+    def _sources(self, block: int) -> tuple[tuple[Series, LossSource], ...]:
         return (
             (self.scores[block], "scores"),
             (self.checked[block], "checks"),
@@ -188,13 +188,13 @@ class History:
         behind = self._staleness[block]
         return fmean(behind) if behind else None
 
-    def speeds(self, now: float) -> "Speeds":
+    def speeds(self, now: float) -> "TokenRates":
         self._recent = [each for each in self._recent if each[0] >= now - RATE_SECONDS]
         since = max(self.run.created, now - RATE_SECONDS)
-        return Speeds(self._recent, max(LEAST_RATE_SECONDS, now - since))
+        return TokenRates(self._recent, max(LEAST_RATE_SECONDS, now - since))
 
 
-class Speeds:
+class TokenRates:
     """Tokens per second in updates that were merged lately."""
 
     def __init__(self, recent: list[tuple[float, int, str, int]], seconds: float) -> None:

@@ -395,8 +395,8 @@ def _extend(tx: Transaction, lease: LeaseRow, deadline: float) -> LeaseRow:
 
 
 def _returns_expired(tx: Transaction, lease_id: str) -> bool:
-    """Mark the lease as returned if it has expired. Returns whether its downloads count now: not if
-    an earlier return or its update has reported them."""
+    """Mark the lease as returned if it has expired. Returns whether to count the downloads that the
+    return reports: not if an earlier return or the update has reported them."""
     update = tx.updates.get(lease_id)
     return tx.leases.return_expired(lease_id) and (update is None or update.state == "offered")
 

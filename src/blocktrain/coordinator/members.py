@@ -210,7 +210,7 @@ def end_work(tx: Transaction, worker: str, reason: str) -> None:
         tx.blocks.give_back_range(lease.block, lease.first_batch, lease.steps)
 
 
-class NewInvite(NamedTuple):
+class IssuedInvite(NamedTuple):
     invite: str
     secret: str
 
@@ -239,7 +239,7 @@ class Operator:
         with self.ledger.write() as tx:
             return self._add_invite(tx, role, uses, seconds).secret
 
-    def new_invite(self, role: Role, uses: int, seconds: float) -> "NewInvite":
+    def new_invite(self, role: Role, uses: int, seconds: float) -> "IssuedInvite":
         """Create an invite, and record an event."""
         with self.ledger.write() as tx:
             made = self._add_invite(tx, role, uses, seconds)
@@ -247,8 +247,8 @@ class Operator:
             tx.events.add(self.clock(), "invited", detail=detail)
         return made
 
-    def _add_invite(self, tx: Transaction, role: Role, uses: int, seconds: float) -> "NewInvite":
-        made = NewInvite(identity.new_identifier(), identity.new_secret())
+    def _add_invite(self, tx: Transaction, role: Role, uses: int, seconds: float) -> "IssuedInvite":
+        made = IssuedInvite(identity.new_identifier(), identity.new_secret())
         row = InviteRow(
             id=made.invite,
             secret_hash=identity.hash_secret(made.secret),

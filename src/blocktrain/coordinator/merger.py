@@ -35,7 +35,7 @@ from blocktrain.storage.merging import Compression, Merged, MergeInput, merge_bl
 from blocktrain.storage.weights_file import weights_form
 from blocktrain.swarm import merging_rules, reputation
 from blocktrain.swarm.bounds import Bounds, Move, compared_with
-from blocktrain.swarm.history import clean_versions, kept_starts
+from blocktrain.swarm.rollback import clean_versions, kept_starts
 from blocktrain.swarm.state import BlockState, PendingUpdate
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,8 @@ class Collector:
         return self._delete_all_but(needed)
 
     def _forget(self) -> set[str]:
-        """Remove from the ledger what is no longer needed. Returns the chunks that are."""
+        """Remove from the ledger what is no longer needed. Returns the chunks that are still
+        needed."""
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.blocks.lock()

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from blocktrain.coordinator.history import ALL, History, Speeds
+from blocktrain.coordinator.history import ALL, History, TokenRates
 from blocktrain.coordinator.page_settings import PageSettings
 from blocktrain.coordinator.reports import NO_SCORE, Reports, sum_traffic
 from blocktrain.coordinator.run import Run, secret_number
@@ -19,7 +19,7 @@ from blocktrain.protocol.page_messages import (
     BlockCurve,
     BlockOverview,
     Charts,
-    Contribution,
+    ContributionCurve,
     Contributor,
     Contributors,
     Control,
@@ -52,7 +52,7 @@ class _Snapshot:
 
     status: Status
     control: Control
-    speeds: Speeds
+    speeds: TokenRates
     now: float
     joined: dict[str, float]
     last_event: int
@@ -138,7 +138,7 @@ class Page:
         )
 
     def _block(
-        self, block: BlockStatus, blocks: Sequence[BlockStatus], speeds: Speeds
+        self, block: BlockStatus, blocks: Sequence[BlockStatus], speeds: TokenRates
     ) -> BlockOverview:
         follows = self.run.config.kind.reads_predecessors and block.index > 0
         return BlockOverview(
@@ -199,10 +199,10 @@ class Page:
             trust=worker.trust if private else None,
         )
 
-    def contribution(self, number: int) -> Contribution:
+    def contribution(self, number: int) -> ContributionCurve:
         worker = self._worker(number)
         with self._lock:
-            return Contribution(number=number, points=self._history.tokens.totals(worker))
+            return ContributionCurve(number=number, points=self._history.tokens.totals(worker))
 
     def _worker(self, number: int) -> str:
         try:

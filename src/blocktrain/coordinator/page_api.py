@@ -95,7 +95,7 @@ async def contributors(request: RequestContext) -> Response:
 
 
 @endpoint("GET", "/v1/page/workers/{number}", "viewer")
-async def contribution(request: RequestContext, number: Count) -> page_messages.Contribution:
+async def contribution(request: RequestContext, number: Count) -> page_messages.ContributionCurve:
     feed = request.service.feed
     return await feed.call(lambda: feed.page.contribution(number))
 
@@ -194,7 +194,10 @@ async def new_invite(
 ) -> page_messages.NewInvite:
     draft = request.service.page_settings.draft
     if draft is None:
-        raise RefusedError("conflict", "this coordinator does not know its own address")
+        raise RefusedError(
+            "conflict",
+            "this coordinator does not know its own address; start it with --advertise HOST",
+        )
     operator, uses = request.service.operator, message.uses
     made = await request.on_ledger(operator.new_invite, message.role, uses, message.days * DAY)
     text = replace(draft, secret=made.secret).encode()
@@ -209,7 +212,8 @@ async def revoke(request: RequestContext, invite: Identifier) -> None:
 
 
 def _qr_code(text: str) -> str:
-    """As SVG, dark on white in every theme, since some cameras cannot read the inverse."""
+    """A text's QR code as SVG. It is dark on white in every theme, since some cameras cannot read
+    the inverse."""
     out = io.BytesIO()
     segno.make(text, error="m").save(
         out, kind="svg", xmldecl=False, border=4, light="#fff", omitsize=True

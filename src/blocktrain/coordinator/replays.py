@@ -51,7 +51,8 @@ from blocktrain.protocol.messages import (
 from blocktrain.storage import tensor_file
 from blocktrain.storage.blobs import blob_of
 from blocktrain.storage.chunks import name_of
-from blocktrain.swarm import checks, replay, reputation
+from blocktrain.swarm import replay, reputation
+from blocktrain.swarm.judgement import Consensus, consensus
 from blocktrain.swarm.replay import Comparison
 
 # How long a worker has to send files after it was asked. One that was never asked has left.
@@ -183,7 +184,8 @@ class Replays:
             self.add(tx, update)
 
     def add(self, tx: Transaction, update: UpdateRow) -> None:
-        """Have a part of a lease replayed, unless it is or its worker has not committed to it."""
+        """Queue the replay of a part of a lease, unless it is queued already or the worker has made
+        no commitment."""
         commitment = signed_claim(update).commitment
         rows = tx.checks.of_update(update.lease)
         if commitment is None or any(row.method == "replay" for row in rows):
@@ -242,7 +244,7 @@ class Replays:
     def store(self, chosen: _Replay, largest: int, offer: RevealOffer) -> UploadState:
         files, chunks = set(chosen.files()), self.run.chunks
         if any(blob_of(recipe).name not in files for recipe in offer.recipes):
-            raise RefusedError("forbidden", "a recipe is not that of a file that was asked for")
+            raise RefusedError("forbidden", "a recipe is of a file that was not requested")
         if any(recipe.size > largest for recipe in offer.recipes):
             raise RefusedError("too_large", f"a file of a replay has at most {largest} bytes")
         for recipe in offer.recipes:
@@ -253,7 +255,7 @@ class Replays:
         self._expected.put(lease, _sizes(recipes))
         state = upload_state(self.run, lease, recipes)
         if known != files and not state.missing:  # the worker has offered only a part of them
-            raise RefusedError("conflict", "files are missing; offer all that were asked for")
+            raise RefusedError("conflict", "files are missing; offer every file that was requested")
         return state
 
     def size_of_revealed(self, caller: Caller, lease: str, chunk: str) -> int | None:
@@ -399,7 +401,7 @@ class Replays:
             for row in rows
             if row.result and isinstance(result := RESULT.validate_json(row.result), ReplayResult)
         ]
-        found = checks.consensus(opinions, lambda a, b: bool(a) == bool(b))
+        found = consensus(opinions, lambda a, b: bool(a) == bool(b))
         asked = {row.validator for row in rows}
         free = validators_present(tx, self.run.clock()) - asked
         is_unsure = found is None or (len(opinions) == 1 and bool(found.value))
@@ -407,7 +409,7 @@ class Replays:
             add_check(self.run, tx, lease_id, "replay", segment=rows[0].segment)
             return
         if found is None and opinions:
-            found = checks.Consensus(opinions[0][1])
+            found = Consensus(opinions[0][1])
         if found:
             self._conclude(tx, rows[0], found.value)
             lease = tx.leases.get(lease_id)

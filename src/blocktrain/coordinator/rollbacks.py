@@ -14,8 +14,13 @@ from blocktrain.coordinator.unmerger import Choice, Unmerged, Unmerger
 from blocktrain.coordinator.verdicts import hidden_loss
 from blocktrain.errors import RunError
 from blocktrain.ledger.ledger import Transaction
-from blocktrain.swarm.history import clean_versions
-from blocktrain.swarm.rollback import PAUSE_SECONDS, Jump, Opinion, find_jump
+from blocktrain.swarm.rollback import (
+    PAUSE_SECONDS,
+    Jump,
+    Opinion,
+    clean_versions,
+    find_jump,
+)
 
 log = logging.getLogger(__name__)
 

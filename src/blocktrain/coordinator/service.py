@@ -11,10 +11,10 @@ from functools import partial
 from sqlalchemy.exc import DBAPIError
 
 from blocktrain.coordinator.checks import Checks
+from blocktrain.coordinator.client_limits import Limits
 from blocktrain.coordinator.executor import LedgerExecutor, Notifier
 from blocktrain.coordinator.feed import Feed
 from blocktrain.coordinator.leases import Leases
-from blocktrain.coordinator.limits import Limits
 from blocktrain.coordinator.members import Members, Operator
 from blocktrain.coordinator.merger import Collector, Merger
 from blocktrain.coordinator.overview import Page

@@ -22,8 +22,8 @@ SHORTEST_SECONDS = 1e-3  # of a lease; avoids a division by zero
 def update_passed(
     run: Run, tx: Transaction, lease: LeaseRow, committed: float, evidence: float
 ) -> None:
-    """An update passed its checks: credit the worker's speed with it. `evidence` that the worker is
-    dishonest may be left nevertheless."""
+    """An update passed its checks: credit the worker's speed with it. `evidence`:
+    how much its checks nevertheless speak against the worker, or for it if below 0."""
     worker = _worker(tx, lease.worker)
     seconds = max(SHORTEST_SECONDS, committed - lease.created)
     speed = max(worker.speed or 0.0, lease.steps / seconds)

@@ -30,7 +30,7 @@ from blocktrain.ledger.schema import UpdateRow, Version
 from blocktrain.protocol.messages import Blob
 from blocktrain.storage.merging import Merge, Merged, rebuild_blobs
 from blocktrain.swarm import merging_rules
-from blocktrain.swarm.history import clean_versions, kept_starts
+from blocktrain.swarm.rollback import clean_versions, kept_starts
 from blocktrain.swarm.state import PendingUpdate
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Unmerger:
         except UNREADABLE as error:
             raise RunError(
                 f"block {block} cannot be rebuilt from version {plan.start.version}, because a"
-                f" file is lost: {error}"
+                f" file is lost ({error}); restore the run from a backup"
             ) from None
         finally:
             if not published:  # publishing releases the claim

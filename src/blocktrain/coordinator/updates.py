@@ -422,7 +422,9 @@ def _recorded(tx: Transaction, claim: UpdateClaim) -> UpdateRow | None:
     """The update offered for a lease, if any. A lease can have only one."""
     row = tx.updates.get(claim.lease)
     if row and row.offer != claim.model_dump_json():
-        raise RefusedError("conflict", "another update was offered for this lease before")
+        raise RefusedError(
+            "conflict", "another update was offered for this lease before; request a new lease"
+        )
     return row
 
 

@@ -1,4 +1,4 @@
-"""Decides on updates by what validators have found, with the rules of swarm/checks.py and
+"""Decides on updates by what validators have found, with the rules of swarm/judgement.py and
 swarm/reputation.py.
 
 An update passes its checks or is refused. Its worker's reputation follows, and that of a validator
@@ -21,9 +21,19 @@ from blocktrain.ledger.ledger import Transaction
 from blocktrain.ledger.schema import CheckMethod, CheckRow, CheckStatus, LeaseRow, UpdateRow
 from blocktrain.protocol import identity
 from blocktrain.protocol.check_messages import Losses, ReplayResult, ScoreResult, Unable
-from blocktrain.swarm import checks, reputation
+from blocktrain.swarm import reputation
 from blocktrain.swarm.bounds import LeaseSchedule
-from blocktrain.swarm.checks import Consensus, Judgement, Measured, Scored
+from blocktrain.swarm.judgement import (
+    FEWEST,
+    Consensus,
+    Judgement,
+    Measured,
+    Scored,
+    agree,
+    base_is_at_fault,
+    consensus,
+    judge,
+)
 
 HISTORY = 64  # newest scored updates to compare with
 MOST_UNABLE = 3  # validators that could not score an update; then it counts without a score
@@ -67,7 +77,7 @@ class Verdicts:
             else:
                 self._pass_unscored(tx, update, lease)
             return
-        found = checks.consensus(scores, checks.agree)
+        found = consensus(scores, agree)
         score = found.value if found else _of_longest_standing(tx, scores)
         judgement = self._judge(tx, score, update, lease)
         if free and self._wants_repetition(tx, lease_id, scores, found, judgement):
@@ -111,11 +121,11 @@ class Verdicts:
         rate = self._rate(lease)
         of_block = tx.checks.newest_scored(HISTORY, update.block)
         rows = list(of_block)
-        if sum(row.worker != update.worker for row in of_block) < checks.FEWEST:
+        if sum(row.worker != update.worker for row in of_block) < FEWEST:
             everywhere = tx.checks.newest_scored(HISTORY)
             rows += [row for row in everywhere if row.block != update.block]
         history = [self._scored(row) for row in rows]
-        judgement = checks.judge(score, lease.steps, rate, update.worker, update.block, history)
+        judgement = judge(score, lease.steps, rate, update.worker, update.block, history)
         if judgement.kind == "harmful" and self._base_is_at_fault(tx, of_block):
             detail = f"{judgement.fault}; it counts, since most updates of this block look like it"
             add_event(tx, self.run.clock(), "checked", lease, detail)
@@ -124,7 +134,7 @@ class Verdicts:
 
     def _base_is_at_fault(self, tx: Transaction, recent: Sequence[ScoredUpdate]) -> bool:
         workers = {name: tx.members.worker(name) for name in {row.worker for row in recent}}
-        return checks.base_is_at_fault(
+        return base_is_at_fault(
             [
                 (row.worker, row.state != "refused")
                 for row in recent

@@ -76,11 +76,16 @@ class UpdateVerifier:
         # Last, because it is slow for a claim of 65,536 chunks.
         text = identity.update_text(claim)
         if not identity.verify(grant.worker.public_key, text, offer.signature):
-            raise RefusedError("forbidden", "the signature does not match the claim")
+            raise RefusedError(
+                "forbidden",
+                "the signature does not match the claim; sign it with the worker's own key",
+            )
 
     def check_sender(self, claim: UpdateClaim, worker: str) -> None:
         if claim.run != self.run.id or claim.worker != worker:
-            raise RefusedError("forbidden", "the claim names another run or another worker")
+            raise RefusedError(
+                "forbidden", "the claim names another run or another worker; send your own"
+            )
 
     def _check_size(self, claim: UpdateClaim, weights_size: int) -> None:
         swarm, size = self.run.config.swarm, claim.recipe.size

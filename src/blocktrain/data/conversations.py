@@ -24,7 +24,7 @@ KIND = "chat"
 ASSISTANT = "assistant"
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     text: str
     counts: bool  # whether it is trained on
 
@@ -106,7 +106,7 @@ def _checked(pairs: list[tuple[Any, Any]], where: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _rendered(template: ChatTemplate, conversation: Conversation) -> list[Part]:
+def _rendered(template: ChatTemplate, conversation: Conversation) -> list[TextPart]:
     """The text before each answer, and what the answer adds to it."""
     parts, done, messages = [], "", conversation.messages
     for index, (role, _) in enumerate(messages):
@@ -118,7 +118,7 @@ def _rendered(template: ChatTemplate, conversation: Conversation) -> list[Part]:
                     f"{conversation.where}: the chat template writes earlier messages differently"
                     " once others follow; split the conversation so that each has one answer"
                 )
-            parts += [Part(before[len(done) :], False), Part(after[len(before) :], True)]
+            parts += [TextPart(before[len(done) :], False), TextPart(after[len(before) :], True)]
             done = after
     return parts
 
@@ -136,17 +136,23 @@ def _render(
         raise DataError(f"{conversation.where}: {error}; correct the conversation") from None
 
 
-def _as_text(conversation: Conversation, *, has_end: bool) -> list[Part]:
+def _as_text(conversation: Conversation, *, has_end: bool) -> list[TextPart]:
     """Without a template. If no token ends an answer, the next line's label does, so it is trained
     on."""
     if conversation.is_completion:
         (_, prompt), (_, completion) = conversation.messages
-        return [Part(prompt, False), Part(completion if has_end else completion + "\n", True)]
+        return [
+            TextPart(prompt, False),
+            TextPart(completion if has_end else completion + "\n", True),
+        ]
     parts = []
     for role, text in conversation.messages:
         label = f"{SPEAKER_OF[role]}:"
         if role == ASSISTANT:
-            parts += [Part(f"{label} ", False), Part(f"{text}\n", True)]
+            parts += [TextPart(f"{label} ", False), TextPart(f"{text}\n", True)]
         else:
-            parts += [Part(label, role == "user" and not has_end), Part(f" {text}\n", False)]
+            parts += [
+                TextPart(label, role == "user" and not has_end),
+                TextPart(f" {text}\n", False),
+            ]
     return parts

@@ -249,7 +249,7 @@ def docstrings(source: str) -> Iterator[str]:
 
 
 def comments(source: str) -> Iterator[str]:
-    """Runs of comment-only lines."""
+    """Consecutive lines with nothing but a comment, joined."""
     run: list[str] = []
     for line in (*source.splitlines(), ""):
         if line.lstrip().startswith("#"):

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import tokenizers
 
 from blocktrain.config import BYTE_VOCABULARY, Vocabulary
+from blocktrain.data.word_cache import WordCache, splits_into_words
 from blocktrain.errors import DataError
 
 # Ids. In text of which only a part is trained on, the other ids are stored as their complement
@@ -46,7 +47,7 @@ def ids_of(tokens: Tokens) -> Tokens:
 
 
 def trained_on(tokens: Tokens) -> Tokens:
-    """Those of the tokens that are trained on, as one row."""
+    """The tokens that are trained on, in one row; masked ones are left out."""
     return tokens[tokens >= 0] if tokens.dtype == MASKED_DTYPE else tokens.reshape(-1)
 
 
@@ -142,7 +143,6 @@ class SubwordTokenizer(Tokenizer):
         text = files[TOKENIZER_FILE]
         try:
             self._plain = tokenizers.Tokenizer.from_buffer(text)
-            self._marked = tokenizers.Tokenizer.from_buffer(text)
         except Exception as error:  # the library raises nothing more specific
             raise DataError(
                 f"{TOKENIZER_FILE} cannot be read ({error}); it must be a file of the tokenizers"
@@ -197,6 +197,11 @@ class SubwordTokenizer(Tokenizer):
         """The id of the token before a text, if there is such a token."""
         return self._special("bos_token", BOS_NAMES)
 
+    @cached_property
+    def _marked(self) -> tokenizers.Tokenizer:
+        """Finds special tokens in a text by their spelling."""
+        return tokenizers.Tokenizer.from_buffer(self._files[TOKENIZER_FILE])
+
     @property
     def adds_bos(self) -> bool:
         """Whether the tokenizer itself begins a text with `bos`."""
@@ -217,8 +222,19 @@ class SubwordTokenizer(Tokenizer):
         texts = [text.decode(errors="replace") for text, _ in pieces]
         if self._adds_space:  # it would do so at the beginning of every piece
             texts = [t if p[1] else t.removeprefix(" ") for t, p in zip(texts, pieces, strict=True)]
+        if self._words:
+            return self._words.encode(texts)
+        return [np.array(ids, self.dtype) for ids in self._encode_batch(texts)]
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._plain.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+        return [encoding.ids for encoding in encodings]
+
+    @cached_property
+    def _words(self) -> WordCache | None:
+        if not splits_into_words(self._described):
+            return None
+        return WordCache(self._described, self._encode_batch, self.dtype)
 
     @cached_property
     def _adds_space(self) -> bool:

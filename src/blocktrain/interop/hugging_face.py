@@ -41,7 +41,8 @@ from blocktrain.interop.checkpoint import (
     write_tensors,
 )
 from blocktrain.model.block import logit_gain
-from blocktrain.storage.run_dir import RunDir, SavedVersion
+from blocktrain.storage.block_dir import SavedVersion
+from blocktrain.storage.run_dir import RunDir
 from blocktrain.storage.tensor_file import DTYPES, Array
 
 STORED = "stored"  # keeps the run's number types

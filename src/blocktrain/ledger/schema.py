@@ -206,7 +206,6 @@ class UpdateRow:
     downloads: str | None = None  # JSON: downloads that the worker reported
     continues: Id | None = None  # as in its lease; a copy for requests that read all updates
     norms: str | None = None  # JSON of a Move (swarm/bounds.py); as merged, once it is
-    sketch: str | None = None  # a small random projection of the change, to find copies
     gain: float | None = None  # nats per token by which it lowers the loss on hidden text
     own_gain: float | None = None  # the same on the text of its lease
     checked: AddedFlag = False  # its checks are done, and it counts

@@ -24,7 +24,7 @@ from blocktrain.ledger.schema import (
     workers,
 )
 from blocktrain.protocol.messages import Blob
-from blocktrain.swarm.history import Removal
+from blocktrain.swarm.rollback import Removal
 
 
 class UpdateTable(Statements):
@@ -158,7 +158,7 @@ class UpdateTable(Statements):
         )
 
     def record_clip(self, lease: str, factor: float, norms: str) -> None:
-        """Record that an update was scaled, and how far it moved the block then."""
+        """Record that an update was scaled down, and how far it then moved the block."""
         same = update(updates).where(updates.c.lease == lease)
         self.write(same.values(clip=factor, norms=norms))
 

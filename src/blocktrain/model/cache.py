@@ -169,6 +169,21 @@ class SlotCache:
             for layers, tail in self._shapes
         ]
 
+    def context(self, slot: int, count: int) -> list[Tensor]:
+        """Views of what the layers have cached of a slot's first `count` positions."""
+        return [
+            part for pool in self._pools
+            for part in (pool.k_STD[slot, :count], pool.v_STD[slot, :count],
+                         pool.h_SID[slot, : pool.before + count])
+        ]  # fmt: skip
+
+    def fill(self, slot: int, count: int, context: Sequence[Tensor]) -> None:
+        """Copy such views, or copies of them, into a slot."""
+        self._make_room(slot + 1, count)
+        self._wipe([slot])
+        for mine, given in zip(self.context(slot, count), context, strict=True):
+            mine.copy_(given[: len(mine)])
+
     def _make_room(self, slots: int, room: int) -> None:
         if slots <= self.slots and room <= self.room:
             return

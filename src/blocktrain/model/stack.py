@@ -189,12 +189,10 @@ class DenoisingStack(Stack):
         return cast("list[DenoisingBlock]", self.blocks)
 
 
-def read_out(
-    readout: str, log_probs: Sequence[Tensor], weights: Sequence[float] | None = None
-) -> Tensor:
+def read_out(readout: str, log_probs: Sequence[Tensor]) -> Tensor:
     """Combine the blocks' log-probabilities: take the last block's (`final`), or the `product`.
     Both are normalised, so their mean negative log-likelihood is a true cross entropy."""
-    return log_probs[-1] if readout == "final" else product(log_probs, weights)
+    return log_probs[-1] if readout == "final" else product(log_probs)
 
 
 def product(log_probs: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:

@@ -57,9 +57,9 @@ class Shares:
         self._used: dict[str, int] = {}
 
     @contextmanager
-    def held(self, limits: Mapping[str, int]) -> Iterator[Callable[[int], None]]:
-        """Yields a function that takes more, for as long as the `with` block lasts. `limits`: the
-        most that each of these keys may have in use."""
+    def held(self, limits: Mapping[str, int], amount: int = 0) -> Iterator[Callable[[int], None]]:
+        """Take this amount for as long as the `with` block lasts; yields a function that takes
+        more. `limits`: the most that each of these keys may have in use."""
         taken, used = 0, self._used
 
         def take(amount: int) -> None:
@@ -72,6 +72,8 @@ class Shares:
                 used[key] = used.get(key, 0) + amount
             taken += amount
 
+        if amount:
+            take(amount)
         try:
             yield take
         finally:

@@ -311,7 +311,9 @@ class Commitment(Message):
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
         if len(self.weights) != len(self.moments):
-            raise ValueError("a commitment names as many states of the optimizer as of the weights")
+            raise ValueError(
+                "a commitment must name as many states of the optimizer as of the weights"
+            )
         return self
 
 

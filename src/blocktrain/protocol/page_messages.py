@@ -135,7 +135,7 @@ class Contributors(Message):
     workers: tuple[Contributor, ...]
 
 
-class Contribution(Message):
+class ContributionCurve(Message):
     """What a worker has contributed over time: tokens in merged updates by time, summed up."""
 
     number: Positive

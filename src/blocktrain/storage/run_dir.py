@@ -1,24 +1,17 @@
-"""A run as a folder: its config and, for each block, versions with their hashes.
+"""A run as a folder: its config and, for each block, a folder of versions.
 
     RUN/config.toml                      its hash is in every manifest
-    RUN/block-0/manifest.json            the commit point: names every file with its sha256
-    RUN/block-0/v000500.safetensors      weights after 500 steps
-    RUN/block-0/state-000500.safetensors optimizer state, to continue training
-    RUN/block-0/metrics.jsonl
+    RUN/block-0/                         versions of a block, see block_dir.py
     RUN/tokenizer/tokenizer.json         and the files that go with it, unless tokens are bytes
 
 An assembled or imported run has no such versions: RUN/manifest.json names one file with all blocks
 (model.safetensors), or a file for each (block-0.safetensors).
 
-A file is written whole, flushed to disk and renamed before a manifest names it, and a manifest
-is replaced by rename, so that a run survives being killed at any instant. Hashes are checked on
-load. Tensors are numpy arrays in safetensors files; nothing is ever unpickled. Imports no torch.
+Imports no torch.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,53 +19,27 @@ from typing import Any
 import filelock
 
 from blocktrain.config import Config, load_stored_config
-from blocktrain.errors import CorruptFileError, ProtocolError, RunError
-from blocktrain.files import (
-    RESTORE,
-    UNFINISHED,
-    StoredFile,
-    check_stored,
-    errors_naming,
-    store,
-    write_bytes,
+from blocktrain.errors import RunError
+from blocktrain.files import UNFINISHED, StoredFile, check_stored, write_bytes
+from blocktrain.storage.block_dir import (
+    LOCK,
+    MANIFEST,
+    BlockDir,
+    read_manifest,
+    read_tensors,
+    store_tensors,
+    write_manifest,
 )
-from blocktrain.storage.tensor_file import Array, Tensors, encode, read_specs, read_tensor
+from blocktrain.storage.tensor_file import Array, Tensors
 
-FORMAT = 1
-KEPT_VERSIONS = 2
 EXPORTED = "model.safetensors"
-MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 TEXT = "text"  # folder of the splits that a fetched run brings along
-LOCK = ".lock"
 LOCAL_SETTINGS = ("device", "log_to")  # of [train]; they do not change what is computed
 
 
 @dataclass(frozen=True)
-class SavedVersion:
-    step: int
-    bytes_seen: int
-    valid_ce: float | None
-    weights: StoredFile
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A checkpoint of one block."""
-
-    step: int
-    bytes_seen: int
-    valid_ce: float | None
-    weights: Tensors
-    state: Tensors  # the optimizer's moments
-    counters: Mapping[str, Any]
-    data: str = ""  # digest of the training text
-    chosen: int | None = None  # the step of the version to use, if it is not the newest
-    finished: bool = False
-
-
-@dataclass(frozen=True)
-class Trained:
+class TrainingRecord:
     """How far the model in an exported or fetched run was trained. `versions` are a coordinator's;
     `ces`: cross entropies of the blocks on valid; `ce`: that of the whole model."""
 
@@ -182,10 +149,10 @@ class RunDir:
         return self._exported_manifest().get("origin") if self.exported else None
 
     @property
-    def trained(self) -> Trained | None:
+    def trained(self) -> TrainingRecord | None:
         """How far an exported run's model was trained; None if unknown, and for any other run."""
         stored = self._exported_manifest().get("trained") if self.exported else None
-        return Trained(**stored) if stored else None
+        return TrainingRecord(**stored) if stored else None
 
     def begun(self) -> bool:
         """Whether a block was trained or is being trained."""
@@ -196,10 +163,10 @@ class RunDir:
         self.path.mkdir(parents=True, exist_ok=True)
         return filelock.FileLock(self.path / LOCK)
 
-    def block(self, index: int) -> "BlockDir":
+    def block(self, index: int) -> BlockDir:
         return BlockDir(self.path / f"block-{index}", index, self._config_digest())
 
-    def blocks(self) -> "list[BlockDir]":
+    def blocks(self) -> list[BlockDir]:
         """All blocks of a run that is not exported."""
         return [self.block(index) for index in range(self.config.block_count)]
 
@@ -260,18 +227,18 @@ class RunDir:
         run.store_tokenizer(self.tokenizer_files())
         return run.write_exported(self.weights(), self.fetched, self._progress())
 
-    def _progress(self) -> Trained | None:
+    def _progress(self) -> TrainingRecord | None:
         if self.exported:
             return self.trained
         current = [block.current() for block in self.blocks()]
         steps, sizes = [each.step for each in current], [each.bytes_seen for each in current]
-        return Trained(steps, sizes, [each.valid_ce for each in current])
+        return TrainingRecord(steps, sizes, [each.valid_ce for each in current])
 
     def write_exported(
         self,
         blocks: Sequence[Tensors],
         fetched: bool = False,
-        trained: Trained | None = None,
+        trained: TrainingRecord | None = None,
         run: str | None = None,
     ) -> Path:
         """Write all blocks to one file, in a run from `create_exported` or `create_fetched`, whose
@@ -287,8 +254,7 @@ class RunDir:
         return self.path / EXPORTED
 
     def _write_manifest(self, values: Mapping[str, Any]) -> None:
-        manifest = {"format": FORMAT, "config": self._config_digest(), **values}
-        write_bytes(self.path / MANIFEST, json.dumps(manifest, indent=1).encode())
+        write_manifest(self.path / MANIFEST, self._config_digest(), values)
 
     def _weights_file(self, index: int) -> StoredFile:
         """The file that contains a block, in an assembled or imported run."""
@@ -305,184 +271,6 @@ class RunDir:
 
     def _config_digest(self) -> str:
         return hashlib.sha256((self.path / "config.toml").read_bytes()).hexdigest()
-
-
-class BlockDir:
-    """One block's versions, training state and metrics."""
-
-    def __init__(self, path: Path, index: int, config_digest: str) -> None:
-        self.path = path
-        self.index = index
-        self.config_digest = config_digest
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    def lock(self) -> filelock.BaseFileLock:
-        """A lock to hold while training, so that no two processes train the same block."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        return filelock.FileLock(self.path / LOCK, timeout=0)
-
-    def begun(self) -> bool:
-        """Whether the block has a version or is being trained."""
-        if (self.path / "manifest.json").exists():
-            return True
-        if not self.path.exists():
-            return False
-        try:
-            with self.lock():
-                return False
-        except filelock.Timeout:
-            return True
-
-    def versions(self) -> list[SavedVersion]:
-        return [_version(entry) for entry in self._manifest().get("versions", [])]
-
-    def finished(self) -> bool:
-        return bool(self._manifest().get("finished", False))
-
-    def current(self) -> SavedVersion:
-        """The version to use: the newest, or the best if train.keep chose one."""
-        manifest = self._manifest()
-        versions = [_version(entry) for entry in manifest.get("versions", [])]
-        if not versions:
-            raise RunError(
-                f"block {self.index} has no version yet in {self.path.parent}; train it first"
-            )
-        chosen = manifest.get("chosen")
-        return next((v for v in versions if v.step == chosen), versions[-1])
-
-    def built_on(self) -> list[int | None]:
-        """The predecessors' versions that a block of a cascade was last trained on; None: still
-        untrained."""
-        return list(self._manifest().get("counters", {}).get("built_on", []))
-
-    def load_weights(self) -> Tensors:
-        return dict(self.read_weights())
-
-    def read_weights(self) -> Iterator[tuple[str, Array]]:
-        return read_tensors(self.path, self.current().weights)
-
-    def load_snapshot(self) -> Snapshot | None:
-        """The last checkpoint; None if there is none."""
-        manifest = self._manifest()
-        if not manifest:
-            return None
-        newest = self.versions()[-1]
-        return Snapshot(
-            newest.step,
-            newest.bytes_seen,
-            newest.valid_ce,
-            load_tensors(self.path, newest.weights),
-            load_tensors(self.path, StoredFile(**manifest["state"])),
-            manifest["counters"],
-            manifest["data"],
-            manifest["chosen"],
-            manifest["finished"],
-        )
-
-    def save(self, snapshot: Snapshot) -> None:
-        """Commit a version and the training state, then delete files that are no longer needed."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        step = snapshot.step
-        weights = store_tensors(self.path / f"v{step:06d}.safetensors", snapshot.weights)
-        state = store_tensors(self.path / f"state-{step:06d}.safetensors", snapshot.state)
-        earlier = [v for v in self.versions() if v.step < step]
-        versions = [*earlier, SavedVersion(step, snapshot.bytes_seen, snapshot.valid_ce, weights)]
-        versions = [
-            v for v in versions if v in versions[-KEPT_VERSIONS:] or v.step == snapshot.chosen
-        ]
-        manifest = {
-            "format": FORMAT,
-            "config": self.config_digest,
-            "data": snapshot.data,
-            "finished": snapshot.finished,
-            "chosen": snapshot.chosen,
-            "counters": dict(snapshot.counters),
-            "versions": [asdict(v) for v in versions],
-            "state": asdict(state),
-        }
-        write_bytes(self.path / "manifest.json", json.dumps(manifest, indent=1).encode())
-        named = {state.name, *(v.weights.name for v in versions)}
-        for path in self.path.glob("*.safetensors*"):
-            if path.name not in named:
-                path.unlink(missing_ok=True)
-
-    def clear(self) -> None:
-        """Delete everything, so that training starts from the beginning."""
-        (self.path / "manifest.json").unlink(missing_ok=True)  # first, since it names the others
-        for path in self.path.glob("*"):
-            if path.name != LOCK:
-                path.unlink()
-
-    def append_metrics(self, record: Mapping[str, Any]) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        with errors_naming(self.metrics_path), self.metrics_path.open("a") as out:
-            out.write(json.dumps(record) + "\n")
-
-    def metrics(self) -> Iterator[dict[str, Any]]:
-        """The records of the training, oldest first."""
-        text = self.metrics_path.read_text() if self.metrics_path.exists() else ""
-        for line in text.splitlines():
-            with suppress(ValueError):  # truncated when the process was killed
-                yield json.loads(line)
-
-    def forget_metrics_after(self, step: int) -> None:
-        """Delete records after the last checkpoint, since they will be written again."""
-        if self.metrics_path.exists():
-            kept = [json.dumps(record) for record in self.metrics() if record["step"] <= step]
-            write_bytes(self.metrics_path, "".join(f"{line}\n" for line in kept).encode())
-
-    def _manifest(self) -> dict[str, Any]:
-        path = self.path / "manifest.json"
-        return read_manifest(path, self.config_digest) if path.exists() else {}
-
-
-def store_tensors(path: Path, tensors: Tensors) -> StoredFile:
-    """Write tensors piece by piece, without a second copy in memory."""
-    return store(path, encode(tensors))
-
-
-def load_tensors(folder: Path, stored: StoredFile) -> Tensors:
-    return dict(read_tensors(folder, stored))
-
-
-def read_tensors(folder: Path, stored: StoredFile, prefix: str = "") -> Iterator[tuple[str, Array]]:
-    """Tensors whose names begin with `prefix`, which is removed. The file's hash is checked first;
-    then each tensor is read when it is requested."""
-    path = folder / stored.name
-    check_stored(path, stored)
-    try:
-        with path.open("rb") as file:
-            for spec in sorted(read_specs(file, stored.size), key=lambda spec: spec.name):
-                if spec.name.startswith(prefix):
-                    yield spec.name.removeprefix(prefix), read_tensor(file, spec)
-    except ProtocolError as error:
-        raise CorruptFileError(f"{path} is not a safetensors file ({error}); {RESTORE}") from None
-
-
-def read_manifest(path: Path, config_digest: str) -> dict[str, Any]:
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}; {RESTORE}") from None
-    except ValueError:
-        raise CorruptFileError(f"{path} is not valid JSON; {RESTORE}") from None
-    if manifest.get("format") != FORMAT:
-        raise RunError(
-            f"{path} has format {manifest.get('format')}, but this release reads only {FORMAT};"
-            " use the release that wrote it"
-        )
-    if manifest["config"] != config_digest:
-        raise CorruptFileError(
-            f"config.toml was altered: its hash differs from the one in {path}; {RESTORE}"
-        )
-    return manifest
-
-
-def _version(entry: dict[str, Any]) -> SavedVersion:
-    return SavedVersion(**{**entry, "weights": StoredFile(**entry["weights"])})
 
 
 def _is_leftover(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """A weights file as one float32 array: checks of updates, and deltas between versions."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
@@ -137,24 +137,14 @@ def apply_delta(current: Floats, delta: Floats) -> Floats:
         return finite_floats(np.add(current, delta, dtype=np.float32))
 
 
-def follow_blobs(
-    blobs: Blobs, base: Blob, deltas: Sequence[Blob], into: memoryview | None = None
-) -> Blob:
-    """Apply deltas in order to `base` and write the resulting version. `into`: a buffer of that
-    version's size, for a copy. The caller must compare the result's name with the expected one."""
+def follow_blobs(blobs: Blobs, base: Blob, deltas: Sequence[Blob]) -> Blob:
+    """Apply deltas in order to `base` and write the resulting version. The caller must compare the
+    result's name with the expected one."""
     for start in range(0, len(deltas), AT_ONCE):
         with ExitStack() as files:
             parts = _followed(blobs, base, deltas[start : start + AT_ONCE], files)
-            base = blobs.write(parts if into is None else _copied(parts, into))
+            base = blobs.write(parts)
     return base
-
-
-def _copied(parts: Iterable[bytes | memoryview], into: memoryview) -> Iterator[memoryview]:
-    for part in parts:
-        view = memoryview(part).cast("B")
-        into[: len(view)] = view
-        into = into[len(view) :]
-        yield view
 
 
 def _followed(

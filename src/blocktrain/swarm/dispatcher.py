@@ -237,7 +237,7 @@ class Dispatcher:
     def terms(
         self, request: WorkRequest, block: BlockView[Any], steps: int, now: float
     ) -> LeaseTerms:
-        """The deadline and expected arrival of a lease. `block`: in its state before the lease."""
+        """The deadline and expected arrival of a lease. `block`: its state before the lease."""
         speed, transfer = request.steps_per_second, request.transfer_seconds
         return LeaseTerms(
             now + lease_terms.deadline_seconds(self.swarm, steps, speed, transfer),

@@ -39,7 +39,7 @@ def trusted_speed(
 
 def trusted_transfer(swarm: SwarmConfig, claimed: float, *, proven: bool = True) -> float:
     """A claimed transfer time, limited because it lengthens deadlines. `proven`: the worker has
-    completed a lease; the deadline of a first lease is short."""
+    completed a lease. For others the limit is lower, so that a first lease has a short deadline."""
     return min(claimed, (SLOWEST_LEASES if proven else 1.0) * swarm.lease_seconds)
 
 
@@ -57,10 +57,13 @@ def run_seconds_left(
     other_speeds: Mapping[int | None, int],
     steps_left: int | None = None,
 ) -> float:
-    """Time until the run's last batch is trained, if all workers end together. `steps_left`: that
-    can be leased; by default all, in turns those of this turn. Infinite if it is
-    longer than a lease or this worker's speed is unknown. `other_speeds`: summed over the other
-    workers, by the block they train (None: they wait), in units of MICROSTEP per second."""
+    """Time until the run's last batch is trained, if all workers end together. Infinite if that is
+    longer than a lease, or if this worker's speed is unknown.
+
+    `steps_left`: how many steps can still be leased; default: all that no worker has leased yet.
+    `other_speeds`: the summed speed of the other workers, by the block they train (None: they
+    wait), in units of MICROSTEP per second.
+    """
     if steps_per_second is None:
         return math.inf
     together = steps_per_second + MICROSTEP * sum(other_speeds.values())

@@ -4,9 +4,8 @@ Pure decisions: no clock, no files. `suspicion` sums up evidence: a log likeliho
 worker is dishonest" to "it is honest", which is never below 0, so that good work in the past buys
 nothing (a CUSUM test). `unexplained` sums up what a worker has hidden from replays. Scores do not
 lower it, since a backdoor scores well; only replays that agree do. A worker is excluded once both
-together reach EXCLUDED. Until many of its updates have passed, a
-worker is a newcomer: its updates weigh less, more of them are replayed, and the newcomers of one
-invite train only a part of a block's text while workers of other invites are there.
+together reach EXCLUDED. Until many of its updates have passed, a worker is a newcomer: its updates
+weigh less, and more of them are replayed.
 """
 
 from dataclasses import dataclass, replace
@@ -15,11 +14,9 @@ from typing import Protocol
 EXCLUDED = 10.0
 NEWCOMER_UPDATES, NEWCOMER_REPLAYS = 20, 3
 NEWCOMER_WEIGHT = 0.25
-NEWCOMERS_SHARE = 0.5  # of a block's batches, for the newcomers of one invite
 
-REFUSED = (
-    3.0  # evidence of a refused update, if a replay does not show that it was trained honestly
-)
+# Evidence of a refused update, if a replay does not show that it was trained honestly.
+REFUSED = 3.0
 REPLAY_DIFFERS, REPLAY_AGREES = EXCLUDED, -2.0  # no honest result differs by more than rounding
 # Added to `unexplained` if a lease that was drawn for a replay names no states, if the files do not
 # arrive, or if its optimizer began in an unknown state; and after a replay that agrees.
@@ -135,13 +132,7 @@ def pause_seconds(refused_in_a_row: int, lease_seconds: float) -> float:
 
 
 def at_joining(joined: int, lost: int) -> Reputation:
-    """The reputation of a new worker, from that of its invite: so many workers have joined with it,
-    and so many of them were excluded or banned. So a worker that was excluded gains little by
-    joining again with another key."""
+    """The reputation of a new worker, from that of its invite: of the `joined` workers that used
+    it, `lost` were excluded or banned. So an excluded worker gains little by joining again with
+    another key."""
     return Reputation(refused_in_a_row=lost, suspicion=EXCLUDED * lost / (joined + 2))
-
-
-def may_train(standing_steps: int, total_batches: int, *, others: bool) -> bool:
-    """Whether newcomers of an invite may get another lease of a block, of which they have trained
-    or hold so many batches. `others`: workers of other invites could train it instead."""
-    return not others or standing_steps < NEWCOMERS_SHARE * total_batches

@@ -122,7 +122,7 @@ class Predecessors:
         self._cache = new_cache(config, folder)
 
     def features(self, step: int, context_BT: Tensor) -> Tensor:
-        """The features of a step's context, which must be on the device."""
+        """The features that a step trains on. `context_BT`: its tokens, on the device."""
         if step >= self._next_refresh:
             self._refresh(step)
         if self._cache:

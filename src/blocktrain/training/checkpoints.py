@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from blocktrain.data.corpus import evaluation_windows
 from blocktrain.data.tokenizer import trained_on
 from blocktrain.errors import RunError
-from blocktrain.storage.run_dir import BlockDir, Snapshot
+from blocktrain.storage.block_dir import BlockDir, Snapshot
 from blocktrain.training.evaluate import solo_ce
 from blocktrain.training.stored_models import load_block, load_warm_start
 

@@ -84,7 +84,8 @@ def _device(name: str) -> torch.device:
 
 @cache
 def has_triton() -> bool:
-    """Triton compiles its launcher at run time, so it needs a C compiler and Python's headers."""
+    """Whether Triton works here. It compiles its launcher at run time, so it needs a C compiler and
+    Python's headers."""
     compilers = (C_COMPILER.get(), "gcc", "clang")
     headers = Path(sysconfig.get_path("include"), "Python.h")
     has_compiler = headers.exists() and any(map(shutil.which, compilers))

@@ -163,7 +163,8 @@ def _fixed_bytes(config: Config, sizes: list[BlockSize]) -> list[int]:
 
 
 def _frozen_parameters(config: Config, sizes: list[BlockSize], index: int) -> int:
-    """Those of the frozen blocks in memory. A feature cache replaces the ones before."""
+    """Parameters of the frozen blocks that are in memory. A feature cache replaces the blocks
+    before the trained one."""
     cached = config.objective.feature_cache != "off"
     return sum(
         sizes[other].parameters if other > index else sizes[other].trunk

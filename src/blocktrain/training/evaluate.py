@@ -78,6 +78,7 @@ class Evaluation:
     parameters: int
     product_weights: list[float] | None = None
     draft_agreement: float | None = None
+    readout: str = "product"  # of the model's score
 
     @property
     def ce(self) -> float:
@@ -90,10 +91,10 @@ class Evaluation:
 
     @property
     def default(self) -> ModelScore:
-        """The score of the default readout: the product (from the mean start, if the model has
-        starts) or, if there is no product, the last score."""
+        """The model's score: that of its default readout, from the mean start if the model has
+        starts. The last score if the blocks that were scored have no such readout."""
         for score in self.scores:
-            if score.readout == "product" and score.start in ("mean", NO_START):
+            if score.readout == self.readout and score.start in ("mean", NO_START):
                 return score
         return self.scores[-1]
 
@@ -129,7 +130,10 @@ def evaluate(
     content = f"{count}x{window} ".encode() + windows.tobytes()
     digest = hashlib.sha256(content).hexdigest()[:16]
     agreement = agreed / windows.size if several else None
-    return Evaluation(scores, count, window, digest, stack.parameters, product_weights, agreement)
+    return Evaluation(
+        scores, count, window, digest, stack.parameters, product_weights, agreement,
+        stack.config.default_readout,
+    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ class Logger(ABC):
 
     @abstractmethod
     def __init__(self, module: ModuleType, run: RunDir, block: int) -> None:
-        """`module`: that of the package."""
+        """`module`: the package's module, already imported."""
 
     @abstractmethod
     def log(self, numbers: Mapping[str, float], step: int) -> None: ...

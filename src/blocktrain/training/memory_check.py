@@ -4,14 +4,16 @@ settings would make it fit. Imports torch only if the machine may have a GPU."""
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from blocktrain.config import Config
 from blocktrain.config.sizes import block_sizes
+from blocktrain.data.run_text import expected_vocabulary
 from blocktrain.errors import ConfigError, DeviceError
 from blocktrain.memory import FreeMemory, free_memory
+from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.estimation import cache_bytes, memory_by_block, serving_bytes, update_bytes
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA's driver, WSL's and AMD's
@@ -77,6 +79,14 @@ def check_training(
 
     together = f" {processes} blocks at the same time" if processes > 1 else ""
     _check(f"training{together}", config, place.free, needed)
+
+
+def check_run(config: Config, folder: Path, blocks: Sequence[int], processes: int) -> None:
+    """`check_training` of a run on this machine, whose tokenizer may not exist yet. `folder`: where
+    it is, or will be."""
+    stored = RunDir.resumable(folder, config)
+    config = replace(config, vocab=stored.config.vocab if stored else expected_vocabulary(config))
+    check_training(config, config.train.device, blocks, processes)
 
 
 def check_first_versions(config: Config) -> None:

@@ -27,7 +27,8 @@ from blocktrain.errors import BlocktrainError, ConfigError, DeviceError, RunErro
 from blocktrain.memory import is_out_of_memory
 from blocktrain.numerics.noise import LogNormal, fitted_partition
 from blocktrain.numerics.sampling import mixed_seed
-from blocktrain.storage.run_dir import BlockDir, RunDir
+from blocktrain.storage.block_dir import BlockDir
+from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.cascade import PublishedRun
 from blocktrain.training.checkpoints import Progress
 from blocktrain.training.device import Compute, resolve

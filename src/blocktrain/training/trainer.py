@@ -22,8 +22,8 @@ from blocktrain.errors import DivergedError, RunError
 from blocktrain.model.block import Trunk
 from blocktrain.model.stack import initial_block
 from blocktrain.numerics.sampling import mixed_seed
+from blocktrain.storage.block_dir import BlockDir
 from blocktrain.storage.inheritance import inherited
-from blocktrain.storage.run_dir import BlockDir
 from blocktrain.storage.tensor_file import Tensors
 from blocktrain.training.cascade import Predecessors
 from blocktrain.training.checkpoints import Checkpointer, Progress

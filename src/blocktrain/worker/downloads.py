@@ -57,7 +57,7 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.protocol.status_messages import BlockStatus
 from blocktrain.storage import tensor_file
-from blocktrain.storage.run_dir import RunDir, Trained
+from blocktrain.storage.run_dir import RunDir, TrainingRecord
 from blocktrain.storage.tensor_file import Tensors
 from blocktrain.storage.weights_file import follow_blobs
 from blocktrain.worker.client import Client
@@ -94,7 +94,10 @@ def open_tokenizer(
             " operator"
         )
     if size > MOST_TOKENIZER_BYTES:
-        raise ProtocolError(f"the run's tokenizer has {size} bytes, too many; tell the operator")
+        raise ProtocolError(
+            f"the run's tokenizer has {size} bytes; the limit is {MOST_TOKENIZER_BYTES}; tell the"
+            " operator"
+        )
     files = {name: bytes(transfer.read(blob, deadline)) for name, blob in blobs.items()}
     try:
         return stored_tokenizer(files, config.vocab)
@@ -343,7 +346,7 @@ def fetch_model(client: Client, out: Path) -> FetchedModel:
         _fetch_text(description, run.text_folder, transfer, deadline)
         blocks = [_fetch_newest(client, transfer, index) for index in range(config.block_count)]
     states = [state for state, _ in blocks]
-    trained = Trained(
+    trained = TrainingRecord(
         steps=[round(state.progress * config.train.steps) for state in states],
         bytes_seen=[state.bytes_trained for state in states],
         ces=[state.ce for state in states],

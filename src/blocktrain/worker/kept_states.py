@@ -176,8 +176,9 @@ class StateRecorder:
         loads_weights: bool,
         loads_moments: bool,
     ) -> None:
-        """`previous`: of the last lease of this block whose update was sent. `loads_weights`,
-        `loads_moments`: the lease does not start from those in memory."""
+        """`previous`: the states of this block's last lease whose update was sent. `loads_weights`,
+        `loads_moments`: whether these are loaded for the lease, since those in memory do not fit.
+        """
         self._kept, self._lease, self._previous = kept, lease, previous
         self._is_encoded = is_encoded
         self._loads_weights, self._loads_moments = loads_weights, loads_moments

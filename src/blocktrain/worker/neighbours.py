@@ -1,7 +1,7 @@
 """The workers of one user on one machine, which share its cores.
 
-Each worker keeps a file locked in a folder of the user's, so that the others can count it. The
-system unlocks the file of a worker that was killed.
+Each worker locks a file of its own in a folder that they share, so that the others can count it.
+The system releases the lock of a worker that was killed.
 """
 
 import getpass

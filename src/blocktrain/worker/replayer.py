@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from blocktrain.codec.frames import encode
+from blocktrain.codec import Codec
+from blocktrain.codec.frames import UpdateDecoder, encode
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
 from blocktrain.errors import ProtocolError
@@ -28,7 +29,6 @@ from blocktrain.storage.tensor_file import Tensors
 from blocktrain.training.device import Compute
 from blocktrain.training.stored_models import load_block
 from blocktrain.training.trainer import BlockTrainer
-from blocktrain.worker.encoded import codec_of_update, decoded
 from blocktrain.worker.lease_trainer import LeasedVersions
 from blocktrain.worker.local_block import RESIDUAL
 from blocktrain.worker.transfer import BlobCache
@@ -121,7 +121,7 @@ class Replayer:
             _add(base, self._tensors(link.added))
         if not _equal(base, start):
             raise _CommitmentError(
-                "the lease did not begin with its base and what earlier updates left out"
+                "the lease did not begin with its base version plus the residual of earlier updates"
             )
 
     def _check_closing(self, link: EncodingLink, form: Form) -> None:
@@ -135,17 +135,17 @@ class Replayer:
             if self._name(learned) == link.learned:
                 self._check_encoding(link, learned)
                 return
-        raise _CommitmentError("what was encoded is not what the lease has learned")
+        raise _CommitmentError("the encoded change is not what the lease has learned")
 
     def _check_encoding(self, link: EncodingLink, learned: Tensors) -> None:
         data = self._read(link.update)
-        sent, numbers = decoded(data, learned), _flat(learned)
+        sent, numbers = decoded_change(data, learned), _flat(learned)
         left_out = np.subtract(numbers, _flat(sent))
         if self._name({RESIDUAL: left_out}) != link.left_out:
             raise _CommitmentError("the residual is not what the encoding has left out")
-        codec = codec_of_update(data, numbers.size)
+        codec = _codec_of_update(data, numbers.size)
         own = b"".join(encode(numbers, codec))
-        expected = _flat(decoded(memoryview(own), learned))
+        expected = _flat(decoded_change(memoryview(own), learned))
         room = ENCODED_ALIKE * float(np.linalg.norm(expected))
         if float(np.linalg.norm(expected - _flat(sent))) > room:
             raise _CommitmentError("the update is not an encoding of what the lease has learned")
@@ -225,7 +225,7 @@ def _add(numbers: Tensors, added: Tensors) -> None:
     """Add a residual (one array) or a change (by tensor)."""
     flat = added[RESIDUAL] if added.keys() == {RESIDUAL} else _flat(added)
     if flat.size != sum(array.size for array in numbers.values()):
-        raise _CommitmentError("what was added to the weights has another size")
+        raise _CommitmentError("the change to add and the weights differ in size")
     at = 0
     for name in sorted(numbers):
         array = numbers[name]
@@ -252,3 +252,24 @@ def _equal(one: Tensors, other: Tensors) -> bool:
 
 def _finite(number: float) -> float | None:
     return number if np.isfinite(number) else None
+
+
+def decoded_change(data: memoryview, like: Tensors) -> Tensors:
+    """The change that an update contains, as tensors of these names and shapes."""
+    names = sorted(like)
+    sizes = [like[name].size for name in names]
+    numbers = np.concatenate(list(_update_decoder(data, sum(sizes)).frames()))
+    parts = np.split(numbers, np.cumsum(sizes)[:-1])
+    return {name: part.reshape(like[name].shape) for name, part in zip(names, parts, strict=True)}
+
+
+def _codec_of_update(data: memoryview, count: int) -> Codec:
+    """The codec of an update of this many numbers."""
+    return _update_decoder(data, count).codec
+
+
+def _update_decoder(data: memoryview, count: int) -> UpdateDecoder:
+    def read(start: int, length: int) -> bytes:
+        return bytes(data[start : start + length])
+
+    return UpdateDecoder(read, len(data), count)

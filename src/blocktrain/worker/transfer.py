@@ -232,7 +232,7 @@ class Transfer:
             on_stage("committing")
             chunk = self.cache.chunks.get(offer.claim.recipe.chunks[0])
             head = whole_update_head(offer)
-            upload = Upload("POST", chunk, self.bandwidth, deadline, head)
+            upload = UploadRequest("POST", chunk, self.bandwidth, deadline, head)
             receipt = self.client.send_whole(upload, deadline)
             on_stage("offered")
             return receipt
@@ -302,7 +302,7 @@ class Transfer:
         self, names: list[str], lease: str, urls: PresignedUrls, deadline: Deadline
     ) -> None:
         def put(name: str, until: Deadline) -> None:
-            upload = Upload("PUT", self.cache.chunks.get(name), self.bandwidth, until)
+            upload = UploadRequest("PUT", self.cache.chunks.get(name), self.bandwidth, until)
             self._send_chunk_request(upload, name, f"/v1/chunks/{name}?lease={lease}", urls, until)
 
         run_in_parallel(put, names, deadline, self._threads)
@@ -363,7 +363,7 @@ class ChunkDownload(HttpRequest[None]):
 
 
 @dataclass
-class Upload(HttpRequest[bytes]):
+class UploadRequest(HttpRequest[bytes]):
     """Sends data, preceded by `head`."""
 
     method: str

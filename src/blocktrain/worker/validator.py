@@ -42,11 +42,10 @@ from blocktrain.training.device import Compute, resolve
 from blocktrain.training.scoring import BlockScorer, hidden_windows, leased_windows
 from blocktrain.worker.agent import Worker, fitting_blocks
 from blocktrain.worker.downloads import LocalVersions
-from blocktrain.worker.encoded import decoded
 from blocktrain.worker.lease_trainer import LeasedVersions
 from blocktrain.worker.lease_work import LONGEST_REASON
 from blocktrain.worker.machine import LONGEST_WAIT, Deadline
-from blocktrain.worker.replayer import Replayer
+from blocktrain.worker.replayer import Replayer, decoded_change
 from blocktrain.worker.transfer import Transfer
 
 FILES_SIZE = 3.1  # most of a file of a replay, relative to the weights
@@ -222,7 +221,7 @@ class Checker:
         data = self._transfer.read(task.update, deadline)
         if not self._is_encoded:
             return tensor_file.decode(data)
-        return decoded(data, like)
+        return decoded_change(data, like)
 
     def _scorer_of(self, check: Check, deadline: Deadline) -> BlockScorer:
         """The block in memory, with the frozen blocks that it trains with."""

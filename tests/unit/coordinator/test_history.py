@@ -7,7 +7,7 @@ import pytest
 from tests.support.coordinator import SetClock, join, running
 
 from blocktrain.coordinator.control import set_control
-from blocktrain.coordinator.history import ALL, MOST_POINTS, MOST_RATES, Curve, Sums
+from blocktrain.coordinator.history import ALL, MOST_POINTS, MOST_RATES, Series, Sums
 from blocktrain.coordinator.service import Service
 from blocktrain.protocol.messages import Lease, LeaseProgress, Wait
 from blocktrain.protocol.page_messages import Contributor, Overview
@@ -22,7 +22,7 @@ def overview(service: Service) -> Overview:
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_shape():
-    curve = Curve()
+    curve = Series()
     for time in range(10_000):
         curve.add(float(time), 10_000.0 - time)
     points = curve.points()

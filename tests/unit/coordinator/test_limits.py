@@ -3,15 +3,15 @@ from contextlib import ExitStack
 
 import pytest
 
-from blocktrain.coordinator.executor import BoundedCache
-from blocktrain.coordinator.limits import (
+from blocktrain.coordinator.client_limits import (
     BODY_BYTES,
     EVENT_STREAMS,
     JOINS_PER_ADDRESS,
     JOINS_PER_INVITE,
-    Client,
     Limits,
+    Requester,
 )
+from blocktrain.coordinator.executor import BoundedCache
 from blocktrain.errors import RefusedError
 
 
@@ -19,26 +19,26 @@ def test_one_worker_does_not_take_all_event_streams_and_one_invite_neither():
     limits = Limits()
     with ExitStack() as held:
         for worker in range(8):
-            client = Client("192.0.2.1", f"worker-{worker}", "bad")
+            client = Requester("192.0.2.1", f"worker-{worker}", "bad")
             for _ in range(EVENT_STREAMS.client):
                 held.enter_context(limits.event_stream(client))
             with pytest.raises(RefusedError, match="too many event streams"):
                 held.enter_context(limits.event_stream(client))
         with pytest.raises(RefusedError):  # another worker of the same invite
-            held.enter_context(limits.event_stream(Client("192.0.2.1", "worker-8", "bad")))
-        held.enter_context(limits.event_stream(Client("192.0.2.1", "honest", "good")))
+            held.enter_context(limits.event_stream(Requester("192.0.2.1", "worker-8", "bad")))
+        held.enter_context(limits.event_stream(Requester("192.0.2.1", "honest", "good")))
 
 
 def test_one_invite_leaves_memory_for_the_bodies_of_others():
     limits = Limits()
     with ExitStack() as held:
         for worker in range(BODY_BYTES.invite // BODY_BYTES.client):
-            client = Client("192.0.2.1", f"worker-{worker}", "bad")
+            client = Requester("192.0.2.1", f"worker-{worker}", "bad")
             held.enter_context(limits.body(client))(BODY_BYTES.client)
         with pytest.raises(RefusedError):
-            held.enter_context(limits.body(Client("192.0.2.1", "one more", "bad")))(1)
-        held.enter_context(limits.body(Client("192.0.2.1", "honest", "good")))(1 << 20)
-        held.enter_context(limits.body(Client("192.0.2.2")))(1 << 16)  # joins
+            held.enter_context(limits.body(Requester("192.0.2.1", "one more", "bad")))(1)
+        held.enter_context(limits.body(Requester("192.0.2.1", "honest", "good")))(1 << 20)
+        held.enter_context(limits.body(Requester("192.0.2.2")))(1 << 16)  # joins
 
 
 def test_joins_are_limited_per_address_and_per_invite():

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.coordinator import SetClock, join, running
+from tests.support.web import serving
 
 from blocktrain.cli.coordinator_commands import EventLog
 from blocktrain.coordinator.webhooks import Webhooks
@@ -43,14 +43,8 @@ class Hook:
 @contextmanager
 def hook(*statuses: int) -> Iterator[Hook]:
     made = Hook(*statuses)
-    thread = threading.Thread(target=made.server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with serving(made.server):
         yield made
-    finally:
-        made.server.shutdown()
-        thread.join()
-        made.server.server_close()
 
 
 def lose_a_lease(folder: Path, done: Callable[[], bool], *urls: str) -> None:

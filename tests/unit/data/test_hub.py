@@ -1,24 +1,20 @@
-"""The hub: files put in place by hand, downloads from a real server, and no server at all.
-
-The server here speaks the part of the hub's HTTP interface that huggingface_hub asks for.
-"""
+"""The hub: files put in place by hand, downloads from a real server, and no server at all."""
 
 import hashlib
 import json
 import multiprocessing
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from tests.support.hub_server import HubHandler, HubServer
+from tests.support.web import serving, unused_address
 
 from blocktrain.config import DataConfig
 from blocktrain.data import hub
@@ -51,17 +47,12 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-class HubServer(ThreadingHTTPServer):
-    """Serves dictionaries of files as dataset repositories, and notes what it is asked."""
+class Datasets(HubServer):
+    """Serves dictionaries of files as dataset repositories."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(COMMIT)
         self.repositories: dict[str, dict[str, bytes]] = {}
-        self.asked: list[str] = []
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def answer(self, path: str) -> bytes | None:
         for name, files in self.repositories.items():
@@ -74,59 +65,16 @@ class HubServer(ThreadingHTTPServer):
         return None
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: HubServer
-
-    def do_GET(self) -> None:
-        self._respond(with_body=True)
-
-    def do_HEAD(self) -> None:
-        self._respond(with_body=False)
-
-    def _respond(self, *, with_body: bool) -> None:
-        path = self.path.partition("?")[0]
-        self.server.asked.append(f"{self.command} {path}")
-        body = self.server.answer(path)
-        self.send_response(404 if body is None else 200)
-        if body is None and path.startswith("/api/"):
-            self.send_header("X-Error-Code", "RepoNotFound")
-        self.send_header("Content-Length", str(len(body or b"")))
-        self.send_header("ETag", f'"{hashlib.sha256(body or b"").hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if with_body and body:
-            self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-@contextmanager
-def running(server: ThreadingHTTPServer) -> Iterator[str]:
-    """Serve until the block is left; gives the address."""
-    with server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 @pytest.fixture
-def server() -> Iterator[HubServer]:
-    server = HubServer()
-    with running(server):
+def server() -> Iterator[Datasets]:
+    server = Datasets()
+    with serving(server):
         yield server
 
 
 @pytest.fixture
 def nobody() -> str:
-    """The address of a server that is not there."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+    return unused_address()
 
 
 def packed(rows: list[str | None], column: str = "text") -> bytes:
@@ -135,7 +83,7 @@ def packed(rows: list[str | None], column: str = "text") -> bytes:
     return bytes(out.getvalue())
 
 
-def serve_tiny_wikitext(server: HubServer) -> None:
+def serve_tiny_wikitext(server: Datasets) -> None:
     files = {
         f"tiny-v1/{name}-00000-of-00001.parquet": packed([*rows])
         for name, rows in WIKI_ROWS.items()
@@ -169,7 +117,7 @@ def contents(files: dict[str, list[Path]]) -> dict[str, bytes]:
 
 class TestByHand:
     def test_files_in_place_are_used_and_nobody_is_asked(
-        self, tmp_path: Path, server: HubServer
+        self, tmp_path: Path, server: Datasets
     ) -> None:
         place(tmp_path, "tiny", WIKI_TEXTS)
         files = fetch("tiny", tmp_path, LIMIT, server.endpoint, RELEASES)
@@ -236,13 +184,13 @@ class TestNoHub:
         assert f"put train.txt into {tmp_path / 'hub/owner--repo'}" in message
 
     def test_a_server_that_is_no_hub(self, tmp_path: Path) -> None:
-        class Portal(_Handler):
-            def _respond(self, *, with_body: bool) -> None:
+        class Portal(HubHandler):
+            def respond(self, *, with_body: bool) -> None:
                 self.send_response(200)
                 self.end_headers()
                 self.wfile.write(b"<html>Please log in to this network</html>")
 
-        with running(ThreadingHTTPServer(("127.0.0.1", 0), Portal)) as endpoint:
+        with serving(ThreadingHTTPServer(("127.0.0.1", 0), Portal)) as endpoint:
             message = refusal(lambda: fetch("hf:owner/repo", tmp_path, LIMIT, endpoint))
         assert "cannot download" in message
 
@@ -264,14 +212,14 @@ class TestNoHub:
 
 
 class TestDownload:
-    def test_wikitext_comes_out_byte_for_byte(self, tmp_path: Path, server: HubServer) -> None:
+    def test_wikitext_comes_out_byte_for_byte(self, tmp_path: Path, server: Datasets) -> None:
         serve_tiny_wikitext(server)
         files = fetch("tiny", tmp_path, LIMIT, server.endpoint, RELEASES)
         assert contents(files) == WIKI_TEXTS
         assert files["train"] == [tmp_path / "hub/tiny/train.txt"]
 
     def test_it_is_downloaded_once_and_only_the_texts_are_kept(
-        self, tmp_path: Path, server: HubServer
+        self, tmp_path: Path, server: Datasets
     ) -> None:
         serve_tiny_wikitext(server)
         fetch("tiny", tmp_path, LIMIT, server.endpoint, RELEASES)
@@ -287,7 +235,7 @@ class TestDownload:
         }
 
     def test_a_file_put_there_by_hand_is_not_overwritten(
-        self, tmp_path: Path, server: HubServer
+        self, tmp_path: Path, server: Datasets
     ) -> None:
         serve_tiny_wikitext(server)
         folder = place(tmp_path, "tiny", {"train": WIKI_TEXTS["train"]})
@@ -297,7 +245,7 @@ class TestDownload:
         assert (folder / "train.txt").stat().st_mtime_ns == written
         assert not any("/train-" in asked for asked in server.asked)
 
-    def test_other_text_on_the_hub_is_noticed(self, tmp_path: Path, server: HubServer) -> None:
+    def test_other_text_on_the_hub_is_noticed(self, tmp_path: Path, server: Datasets) -> None:
         serve_tiny_wikitext(server)
         files = server.repositories[REPOSITORY]
         files["tiny-v1/test-00000-of-00001.parquet"] = packed(["something else\n"])
@@ -305,7 +253,7 @@ class TestDownload:
         assert f"{tmp_path / 'hub/tiny/test.txt'} is not the test split" in message
 
     def test_a_failed_download_is_taken_up_where_it_stopped(
-        self, tmp_path: Path, server: HubServer
+        self, tmp_path: Path, server: Datasets
     ) -> None:
         serve_tiny_wikitext(server)
         files = server.repositories[REPOSITORY]
@@ -326,7 +274,7 @@ class TestDownload:
         assert downloaded == [f"GET /datasets/{REPOSITORY}/resolve/{COMMIT}/{last}"]
 
     def test_one_file_at_a_time_is_on_disk_and_no_more_than_needed_are_downloaded(
-        self, tmp_path: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, server: Datasets, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         rows = [f"document {number}" * 90 for number in range(100)]
         names = [f"data/train-{number:05d}-of-00004.parquet" for number in range(4)]
@@ -355,7 +303,7 @@ class TestDownload:
         whole = contents(fetch("hf:owner/repo", tmp_path, LIMIT, server.endpoint))["train"]
         assert whole.decode().splitlines() == rows
 
-    def test_two_processes_may_fetch_at_once(self, tmp_path: Path, server: HubServer) -> None:
+    def test_two_processes_may_fetch_at_once(self, tmp_path: Path, server: Datasets) -> None:
         serve_tiny_wikitext(server)
         context = multiprocessing.get_context("spawn")
         args = ("tiny", tmp_path, LIMIT, server.endpoint, RELEASES)
@@ -369,7 +317,7 @@ class TestDownload:
         assert len([asked for asked in server.asked if asked.startswith("GET /api/")]) == 1
 
     def test_a_dataset_is_split_by_the_names_of_its_files(
-        self, tmp_path: Path, server: HubServer
+        self, tmp_path: Path, server: Datasets
     ) -> None:
         server.repositories["owner/repo"] = {
             "README.md": b"about",
@@ -380,12 +328,12 @@ class TestDownload:
         files = fetch("hf:owner/repo", tmp_path, LIMIT, server.endpoint)
         assert contents(files) == {"train": b"one\ntwo\nthree\n\n", "valid": b"held out\n"}
 
-    def test_a_dataset_of_plain_text(self, tmp_path: Path, server: HubServer) -> None:
+    def test_a_dataset_of_plain_text(self, tmp_path: Path, server: Datasets) -> None:
         server.repositories["owner/repo"] = {"train/a.txt": b"A", "train/b.txt": b"B"}
         files = fetch("hf:owner/repo", tmp_path, LIMIT, server.endpoint)
         assert contents(files) == {"train": b"AB"}
 
-    def test_one_configuration_of_several(self, tmp_path: Path, server: HubServer) -> None:
+    def test_one_configuration_of_several(self, tmp_path: Path, server: Datasets) -> None:
         server.repositories["owner/repo"] = {
             f"{config}/train.parquet": packed([config]) for config in ("en", "fr")
         }
@@ -394,12 +342,12 @@ class TestDownload:
         files = fetch("hf:owner/repo:fr", tmp_path, LIMIT, server.endpoint)
         assert contents(files) == {"train": b"fr\n"}
 
-    def test_a_repository_that_does_not_exist(self, tmp_path: Path, server: HubServer) -> None:
+    def test_a_repository_that_does_not_exist(self, tmp_path: Path, server: Datasets) -> None:
         message = refusal(lambda: fetch("hf:owner/none", tmp_path, LIMIT, server.endpoint))
         assert "hf:owner/none: cannot download it (404" in message
 
     def test_a_dataset_larger_than_the_limit_is_not_downloaded(
-        self, tmp_path: Path, server: HubServer
+        self, tmp_path: Path, server: Datasets
     ) -> None:
         server.repositories["owner/repo"] = {"train.txt": bytes(2000)}
         message = refusal(lambda: fetch("hf:owner/repo", tmp_path, 1999, server.endpoint))
@@ -407,7 +355,7 @@ class TestDownload:
         assert not any("/resolve/" in asked for asked in server.asked)
 
     def test_parquet_that_unpacks_too_large_is_refused(
-        self, tmp_path: Path, server: HubServer
+        self, tmp_path: Path, server: Datasets
     ) -> None:
         bomb = packed(["x" * 5_000_000])
         assert len(bomb) < LIMIT
@@ -418,7 +366,7 @@ class TestDownload:
 
     @pytest.mark.parametrize("name", ["../../up/train.txt", "/train.txt", "a\\train.txt"])
     def test_a_file_name_that_leads_out_is_refused(
-        self, tmp_path: Path, server: HubServer, name: str
+        self, tmp_path: Path, server: Datasets, name: str
     ) -> None:
         server.repositories["owner/repo"] = {"train.txt": b"text", name: b"text"}
         message = refusal(lambda: fetch("hf:owner/repo", tmp_path, LIMIT, server.endpoint))
@@ -445,7 +393,7 @@ class TestDownload:
         "owner/repo\n",
     ],
 )
-def test_a_suspicious_name_is_refused(tmp_path: Path, server: HubServer, name: str) -> None:
+def test_a_suspicious_name_is_refused(tmp_path: Path, server: Datasets, name: str) -> None:
     message = refusal(lambda: fetch(f"hf:{name}", tmp_path, LIMIT, server.endpoint))
     assert "is not of the form hf:OWNER/REPO" in message
     assert server.asked == []

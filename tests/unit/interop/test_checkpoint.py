@@ -1,17 +1,16 @@
-"""Models of the hub: a real server that speaks the part of its interface that is asked for."""
+"""Models of the hub, downloaded from a real server."""
 
 import hashlib
 import json
-import socket
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 from tests.support.checkpoints import random_model, saved
+from tests.support.hub_server import HubServer
+from tests.support.web import serving, unused_address
 
 from blocktrain.errors import DataError
 from blocktrain.interop.checkpoint import open_checkpoint
@@ -20,18 +19,19 @@ from blocktrain.interop.importing import Import
 NAME, COMMIT = "owner/model", "c0ffee" * 6 + "c0ff"
 
 
-class ModelHub(ThreadingHTTPServer):
-    """Serves one repository, and notes which of its files were downloaded."""
+class ModelHub(HubServer):
+    """Serves one repository."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(COMMIT)
         self.files = files
-        self.downloaded: list[str] = []
         self.broken = ""  # the name of a file that is listed but cannot be had
 
     @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+    def downloaded(self) -> list[str]:
+        """The files that were downloaded."""
+        got = [path for path in self.asked if path.startswith("GET ") and "/resolve/" in path]
+        return [path.rpartition("/")[2] for path in got if not path.endswith(f"/{self.broken}")]
 
     def answer(self, path: str) -> bytes | None:
         api, tree = f"/api/models/{NAME}", f"/api/models/{NAME}/tree/{COMMIT}"
@@ -46,32 +46,6 @@ class ModelHub(ThreadingHTTPServer):
             return json.dumps({"id": NAME, "sha": COMMIT, "siblings": siblings}).encode()
         name = path.removeprefix(f"/{NAME}/resolve/{COMMIT}/")
         return None if name == self.broken else self.files.get(name)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: ModelHub
-
-    def do_GET(self) -> None:
-        self._respond(with_body=True)
-
-    def do_HEAD(self) -> None:
-        self._respond(with_body=False)
-
-    def _respond(self, *, with_body: bool) -> None:
-        path = self.path.partition("?")[0]
-        body = self.server.answer(path)
-        if with_body and body and "/resolve/" in path:
-            self.server.downloaded.append(path.rpartition("/")[2])
-        self.send_response(404 if body is None else 200)
-        self.send_header("Content-Length", str(len(body or b"")))
-        self.send_header("ETag", f'"{hashlib.sha256(body or b"").hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if with_body and body:
-            self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -89,20 +63,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture
 def hub(checkpoint: dict[str, bytes]) -> Iterator[ModelHub]:
-    with ModelHub(dict(checkpoint)) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    server = ModelHub(dict(checkpoint))
+    with serving(server):
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture
 def nobody() -> str:
-    """The address of a server that is not there."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+    return unused_address()
 
 
 def test_only_what_is_needed_is_downloaded(hub: ModelHub, tmp_path: Path):
@@ -122,9 +90,9 @@ def test_a_download_that_failed_continues(hub: ModelHub):
     hub.broken = shard
     with pytest.raises(DataError, match="cannot download it"):
         open_checkpoint(NAME, hub.endpoint)
-    hub.broken = ""
     before = set(hub.downloaded)
-    hub.downloaded.clear()
+    hub.broken = ""
+    hub.asked.clear()
     opened = open_checkpoint(NAME, hub.endpoint)
     assert opened.tensors
     assert shard in hub.downloaded

@@ -21,7 +21,7 @@ RELEASE = ROOT / "tests" / "fixtures" / "release-0.1" / "none" / "coordinator" /
 
 ADDED = {  # since release 0.1
     "runs": "requires_checks tokenizer control",
-    "updates": "norms sketch gain own_gain checked clip merged_as removed_in",
+    "updates": "norms gain own_gain checked clip merged_as removed_in",
     "blocks": "rolled_back",
     "workers": "accepted refused refused_in_a_row excluded excluded_until replayed checks"
     " suspicion check_seconds train_seconds speed",

@@ -12,7 +12,8 @@ from blocktrain.model.stack import Stack, product
 from blocktrain.serve.ring.activations import Activations, Choice, Row, joined, split_rows
 from blocktrain.serve.ring.batch import RowSpan, SlotLimits, SlotOwner, grouped_by_length
 from blocktrain.serve.ring.compute import BlockSource, StageCompute
-from blocktrain.storage.run_dir import RunDir, Snapshot
+from blocktrain.storage.block_dir import Snapshot
+from blocktrain.storage.run_dir import RunDir
 
 KINDS = ("denoise", "cascade")
 ALL = Choice(top=256)

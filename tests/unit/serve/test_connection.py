@@ -76,9 +76,7 @@ def anyone(hello: Hello) -> None:
 async def echo(connection: RingConnection) -> None:
     while True:
         said = await connection.receive()
-        await connection.send(
-            FrameMessage(FrameKind.RESULT, said.request, said.sequence, {}, said.arrays)
-        )
+        await connection.send(FrameMessage(FrameKind.RESULT, said.meta, said.arrays))
 
 
 class Kept:
@@ -143,7 +141,7 @@ class Stranger:
 
     async def refusal(self) -> str:
         last = (await self.heard())[-1]
-        assert last.kind is FrameKind.ERROR and last.request == 0
+        assert last.kind is FrameKind.ERROR
         return str(last.meta["reason"])
 
 
@@ -339,12 +337,12 @@ def test_messages_of_all_sizes_come_back_in_order(keys: Path, tls: bool, new_loo
 
             async def push() -> None:
                 for index, array in enumerate(sent):
-                    await connection.send(FrameMessage(FrameKind.STEP, 1, index, {}, (array,)))
+                    await connection.send(FrameMessage(FrameKind.STEP, {"n": index}, (array,)))
 
             pushing = asyncio.create_task(push())
             for index, array in enumerate(sent):
                 back = await connection.receive()
-                assert back.sequence == index
+                assert back.meta == {"n": index}
                 np.testing.assert_array_equal(back.arrays[0], array)
             await pushing
 
@@ -357,21 +355,21 @@ def test_padding_uses_no_message_credit_and_is_not_received():
     async def scene() -> None:
         async with serving(terms=padding) as address:
             near = await dialled(address, terms=padding)
-            for request in range(1, 9):
+            for number in range(8):
                 await near.send(
-                    FrameMessage(FrameKind.STEP, request, arrays=(np.zeros(1 << 18, np.uint8),))
+                    FrameMessage(FrameKind.STEP, {"n": number}, (np.zeros(1 << 18, np.uint8),))
                 )
-                assert (await near.receive()).request == request
+                assert (await near.receive()).meta == {"n": number}
 
     run(scene())
 
 
-def test_an_error_of_a_request_is_an_ordinary_message():
+def test_the_failure_of_a_request_is_an_ordinary_message():
     async def scene() -> None:
         kept = Kept()
         async with serving(kept) as address:
             near = await dialled(address)
-            await near.send(FrameMessage(FrameKind.ERROR, 5, meta={"reason": "no cache"}))
+            await near.send(FrameMessage(FrameKind.FAILURE, meta={"reason": "no cache"}))
             assert (await (await kept.arrived.get()).receive()).meta == {"reason": "no cache"}
 
     run(scene())
@@ -384,14 +382,14 @@ def test_what_was_sent_before_closing_still_arrives(new_loop: NewLoop):
         async with serving(kept) as address:
             near = await dialled(address)
             far = await kept.arrived.get()
-            await near.send(FrameMessage(FrameKind.STEP, 1))
+            await near.send(FrameMessage(FrameKind.STEP, {"n": 1}))
             near.close()
-            assert (await far.receive()).request == 1
+            assert (await far.receive()).meta == {"n": 1}
             for _ in range(2):
                 with pytest.raises(UnreachableError, match="closed the connection"):
                     await far.receive()
             with pytest.raises(UnreachableError):
-                await far.send(FrameMessage(FrameKind.STEP, 1))
+                await far.send(FrameMessage(FrameKind.STEP))
             await near.wait_closed()
 
     run(scene(), new_loop)
@@ -403,10 +401,10 @@ def test_a_message_over_the_other_sides_limit_is_not_sent():
             near = await dialled(address)
             with pytest.raises(ProtocolError, match="exceeds the limit"):
                 await near.send(
-                    FrameMessage(FrameKind.STEP, 1, 0, {}, (np.zeros(QUICK.limit, np.float32),))
+                    FrameMessage(FrameKind.STEP, {}, (np.zeros(QUICK.limit, np.float32),))
                 )
-            await near.send(FrameMessage(FrameKind.STEP, 2))
-            assert (await near.receive()).request == 2
+            await near.send(FrameMessage(FrameKind.STEP, {"n": 2}))
+            assert (await near.receive()).meta == {"n": 2}
 
     run(scene())
 
@@ -415,7 +413,7 @@ def test_a_message_over_the_other_sides_limit_is_not_sent():
 
 
 def test_who_has_no_credit_waits_until_the_other_has_read():
-    message = FrameMessage(FrameKind.STEP, 1, 0, {}, (np.zeros(1000, np.uint8),))
+    message = FrameMessage(FrameKind.STEP, {}, (np.zeros(1000, np.uint8),))
 
     async def scene() -> None:
         kept, sent = Kept(), 0
@@ -441,20 +439,20 @@ def test_who_has_no_credit_waits_until_the_other_has_read():
             await asyncio.gather(pushing, return_exceptions=True)
             for _ in range(sent - in_flight // 2):
                 await far.receive()
-            await near.send(FrameMessage(FrameKind.RESULT, 9))
-            assert (await far.receive()).request == 9
+            await near.send(FrameMessage(FrameKind.RESULT, {"n": 9}))
+            assert (await far.receive()).meta == {"n": 9}
 
     run(scene())
 
 
 def test_the_largest_message_never_waits_for_ever():
-    largest = FrameMessage(FrameKind.STEP, 1, 0, {}, (np.zeros(QUICK.limit - 8, np.uint8),))
+    largest = FrameMessage(FrameKind.STEP, {}, (np.zeros(QUICK.limit - 8, np.uint8),))
 
     async def scene() -> None:
         async with serving() as address:
             near = await dialled(address)
             for _ in range(10):
-                await near.send(FrameMessage(FrameKind.STEP, 1, 0, {}, (np.zeros(5000, np.uint8),)))
+                await near.send(FrameMessage(FrameKind.STEP, {}, (np.zeros(5000, np.uint8),)))
                 await near.send(largest)
                 await near.receive()
                 await near.receive()
@@ -466,16 +464,14 @@ def test_the_largest_message_never_waits_for_ever():
 
 
 def overrun(peer: Stranger) -> None:
-    message = b"".join(
-        encode(FrameMessage(FrameKind.STEP, 1, 0, {}, (np.zeros(10_000, np.uint8),)))
-    )
+    message = b"".join(encode(FrameMessage(FrameKind.STEP, {}, (np.zeros(10_000, np.uint8),))))
     peer.greet()
     peer.say_bytes(message * (WINDOW // len(message) + 1))
 
 
 def too_large(peer: Stranger) -> None:
     peer.greet()
-    peer.say(FrameMessage(FrameKind.STEP, 1, 0, {}, (np.zeros(QUICK.limit + 1, np.uint8),)))
+    peer.say(FrameMessage(FrameKind.STEP, {}, (np.zeros(QUICK.limit + 1, np.uint8),)))
 
 
 def too_large_a_hello(peer: Stranger) -> None:
@@ -483,7 +479,7 @@ def too_large_a_hello(peer: Stranger) -> None:
 
 
 def no_hello(peer: Stranger) -> None:
-    peer.say(FrameMessage(FrameKind.STEP, 1))
+    peer.say(FrameMessage(FrameKind.STEP))
 
 
 def two_hellos(peer: Stranger) -> None:
@@ -493,12 +489,22 @@ def two_hellos(peer: Stranger) -> None:
 
 def credit_from_nothing(peer: Stranger) -> None:
     peer.greet()
-    peer.say(FrameMessage(FrameKind.CREDIT, sequence=2**63))
+    peer.say(FrameMessage(FrameKind.CREDIT, {"number": 2**63}))
+
+
+def credit_below_zero(peer: Stranger) -> None:
+    peer.greet()
+    peer.say(FrameMessage(FrameKind.CREDIT, {"number": -1}))
+
+
+def pong_without_a_number(peer: Stranger) -> None:
+    peer.greet()
+    peer.say(FrameMessage(FrameKind.PONG))
 
 
 def pong_from_the_future(peer: Stranger) -> None:
     peer.greet()
-    peer.say(FrameMessage(FrameKind.PONG, sequence=2**64 - 1))
+    peer.say(FrameMessage(FrameKind.PONG, {"number": 2**64 - 1}))
 
 
 @pytest.mark.parametrize(
@@ -511,6 +517,8 @@ def pong_from_the_future(peer: Stranger) -> None:
         (two_hellos, "HELLO"),
         (credit_from_nothing, "more credit"),
         (pong_from_the_future, "without a PING"),
+        (pong_without_a_number, "a number"),
+        (credit_below_zero, "a number"),
         (lambda peer: peer.greet(hello=[]), "needs hello, limit and beat"),
         (lambda peer: peer.greet(limit=True), "needs hello, limit and beat"),
         (lambda peer: peer.greet(limit=2**60), "out of range"),
@@ -559,9 +567,7 @@ def test_a_sender_that_waits_for_a_silent_peer_is_told():
         async with serving(kept) as address, stranger(address) as peer:
             peer.greet()
             connection = await kept.arrived.get()
-            message = FrameMessage(
-                FrameKind.STEP, 1, 0, {}, (np.zeros(WINDOW // 2 - 4000, np.uint8),)
-            )
+            message = FrameMessage(FrameKind.STEP, {}, (np.zeros(WINDOW // 2 - 4000, np.uint8),))
             await connection.send(message)
             with pytest.raises(UnreachableError, match="was silent for"):
                 await asyncio.gather(connection.send(message), connection.send(message))
@@ -587,7 +593,7 @@ def test_time_in_which_this_side_stood_still_is_not_the_others_silence():
             near = await dialled(address)
             time.sleep(4 * QUICK.beat + QUICK.slack)
             await asyncio.sleep(QUICK.beat)
-            await near.send(FrameMessage(FrameKind.STEP, 3))
-            assert (await near.receive()).request == 3
+            await near.send(FrameMessage(FrameKind.STEP, {"n": 3}))
+            assert (await near.receive()).meta == {"n": 3}
 
     run(scene())

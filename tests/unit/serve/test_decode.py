@@ -1,21 +1,19 @@
 """Every mode that loses nothing gives the text of the reference without a cache."""
 
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.support.models import awake_stack
 from tests.support.serving import (
+    WINDOW,
     answers,
-    of_kind,
     reference_text,
     ring,
     run_locally,
+    small_stack,
     spell_byte,
     stage,
     taken,
@@ -23,7 +21,7 @@ from tests.support.serving import (
 )
 
 from blocktrain.config import load_config
-from blocktrain.model.stack import Stack
+from blocktrain.config.presets import config_path
 from blocktrain.numerics.sampling import Sampling
 from blocktrain.serve.ring.activations import Row
 from blocktrain.serve.ring.batch import SlotLimits, predictions
@@ -36,8 +34,6 @@ from blocktrain.serve.router.decode import (
 )
 from blocktrain.serve.router.first_block import FirstBlock
 
-ROOT = Path(__file__).resolve().parents[3]
-WINDOW = 16
 KINDS = ("denoise", "cascade", "end_to_end")
 MODES = 5  # whose text is the sequential one
 BOS, MASK = 256, 257  # of a vocabulary of bytes
@@ -47,14 +43,8 @@ FEW_BYTES = Sampling(
 )
 
 
-@lru_cache
-def model(kind: str) -> Stack:
-    tiny = ["model.width=16", "model.heads=2", f"model.window={WINDOW}"]
-    return awake_stack(of_kind(load_config(ROOT / "configs" / "tiny.toml", tiny), kind))
-
-
 def decoding_of(request: GenerationRequest) -> Decoding:
-    config = load_config(ROOT / "configs" / "tiny.toml", ["model.window=32"])
+    config = load_config(config_path("tiny"), ["model.window=32"])
     return new_decoding(request, config, AnswerCost(), TraversalCost(), spell_byte)
 
 
@@ -81,7 +71,7 @@ def test_exact_modes_give_the_models_text_without_a_cache(
     kind: str, readout: str, prompt: bytes, count: int, temperature: float, seed: int
 ):
     """Together in ragged batches; past the window; from no prompt and from one that is too long."""
-    stack = model(kind)
+    stack = small_stack(kind)
     sampling = Sampling(temperature, seed=seed)
     expected = reference_text(stack, prompt, count, sampling, readout)
     requests = exact(prompt, count, sampling)
@@ -108,7 +98,7 @@ def test_exact_modes_give_the_models_text_without_a_cache(
 def test_filtered_and_penalized_sampling_is_the_same_in_every_mode_and_company(
     kind: str, prompts: list[bytes], sampling: Sampling
 ):
-    stack, count = model(kind), 2 * WINDOW  # beyond the window, where the text is read anew
+    stack, count = small_stack(kind), 2 * WINDOW  # beyond the window, where the text is read anew
     together = [request for prompt in prompts for request in exact(prompt, count, sampling)]
     alone = [reference_text(stack, prompt, count, sampling) for prompt in prompts]
     assert answers(stack, together) == [text for text in alone for _ in range(MODES)]
@@ -117,7 +107,7 @@ def test_filtered_and_penalized_sampling_is_the_same_in_every_mode_and_company(
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
 @pytest.mark.parametrize("drafts", ["", "head"])
 def test_however_a_sweep_starts_it_ends_the_same(kind: str, drafts: str):
-    stack = model(kind)
+    stack = small_stack(kind)
     sampling = Sampling(1.0, seed=4)
     requests = [
         GenerationRequest(b"abc", 20, mode, 0, drafts, sampling) for mode in ("sweep", "ar")
@@ -130,7 +120,7 @@ def test_however_a_sweep_starts_it_ends_the_same(kind: str, drafts: str):
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
 @pytest.mark.parametrize("drafts", ["", "head"])
 def test_a_sweep_is_as_many_traversals_as_it_is_asked_for(kind: str, drafts: str):
-    stack = model(kind)
+    stack = small_stack(kind)
     requests = [GenerationRequest(b"abc", 10, "sweep", passes, drafts) for passes in (1, 2, 4)]
     found = run_locally(*ring(stack), requests)
     assert [account.traversals for _, account in found] == [1, 2, 4]
@@ -157,7 +147,7 @@ def test_a_sweep_keeps_drafts_that_are_likely_behind_the_first_that_is_wrong():
 def test_a_model_that_agrees_with_its_first_block_takes_all_drafts():
     """With one block, a draft is what the whole model says."""
     [(_, account)] = run_locally(
-        *ring(model("end_to_end")), [GenerationRequest(b"", 14, "speculative")]
+        *ring(small_stack("end_to_end")), [GenerationRequest(b"", 14, "speculative")]
     )
     assert account.accepted == account.drafted == 12
     assert (account.traversals, account.output_tokens) == (2, 14)
@@ -166,7 +156,7 @@ def test_a_model_that_agrees_with_its_first_block_takes_all_drafts():
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
 def test_a_context_that_a_stage_lost_is_replayed(kind: str):
     """Room for two of three requests: every step of the third drives one out."""
-    stack = model(kind)
+    stack = small_stack(kind)
     requests = [GenerationRequest(text, 6, mode) for text, mode in
                 ((b"one", "ar"), (b"twotwo", "speculative"), (b"", "ar"))]  # fmt: skip
     expected = answers(stack, requests)
@@ -241,7 +231,7 @@ def test_a_sweep_starts_from_masks_and_goes_on_from_guesses():
 
 
 def test_a_stop_string_ends_the_answer_wherever_its_bytes_came_from():
-    stack = model("denoise")
+    stack = small_stack("denoise")
     whole = answers(stack, [GenerationRequest(b"stop", 30, "ar")])[0]
     stop = whole[11:14]
     end = whole.find(stop)

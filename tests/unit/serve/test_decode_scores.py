@@ -1,16 +1,14 @@
 """Log-probabilities of a prompt's tokens are the model's own, whatever the prompt's length."""
 
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.support.models import awake_stack
-from tests.support.serving import generated, of_kind, ring, spell_byte, taken, text_of
+from tests.support.serving import WINDOW, generated, ring, small_stack, spell_byte, taken, text_of
 
 from blocktrain.config import load_config
+from blocktrain.config.presets import config_path
 from blocktrain.config.settings import Vocabulary
 from blocktrain.model.stack import Stack, read_out
 from blocktrain.numerics.sampling import Sampling, log_softmax
@@ -24,16 +22,8 @@ from blocktrain.serve.router.decode import (
     new_decoding,
 )
 
-ROOT = Path(__file__).resolve().parents[3]
-WINDOW = 16
 BOS = 256
 SAMPLED = Sampling(1.0, seed=5)
-
-
-@lru_cache
-def model(kind: str) -> Stack:
-    tiny = ["model.width=16", "model.heads=2", f"model.window={WINDOW}"]
-    return awake_stack(of_kind(load_config(ROOT / "configs" / "tiny.toml", tiny), kind))
 
 
 def expected(stack: Stack, text: bytes) -> list[float]:
@@ -55,7 +45,7 @@ def test_a_prompt_is_scored_in_chunks_and_then_continued(
     kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(decode, "SCORED_AT_ONCE", 5)
-    stack = model(kind)
+    stack = small_stack(kind)
     prompts = [b"", b"a", b"a prompt", b"one that is longer than two windows of the model"]
     requests = [GenerationRequest(text, 6, mode, 0, sampling=SAMPLED) for text in prompts]
     scored = [replace(each, echo=True, top_log_probs=2) for each in requests]
@@ -71,7 +61,7 @@ def test_a_prompt_is_scored_in_chunks_and_then_continued(
 
 
 def test_a_prompt_alone_can_be_scored_or_just_repeated():
-    stack = model("cascade")
+    stack = small_stack("cascade")
     scored = GenerationRequest(b"some words", 0, "ar", echo=True, top_log_probs=0)
     repeated = replace(scored, top_log_probs=None)
     (tokens, cost), (same, nothing) = generated(*ring(stack), [scored, repeated])
@@ -85,7 +75,7 @@ def test_a_prompt_alone_can_be_scored_or_just_repeated():
 
 
 def decoding_of(prompt: list[int], *, starts_with_bos: bool) -> Decoding:
-    config = load_config(ROOT / "configs" / "tiny.toml", ["model.window=32"])
+    config = load_config(config_path("tiny"), ["model.window=32"])
     vocabulary = Vocabulary(
         sha256="digest", size=300, bos=7, starts_with_bos=starts_with_bos, eos=(8,), mask=299
     )

@@ -3,43 +3,37 @@ survive."""
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
+from tests.support.local_ring import SECONDS, Ring, answer, anyone, running, until
 from tests.support.models import awake_stack
-from tests.support.serving import of_kind, reference_text, spell_byte, stage, text_of
+from tests.support.serving import of_kind, reference_text, stage, text_of
 
 from blocktrain.config import load_config
-from blocktrain.errors import OverloadedError, UnavailableError, UnreachableError
+from blocktrain.errors import OverloadedError, UnavailableError
 from blocktrain.model.stack import Stack
 from blocktrain.numerics.sampling import Sampling
 from blocktrain.protocol.addresses import bound_socket
 from blocktrain.protocol.framing import FrameKind, FrameMessage
 from blocktrain.protocol.ring_keys import ROUTER, STAGE
 from blocktrain.serve.ring.batch import SlotLimits
-from blocktrain.serve.ring.compute import StageCompute
-from blocktrain.serve.ring.connection import Hello, RingConnection
-from blocktrain.serve.ring.handshake import RingListener, dial
-from blocktrain.serve.ring.stage import PATIENCE_SECONDS, Stage
+from blocktrain.serve.ring.connection import RingConnection
+from blocktrain.serve.ring.handshake import RingListener
+from blocktrain.serve.ring.stage import PATIENCE_SECONDS
+from blocktrain.serve.router.active_request import MAX_UNREAD
 from blocktrain.serve.router.decode import AnswerCost, GenerationRequest
-from blocktrain.serve.router.engine import MAX_UNREAD, EngineLimits, RingEngine
-from blocktrain.serve.router.first_block import DraftModel, FirstBlock
-from blocktrain.serve.router.pipeline import Pipeline
+from blocktrain.serve.router.engine import EngineLimits
+from blocktrain.serve.router.first_block import DraftModel
 
 ROOT = Path(__file__).resolve().parents[3]
 WINDOW = 16
 PROMPT, LONG = b"some words", 40
 POISON = 10  # a byte that no expected answer has
 SAMPLING = Sampling(1.0, seed=3)
-PATIENT = EngineLimits(requests=8, patience_seconds=20.0)
-SECONDS = 30.0
-
-Reach = Callable[[str], Awaitable[RingConnection]]
 
 
 @lru_cache
@@ -57,101 +51,9 @@ def request(mode: str = "ar", **more: object) -> GenerationRequest:
     return GenerationRequest(PROMPT, LONG, mode, 0, sampling=SAMPLING, **more)  # type: ignore[arg-type]
 
 
-def anyone(hello: Hello) -> None:
-    pass
-
-
-class Ring:
-    """Stages at their ports; one may be stopped, and stages kept from reaching each other."""
-
-    def __init__(self, kind: str, stack: Stack | None = None, readout: str = "product") -> None:
-        self.stack = stack or model(kind)
-        self.readout = readout
-        self.computes: list[StageCompute] = []
-        self.servers: dict[str, RingListener] = {}
-        self.runs: dict[str, asyncio.Task[None]] = {}
-        self.cut: set[str] = set()  # addresses that no stage reaches
-
-    def start(
-        self,
-        blocks: range,
-        limits: SlotLimits | None = None,
-        announced: str = "",
-    ) -> str:
-        listener = bound_socket("127.0.0.1", 0)
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        computing = stage(self.stack, blocks, self.readout, limits or SlotLimits(16))
-        hello = {"role": STAGE, "name": address, "blocks": list(blocks), "address": announced}
-        served = Stage(f"block {blocks[0]}", computing, self._reach(hello, self.cut))
-        self.computes.append(computing)
-        self.servers[address] = RingListener(
-            listener, None, lambda: hello, served.serve, roles=[ROUTER, STAGE], check=anyone
-        )
-        self.runs[address] = asyncio.create_task(served.run())
-        return address
-
-    async def stop(self, address: str) -> None:
-        await self.servers.pop(address).close()
-        self.runs.pop(address).cancel()
-
-    def engine(
-        self,
-        limits: EngineLimits = PATIENT,
-        wire: str = "fp32",
-        reach: Reach | None = None,
-        draft: DraftModel | None = None,
-    ) -> RingEngine:
-        pipeline = Pipeline(list(self.servers), self.stack.config, reach or self.reach)
-        front = FirstBlock(stage(self.stack, range(1), self.readout))
-        return RingEngine(front, pipeline, "a router", wire, limits, spell_byte, draft)
-
-    async def reach(self, address: str) -> RingConnection:
-        """As a router does."""
-        hello = {"role": ROUTER, "name": "a router"}
-        return await dial(address, None, hello, roles=[STAGE], check=anyone)
-
-    def cached_requests(self) -> int:
-        """Requests that any stage still has a context of."""
-        return sum(len(compute.requests) for compute in self.computes)
-
-    def _reach(self, hello: dict[str, object], cut: set[str]) -> Reach:
-        async def reach(address: str) -> RingConnection:
-            if address in cut:
-                raise UnreachableError("no way there")
-            return await dial(address, None, hello, roles=[STAGE], check=anyone)
-
-        return reach
-
-
-@asynccontextmanager
-async def running(ring: Ring, engine: RingEngine) -> AsyncIterator[RingEngine]:
-    task = asyncio.create_task(engine.run())
-    try:
-        await until(lambda: not engine.status()["missing"])
-        yield engine
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        for address in list(ring.servers):
-            await ring.stop(address)
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not happened():
-            await asyncio.sleep(0.01)
-
-
-async def answer(
-    engine: RingEngine, asked: GenerationRequest, account: AnswerCost | None = None
-) -> bytes:
-    pieces = engine.generate(asked, account or AnswerCost())
-    return b"".join([text_of(piece) async for piece in pieces])
-
-
 def test_another_model_may_write_the_drafts() -> None:
     async def scenario() -> None:
-        ring = Ring("cascade")
+        ring = Ring(model("cascade"))
         ring.start(range(1, 3))
         drafting = stage(model("cascade"), range(3))
         async with running(ring, ring.engine(draft=DraftModel(drafting))) as engine:
@@ -168,7 +70,7 @@ def test_another_model_may_write_the_drafts() -> None:
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
 def test_requests_of_every_mode_at_once_leave_nothing_behind(kind: str) -> None:
     async def scenario() -> None:
-        ring = Ring(kind)
+        ring = Ring(model(kind))
         ring.start(range(1, 2))
         ring.start(range(2, 3))
         async with running(ring, ring.engine()) as engine:
@@ -187,7 +89,7 @@ def test_requests_of_every_mode_at_once_leave_nothing_behind(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
 def test_the_readout_final_is_of_the_last_block(kind: str) -> None:
     async def scenario() -> None:
-        ring = Ring(kind, readout="final")
+        ring = Ring(model(kind), "final")
         ring.start(range(1, 2))
         ring.start(range(2, 3))
         text = reference_text(model(kind), PROMPT, LONG, SAMPLING, "final")
@@ -200,7 +102,7 @@ def test_the_readout_final_is_of_the_last_block(kind: str) -> None:
 
 def test_one_block_needs_no_ring() -> None:
     async def scenario() -> None:
-        ring = Ring("end_to_end")
+        ring = Ring(model("end_to_end"))
         async with running(ring, ring.engine()) as engine:
             for mode in ("ar", "speculative", "sweep"):
                 assert await answer(engine, request(mode)) == expected("end_to_end")
@@ -210,7 +112,7 @@ def test_one_block_needs_no_ring() -> None:
 
 def test_stages_that_announce_one_address_do_not_end_the_router() -> None:
     async def scenario() -> None:
-        ring = Ring("denoise")
+        ring = Ring(model("denoise"))
         first = ring.start(range(1, 3))
         ring.start(range(1, 3), announced=first)
         async with running(ring, ring.engine()) as engine:
@@ -224,7 +126,7 @@ def test_a_stage_that_leaves_while_others_are_introduced_is_only_missed() -> Non
     """While the first of two like stages is told of the last one, the second is gone."""
 
     async def scenario() -> None:
-        ring = Ring("denoise")
+        ring = Ring(model("denoise"))
         like = [ring.start(range(1, 2)), ring.start(range(1, 2))]
         last = ring.start(range(2, 3))
 
@@ -259,7 +161,7 @@ def test_a_stage_that_leaves_while_others_are_introduced_is_only_missed() -> Non
 
 def test_stages_that_leave_after_their_hello_do_not_end_the_router() -> None:
     async def scenario() -> None:
-        ring = Ring("denoise")
+        ring = Ring(model("denoise"))
         ring.start(range(1, 2))
         ring.start(range(2, 3))
         fickle = bound_socket("127.0.0.1", 0)
@@ -297,7 +199,7 @@ def test_a_nan_fails_its_own_request_and_no_other(kind: str, block: int) -> None
         stack = copy.deepcopy(model(kind))
         with torch.no_grad():
             stack.blocks[block].embed.weight[POISON] = torch.nan  # type: ignore[union-attr, index]
-        ring = Ring(kind, stack)
+        ring = Ring(stack)
         if kind != "end_to_end":
             ring.start(range(1, 3))
         cursed = replace(request("speculative"), prompt=PROMPT[:-1] + bytes([POISON]))
@@ -320,7 +222,7 @@ def test_a_nan_fails_its_own_request_and_no_other(kind: str, block: int) -> None
 
 def test_a_request_that_is_closed_early_is_forgotten_everywhere() -> None:
     async def scenario() -> None:
-        ring = Ring("denoise")
+        ring = Ring(model("denoise"))
         ring.start(range(1, 3))
         async with running(ring, ring.engine()) as engine:
             pieces = engine.generate(request(), AnswerCost())
@@ -334,7 +236,7 @@ def test_a_request_that_is_closed_early_is_forgotten_everywhere() -> None:
 
 def test_a_client_that_reads_nothing_pauses_its_request() -> None:
     async def scenario() -> None:
-        ring = Ring("denoise")
+        ring = Ring(model("denoise"))
         ring.start(range(1, 3))
         async with running(ring, ring.engine()) as engine:
             account = AnswerCost()
@@ -354,7 +256,7 @@ def test_a_context_that_a_stage_dropped_is_replayed(kind: str) -> None:
     """A stage with room for one context, which is not safe, and two requests."""
 
     async def scenario() -> None:
-        ring = Ring(kind)
+        ring = Ring(model(kind))
         ring.start(range(1, 3), SlotLimits(1, idle_seconds=0.0))
         async with running(ring, ring.engine()) as engine:
             account = AnswerCost()
@@ -371,7 +273,7 @@ def test_a_context_that_a_stage_dropped_is_replayed(kind: str) -> None:
 
 def test_a_full_stage_refuses_at_once() -> None:
     async def scenario() -> None:
-        ring = Ring("denoise")
+        ring = Ring(model("denoise"))
         ring.start(range(1, 3), SlotLimits(1))
         async with running(ring, ring.engine()) as engine:
             first = engine.generate(request(), AnswerCost())
@@ -388,7 +290,7 @@ def test_a_full_stage_refuses_at_once() -> None:
 
 def test_stages_that_do_not_reach_each_other_are_passed_by() -> None:
     async def scenario() -> None:
-        ring = Ring("cascade")
+        ring = Ring(model("cascade"))
         ring.start(range(1, 2))
         cut_off = ring.start(range(2, 3))
         ring.cut.add(cut_off)
@@ -406,7 +308,7 @@ def test_stages_that_do_not_reach_each_other_are_passed_by() -> None:
 
 def test_too_many_requests_are_refused_and_no_stage_is_an_error_in_bounded_time() -> None:
     async def scenario() -> None:
-        ring = Ring("denoise")
+        ring = Ring(model("denoise"))
         address = ring.start(range(1, 3))
         engine = ring.engine(EngineLimits(requests=1, patience_seconds=0.5))
         async with running(ring, engine):
@@ -426,7 +328,7 @@ def test_too_many_requests_are_refused_and_no_stage_is_an_error_in_bounded_time(
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_fewer_bits_between_stages_still_answer(wire: str) -> None:
     async def scenario() -> None:
-        ring = Ring("cascade")
+        ring = Ring(model("cascade"))
         ring.start(range(1, 3))
         async with running(ring, ring.engine(wire=wire)) as engine:
             assert len(await answer(engine, request())) == LONG
@@ -453,7 +355,7 @@ def test_replayed_frames_spoil_at_most_the_answers_of_their_time(
                 await send(connection, again)
 
     async def scenario() -> None:
-        ring = Ring(kind)
+        ring = Ring(model(kind))
         ring.start(range(1, 2))
         ring.start(range(2, 3))
         async with running(ring, ring.engine()) as engine:

@@ -65,6 +65,7 @@ def rows(draw: st.DrawFn) -> Row:
         np.array(ids),
         draw(st.integers(0, len(ids))),
         draw(st.just(Choice()) | st.just(choice)),
+        draw(st.integers(0, 2**62)),
     )
 
 
@@ -103,6 +104,24 @@ def test_a_step_arrives_as_it_left(
     if sent.activations.readout_RV.size:
         readout_RV = received.activations.readout_RV
         np.testing.assert_array_equal(readout_RV, sent.activations.readout_RV)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "hops"),
+    [
+        (Sampling(), ("192.0.2.3:7101",)),
+        (Sampling(0.7, top_p=0.95, seed=2**62 + 12345), ("192.0.2.3:7101", "198.51.100.4:7101")),
+    ],
+)
+def test_a_step_of_one_position_has_few_bytes_beside_its_features(
+    sampling: Sampling, hops: tuple[str, ...]
+) -> None:
+    width = 768
+    row = Row(7, 512, np.array([1]), 1, Choice(sampling, position=513))
+    work = Activations([row], np.ones((1, width), np.float32))
+    step = StepEnvelope(work, "k3-_9Zqa", hops, "bf16", {"block 1": 0.012345})
+    sent = sum(len(part) for part in encode(step_message(step, LARGE)))
+    assert sent <= 1.1 * 2 * width
 
 
 def test_ids_beyond_16_bits_travel() -> None:
@@ -210,7 +229,9 @@ def test_the_other_messages_arrive_as_they_left() -> None:
     row = Row(3, 5, np.array([256, 7]), 0)
     (received,) = read_prefill(travelled(prefill_message([row], VOCABULARY)), VOCABULARY)
     assert (received.request, received.start, received.ids.tolist()) == (3, 5, [256, 7])
-    assert read_release(travelled(release_message([1, 2]))) == [1, 2]
+    assert read_release(travelled(release_message({1: 0, 2: 9}))) == {1: 0, 2: 9}
+    with pytest.raises(ProtocolError, match="of every request"):
+        read_release(FrameMessage(FrameKind.RELEASE, meta={"requests": [1, 2], "keep": [3]}))
     failure = travelled(failure_message([4], "unreachable", "no way", "c:2"))
-    assert failure.request == 4  # an error of no request would end the connection
+    assert failure.kind is FrameKind.FAILURE  # an ERROR would end the connection
     assert (read_failure(failure).requests, read_failure(failure).hop) == ([4], "c:2")

@@ -135,7 +135,10 @@ def test_a_whole_response_and_a_chunk_of_one():
     head = {"id": "chatcmpl-1", "created": 12, "model": "m"}
     assert chat.whole([], usage=usage_body(1, 2), blocktrain={}) == {
         **head, "object": "chat.completion", "choices": [], "blocktrain": {},
-        "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+        "usage": {
+            "prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }  # fmt: skip
     chunk = {**head, "object": "chat.completion.chunk", "choices": [{}], "usage": None}
     assert chat.chunk([{}], usage=None) == chunk

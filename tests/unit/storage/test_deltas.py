@@ -1,14 +1,13 @@
 import tracemalloc
 from collections.abc import Mapping
 from dataclasses import astuple
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.blobs import whole
+from tests.support.blobs import LARGE, SMALL, whole
 
 from blocktrain.codec import Codec
 from blocktrain.codec import frames as codecs
@@ -27,13 +26,6 @@ Floats = npt.NDArray[np.float32]
 Shapes = Mapping[str, tuple[int, ...]]
 
 PLAIN = MergeRule(1.0, 0.0)
-SMALL = {"bias": (7,), "empty": (0, 3), "scale": (), "weight": (30, 50)}
-LARGE = {"a": (3,), "b": (2100, 1001), "c": (3, 800, 900), "d": (1,)}  # two borders of chunks
-
-
-@pytest.fixture
-def blobs(tmp_path: Path) -> Blobs:
-    return Blobs(LocalChunks(tmp_path, sync=False))
 
 
 def version(blobs: Blobs, shapes: Shapes = SMALL) -> Blob:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import safetensors.numpy
-from tests.support.blobs import whole
+from tests.support.blobs import LARGE, SMALL, whole
 
 from blocktrain.codec import Codec
 from blocktrain.codec import frames as codecs
@@ -29,13 +29,6 @@ Floats = npt.NDArray[np.float32]
 
 PLAIN = MergeRule(1.0, 0.0)
 DILOCO = MergeRule(0.7, 0.9)
-SMALL = {"bias": (7,), "empty": (0, 3), "scale": (), "weight": (30, 50)}
-LARGE = {"a": (3,), "b": (2100, 1001), "c": (3, 800, 900), "d": (1,)}  # two borders of chunks
-
-
-@pytest.fixture
-def blobs(tmp_path: Path) -> Blobs:
-    return Blobs(LocalChunks(tmp_path, sync=False))
 
 
 def weights(seed: int, shapes: Mapping[str, tuple[int, ...]] = SMALL) -> dict[str, Floats]:

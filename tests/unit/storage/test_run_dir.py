@@ -8,7 +8,8 @@ import pytest
 
 from blocktrain.config import Config
 from blocktrain.errors import CorruptFileError, RunError
-from blocktrain.storage.run_dir import BlockDir, RunDir, Snapshot, load_tensors, store_tensors
+from blocktrain.storage.block_dir import BlockDir, Snapshot, load_tensors, store_tensors
+from blocktrain.storage.run_dir import RunDir
 
 
 def snapshot(step: int, **extra: object) -> Snapshot:

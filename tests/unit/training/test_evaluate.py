@@ -1,14 +1,17 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tests.support.models import awake_block, awake_stack
+from tests.support.serving import of_kind
 
-from blocktrain.config import Config
+from blocktrain.config import Config, Vocabulary
 from blocktrain.data.corpus import shifted
 from blocktrain.model.stack import Stack, assemble, new_block, product
-from blocktrain.numerics.sampling import mixed_seed
+from blocktrain.numerics.sampling import Sampling, mixed_seed
+from blocktrain.serve.router.first_block import generate
 from blocktrain.training.evaluate import (
     Evaluation,
     ModelScore,
@@ -114,6 +117,20 @@ def test_a_cascade_of_one_block_has_one_reading(cascade: Config):
     evaluation = evaluate(awake_stack(cascade.with_settings(model__blocks=1)), WINDOWS)
     assert [(s.start, s.readout) for s in evaluation.scores] == [("none", "final")]
     assert evaluation.default is evaluation.scores[0]
+
+
+@pytest.mark.parametrize("kind", ["cascade", "denoise"])
+def test_a_model_of_tokens_has_the_score_that_is_served_and_exported(config: Config, kind: str):
+    vocab = Vocabulary("a" * 64, 256, bos=255, eos=(255,), mask=255)
+    changed = of_kind(config, kind)
+    stack = awake_stack(replace(changed, vocab=vocab))
+    evaluation = evaluate(stack, WINDOWS, draws=1)
+    start = "mean" if kind == "denoise" else "none"
+    assert evaluation.default is found(evaluation, start, "final")
+    ids = torch.tensor(shifted(WINDOWS, vocab)).long()[0, :8].tolist()
+    made = {readout: list(generate(stack, ids, 20, Sampling(1.0, seed=3), readout=readout))
+            for readout in (None, "final", "product")}  # fmt: skip
+    assert made[None] == made["final"] != made["product"]
 
 
 def test_a_cascades_product_can_be_fitted(cascade: Config):

@@ -13,7 +13,8 @@ from torch import nn
 from blocktrain.config import Config
 from blocktrain.errors import RunError
 from blocktrain.model.stack import assemble
-from blocktrain.storage.run_dir import RunDir, Snapshot
+from blocktrain.storage.block_dir import Snapshot
+from blocktrain.storage.run_dir import RunDir
 from blocktrain.storage.tensor_file import Tensors
 from blocktrain.training.stored_models import (
     finish_loading,

@@ -1,4 +1,3 @@
-import hashlib
 import logging
 import re
 import threading
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from tests.support.fault_server import Fault, FaultServer
 from tests.support.turned_clock import TurnedClock
-from tests.support.worker_side import KEY, RUN, WORKER, described, joined
+from tests.support.worker_side import KEY, RUN, WORKER, described, described_run, joined
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
@@ -113,14 +112,7 @@ class Script:
         return lambda: then() if len(self.claims) >= updates else SOON
 
     def _joined(self) -> Message:
-        splits = {split: data.tobytes() for split, data in self.corpus.splits.items()}
-        return joined(
-            description=described(
-                config=self.config.to_toml(),
-                corpus={split: self.server.hold(data) for split, data in splits.items()},
-                corpus_digests={s: hashlib.sha256(data).hexdigest() for s, data in splits.items()},
-            )
-        )
+        return joined(description=described_run(self.server, self.config, self.corpus))
 
     def _lease(self, body: bytes) -> LeaseAnswer:
         self.requests.append(LeaseRequest.model_validate_json(body))

@@ -1,6 +1,5 @@
 """A model is scored while the run goes on, and what it is made of is replaced meanwhile."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from tests.support.fault_server import Fault, FaultServer
 from tests.support.turned_clock import TurnedClock
-from tests.support.worker_side import described, joined
+from tests.support.worker_side import described_run, joined
 from tests.unit.worker.test_fetch_model import GONE, Blocks
 
 from blocktrain.config import Config
@@ -34,12 +33,8 @@ class Judge:
         self.scores: list[Score] = []
         self.client, self.settings = client, WorkerSettings(folder / "judge", "cpu")
         self.evaluator = self.make()
-        splits = {split: data.tobytes() for split, data in corpus.splits.items()}
-        description = described(
-            config=config.with_settings(data__source="text:/nowhere").to_toml(),
-            corpus={split: server.hold(data) for split, data in splits.items()},
-            corpus_digests={s: hashlib.sha256(data).hexdigest() for s, data in splits.items()},
-        )
+        elsewhere = config.with_settings(data__source="text:/nowhere")
+        description = described_run(server, elsewhere, corpus)
         server.on("POST /v1/join", lambda body: joined(role="evaluate", description=description))
         server.on("POST /v1/scores", self._take)
 

@@ -4,6 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 from tests.support.fault_server import Fault, FaultServer
+from tests.support.waiting import wait_for
 
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.messages import (
@@ -45,18 +46,11 @@ def heartbeat(client: Client) -> Iterator[LeaseHeartbeat]:
     heartbeat.release()
 
 
-def until(condition: object, seconds: float = 5.0) -> None:
-    ends = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < ends
-        time.sleep(0.01)
-
-
 def test_it_reports_progress_regularly(told: list[LeaseProgress], heartbeat: LeaseHeartbeat):
     heartbeat.progress = LeaseProgress(fence=3, steps_done=2, loss=1.5)
-    until(lambda: len(told) >= 2)
+    wait_for(lambda: len(told) >= 2)
     heartbeat.progress = LeaseProgress(fence=3, steps_done=4)
-    until(lambda: told[-1].steps_done == 4)
+    wait_for(lambda: told[-1].steps_done == 4)
     assert told[0] == LeaseProgress(fence=3, steps_done=2, loss=1.5)
     heartbeat.release()
     time.sleep(0.1)  # for what is under way
@@ -69,7 +63,7 @@ def test_it_reports_progress_regularly(told: list[LeaseProgress], heartbeat: Lea
 def test_it_notices_that_the_lease_is_lost(server: FaultServer, heartbeat: LeaseHeartbeat):
     lost = LeaseState(open=False, seconds_left=0.0, reason="this lease is expired")
     server.on("POST /v1/lease/lease000/progress", lambda body: lost)
-    until(lambda: heartbeat.lost)
+    wait_for(lambda: heartbeat.lost)
     assert heartbeat.lost == "this lease is expired"
 
 
@@ -78,7 +72,7 @@ def test_a_refusal_loses_the_lease(server: FaultServer, heartbeat: LeaseHeartbea
         raise RefusedError("not_found", "this worker holds no such lease")
 
     server.on("POST /v1/lease/lease000/progress", refuse)
-    until(lambda: heartbeat.lost)
+    wait_for(lambda: heartbeat.lost)
     assert heartbeat.lost == "this worker holds no such lease"
 
 
@@ -86,7 +80,7 @@ def test_a_coordinator_that_is_away_for_a_while_does_not_end_the_lease(
     server: FaultServer, told: list[LeaseProgress], heartbeat: LeaseHeartbeat
 ):
     server.faults = [Fault("POST /v1/lease", status=503, times=3)]
-    until(lambda: told)
+    wait_for(lambda: told)
     assert heartbeat.lost is None
 
 

@@ -1,12 +1,11 @@
 """A validator scores updates as merges would add them, and goes on whatever it is given."""
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.support.fault_server import Fault, FaultServer
-from tests.support.worker_side import described, joined
+from tests.support.worker_side import described_run, joined
 
 from blocktrain.config import Config
 from blocktrain.data.corpus import Corpus
@@ -45,12 +44,8 @@ class Scene:
         self.events: list[WorkerEvent] = []
         settings = WorkerSettings(folder / "validator", "cpu")
         self.validator = Validator(client, settings, self.events.append)
-        splits = {split: data.tobytes() for split, data in corpus.splits.items()}
-        description = described(
-            config=config.with_settings(data__source="text:/nowhere").to_toml(),
-            corpus={split: server.hold(data) for split, data in splits.items()},
-            corpus_digests={s: hashlib.sha256(data).hexdigest() for s, data in splits.items()},
-        )
+        elsewhere = config.with_settings(data__source="text:/nowhere")
+        description = described_run(server, elsewhere, corpus)
         server.on("POST /v1/join", lambda body: joined(role="validate", description=description))
         server.on("POST /v1/checks", lambda body: CheckAnswer(answer=self._next()))
         server.on("POST /v1/checks/.*", self._take)

@@ -119,6 +119,9 @@ export class WorkerView {
 
   async enter(number) {
     this.number = Number(number);
+    this.worker = undefined;
+    show(this.ban, false);
+    show(this.unmerge, false);
     say(this.result, "");
     await this.load();
     this.timer = setInterval(() => this.load().catch(() => {}), RELOAD);

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from blocktrain.errors import BlocktrainError, OverloadedError, StalledError, UnavailableError
+from blocktrain.serve.http.metrics import REPORT, ServerMetrics
 from blocktrain.serve.http.openai import CompletionRequest, api_error
 from blocktrain.serve.http.replies import (
     Json,
@@ -27,7 +28,6 @@ from blocktrain.serve.http.replies import (
     cost_body,
     usage_body,
 )
-from blocktrain.serve.http.reports import REPORT, ServerReports
 from blocktrain.serve.router.decode import AnswerCost, GenerationRequest
 from blocktrain.serve.router.engine import RingEngine
 
@@ -154,7 +154,7 @@ class Answer(Response):
     request: CompletionRequest
     format: ResponseFormat
     admission: AdmissionQueue
-    reports: ServerReports
+    reports: ServerMetrics
     patience: float
 
     def __post_init__(self) -> None:
@@ -280,7 +280,11 @@ class Answer(Response):
 
     def _usage(self) -> Json:
         request = self.request
-        return usage_body(request.prompt_tokens, self._output_tokens, request.truncated_tokens)
+        firsts = {id(choice.request.prompt): choice for choice in reversed(self._choices)}
+        cached = sum(choice.cost.cached_tokens for choice in firsts.values())
+        return usage_body(
+            request.prompt_tokens, self._output_tokens, request.truncated_tokens, cached
+        )
 
 
 def _first_error(error: BaseException) -> BaseException:

@@ -37,9 +37,9 @@ from blocktrain.protocol.limited_server import ConnectionLimits, LimitedServer, 
 from blocktrain.protocol.ring_keys import read_certificate
 from blocktrain.serve.http import openai
 from blocktrain.serve.http.answer import TRUNCATED, AdmissionQueue, Answer
+from blocktrain.serve.http.metrics import REPORT, ServerMetrics
 from blocktrain.serve.http.openai import CODE_OF, CompletionRequest, RequestLimits, api_error
 from blocktrain.serve.http.replies import ChatFormat, ResponseFormat, TextFormat
-from blocktrain.serve.http.reports import REPORT, ServerReports
 from blocktrain.serve.http.served_model import ServedModel
 from blocktrain.serve.router.engine import RingEngine
 
@@ -92,7 +92,7 @@ class CompletionsApi:
         self._key_hashes = [hashed(key.encode()) for key in settings.keys]
         self.admission = AdmissionQueue(settings.at_once, settings.queue, settings.queue_seconds)
         self._started = int(time.time())
-        self.reports = ServerReports(self.admission, settings.request_log)
+        self.reports = ServerMetrics(self.admission, settings.request_log)
 
     def routes(self) -> list[Route]:
         return [
@@ -111,10 +111,13 @@ class CompletionsApi:
 
     def _admits(self, headers: Headers) -> bool:
         """Whether a request has a valid API key, or needs none."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        key_hash = hashed(key.strip().encode("latin-1") if scheme.lower() == "bearer" else b"")
+        key_hash = hashed(_key(headers))
         matches = sum(hmac.compare_digest(key_hash, other) for other in self._key_hashes)
         return matches > 0 or not self._key_hashes
+
+    def _tenant(self, headers: Headers) -> str:
+        """Whose request this is: the hash of a valid key; empty if the server has no keys."""
+        return hashed(_key(headers)).hex() if self._key_hashes else ""
 
     def _guarded(self, handler: Handler) -> Handler:
         async def checked(request: Request) -> Response:
@@ -141,6 +144,7 @@ class CompletionsApi:
         )
         if request.model is not None:
             self._check_model(request.model)
+        request = request.of_tenant(self._tenant(http_request.headers))
         response_format = new_format(token_hex(12), int(time.time()), self._model)
         patience = self._settings.patience
         return Answer(
@@ -273,6 +277,12 @@ async def client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)  # only for the access log
 
 
+def _key(headers: Headers) -> bytes:
+    """The API key that a request was sent with; empty if there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+
+
 def hashed(key: bytes) -> bytes:
     return hashlib.blake2b(key).digest()
 
@@ -283,7 +293,7 @@ class RequestIds:
     Metrics name the paths in `paths`, and count all others together.
     """
 
-    def __init__(self, app: ASGIApp, reports: ServerReports, paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, reports: ServerMetrics, paths: Collection[str]) -> None:
         self._app, self._reports, self._paths = app, reports, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -105,6 +105,11 @@ class CompletionRequest:
     @property
     def log_probs(self) -> bool:
         return self.generations[0].top_log_probs is not None
+
+    def of_tenant(self, tenant: str) -> Self:
+        """The same request, which shares contexts with others of this tenant only."""
+        generations = tuple(replace(each, tenant=tenant) for each in self.generations)
+        return replace(self, generations=generations)
 
 
 class _Body(BaseModel):
@@ -343,8 +348,8 @@ def _request(
 
 
 def _truncated(prompt: Sequence[int], model: ServedModel) -> int:
-    """How many tokens at the prompt's beginning are outside the window of the answer's first
-    token."""
+    """How many of the prompt's first tokens the model does not read, because they do not fit into
+    its window."""
     vocabulary = model.vocabulary
     adds_bos = vocabulary.starts_with_bos and list(prompt[:1]) != [vocabulary.bos]
     return max(0, len(prompt) + adds_bos - model.config.model.window)

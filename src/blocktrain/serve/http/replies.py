@@ -165,12 +165,14 @@ class ChatFormat(ResponseFormat):
         return {"token": name, "logprob": _finite(log_prob), "bytes": data}
 
 
-def usage_body(prompt_tokens: int, output_tokens: int, truncated: int = 0) -> Json:
-    """`truncated`: tokens of prompts that were left out because the window is full."""
+def usage_body(prompt_tokens: int, output_tokens: int, truncated: int = 0, cached: int = 0) -> Json:
+    """`truncated`: tokens of prompts that were left out because the window is full. `cached`: those
+    whose context was copied from other requests."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
         **({"truncated_prompt_tokens": truncated} if truncated else {}),
     }
 

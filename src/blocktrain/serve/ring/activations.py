@@ -50,10 +50,11 @@ class Row:
     ids: np.ndarray  # uint32, at positions start, start + 1, ...
     read: int  # number of last positions whose predictions are read
     choice: Choice = Choice()
+    source: int = 0  # of a new context: the request whose first `start` positions it copies
 
     @property
     def context(self) -> int:
-        """Number of positions before those that are read."""
+        """Number of positions of the row before those that predict a token."""
         return len(self.ids) - self.read
 
 

@@ -36,6 +36,7 @@ class SlotLimits:
     requests: int = 256
     cache_bytes: int = 4 << 30
     idle_seconds: float = 30.0  # a request without a step for this long may lose its slot
+    prefix_bytes: int = 1 << 30  # for contexts of ended requests, outside of slots
 
 
 DEFAULT_LIMITS = SlotLimits()
@@ -69,6 +70,9 @@ class SlotTable:
         """Number of cached positions; 0 for an unknown request."""
         owner = self._by_request.get(request)
         return owner.cached if owner else 0
+
+    def owner(self, request: int) -> SlotOwner | None:
+        return self._by_request.get(request)
 
     def admit(self, rows: Sequence[Row], now: float) -> list[SlotOwner]:
         """Assign a slot to every row, or raise an error with the requests concerned."""

@@ -34,6 +34,7 @@ from blocktrain.serve.ring.batch import (
     on_device,
     predictions,
 )
+from blocktrain.serve.ring.prefixes import CopiedContext, KeptContexts
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import Compute
 from blocktrain.training.stored_models import load_stored_block
@@ -58,7 +59,9 @@ class CachedCausalBlock:
         return features, torch.log_softmax(self.block.predict(private), dim=-1)
 
     def read(self, ids_BQ: Tensor, cache: BlockCache) -> None:
-        raise ProtocolError("a block of a cascade cannot prefill alone, because it reads features")
+        raise ProtocolError(
+            "a block of a cascade cannot prefill from ids, because it reads features"
+        )
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class StageCompute:
         if not slots:
             raise CacheFullError(f"one request needs {slot_bytes} bytes of cache; raise --cache-gb")
         self._slots = SlotTable(slots, limits.idle_seconds)
+        self._kept = KeptContexts(limits.prefix_bytes)
         self._cache = SlotCache(window, layer, shapes, compute.device, compute.dtype)
 
     @classmethod
@@ -150,9 +154,28 @@ class StageCompute:
         return row.read if self.denoises else len(row.ids)
 
     def release(self, *requests: int) -> None:
-        """Free the slots of these requests, if they have any."""
+        """Free the slots of these requests, if they have any, and what is kept of them."""
         for request in requests:
             self._slots.release(request)
+            self._kept.drop(request)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory for contexts of ended requests."""
+        return self._kept.bytes
+
+    def copyable(self, request: int) -> int:
+        """Number of a request's positions that other contexts may copy."""
+        return max(self.cached(request), self._kept.length(request))
+
+    @torch.inference_mode()
+    def keep(self, request: int, count: int) -> None:
+        """Free the slot of a request, but keep its first `count` positions for others."""
+        owner = self._slots.owner(request)
+        if owner and count <= owner.cached:
+            layers = [part.clone() for part in self._cache.context(owner.slot, count)]
+            self._kept.put(request, CopiedContext(owner.ids[:count], layers))
+        self._slots.release(request)
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[Row]) -> None:
@@ -233,8 +256,25 @@ class StageCompute:
 
     def _admitted(self, rows: Sequence[Row]) -> list[RowSpan]:
         self._check(rows)
+        for row in rows:
+            if row.source and row.start and not self.cached(row.request):
+                self._copy_context(row)
         owners = self._slots.admit(rows, self._clock())
         return [RowSpan(row, owner) for row, owner in zip(rows, owners, strict=True)]
+
+    def _copy_context(self, row: Row) -> None:
+        """Begin a context as a copy of another one, if that is still there."""
+        count, other = row.start, self._slots.owner(row.source)
+        if other and other.cached >= count:
+            context = CopiedContext(other.ids, self._cache.context(other.slot, count))
+        elif self._kept.length(row.source) >= count:
+            context = self._kept.use(row.source)
+        else:
+            return  # the row will lack its context
+        copied = Row(row.request, 0, context.ids[:count], 0)
+        (owner,) = self._slots.admit([copied], self._clock())
+        self._cache.fill(owner.slot, count, context.layers)
+        owner.cached = count
 
     def _shaped(self, numbers: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
         """The numbers of a step, after a check of their shape. The first block may start without

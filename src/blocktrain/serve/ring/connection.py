@@ -125,15 +125,14 @@ class RingConnection(asyncio.BufferedProtocol):
 
     def refuse(self, reason: BlocktrainError) -> None:
         """Close, and tell the peer why."""
-        self._write_control(FrameKind.ERROR, meta={"reason": str(reason)[:MAX_REASON]})
+        self._write_control(FrameKind.ERROR, reason=str(reason)[:MAX_REASON])
         self._end(reason, farewell=True)
 
     # The greeting, for `handshake`
 
     def greet(self, hello: Hello) -> None:
         terms = self._terms
-        meta = {"hello": hello, "limit": terms.limit, "beat": terms.beat}
-        self._write_control(FrameKind.HELLO, meta=meta)
+        self._write_control(FrameKind.HELLO, hello=hello, limit=terms.limit, beat=terms.beat)
 
     def begin(self, peer: Peer, hello: Hello) -> None:
         """Start heartbeat and warm-up, once both sides have sent HELLO."""
@@ -173,7 +172,7 @@ class RingConnection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._outgoing.resume()
         if self._unsent_pong is not None:
-            self._write_control(FrameKind.PONG, self._unsent_pong)
+            self._write_control(FrameKind.PONG, number=self._unsent_pong)
             self._unsent_pong = None
         self._grant_credit()
 
@@ -196,7 +195,7 @@ class RingConnection(asyncio.BufferedProtocol):
     # Incoming messages
 
     def _take(self, message: FrameMessage) -> None:
-        if message.kind is FrameKind.ERROR and not message.request:
+        if message.kind is FrameKind.ERROR:
             reason = str(message.meta.get("reason", "no reason given"))[:MAX_REASON]
             self._end(RefusedError("refused", f"{self.peer} refused: {reason}"), farewell=True)
         elif (message.kind is FrameKind.HELLO) == self._outgoing.is_open:
@@ -206,13 +205,13 @@ class RingConnection(asyncio.BufferedProtocol):
         elif message.kind is FrameKind.HELLO:
             self._take_hello(message.meta)
         elif message.kind is FrameKind.PING and self._outgoing.paused:
-            self._unsent_pong = message.sequence
+            self._unsent_pong = _number(message)
         elif message.kind is FrameKind.PING:
-            self._write_control(FrameKind.PONG, message.sequence)
+            self._write_control(FrameKind.PONG, number=_number(message))
         elif message.kind is FrameKind.PONG:
-            self._heartbeat.pong(message.sequence)
+            self._heartbeat.pong(_number(message))
         elif message.kind is FrameKind.CREDIT:
-            self._outgoing.grant(message.sequence)
+            self._outgoing.grant(_number(message))
         elif message.kind is FrameKind.PAD:
             self._take_padding(message)
         else:
@@ -247,14 +246,14 @@ class RingConnection(asyncio.BufferedProtocol):
 
     def _ping(self, microseconds: int) -> None:
         if not self._outgoing.paused:
-            self._write_control(FrameKind.PING, microseconds)
+            self._write_control(FrameKind.PING, number=microseconds)
 
     def _silent(self, seconds: float) -> None:
         self._end(UnreachableError(f"{self.peer} was silent for {seconds:.1f} s"))
 
     def _grant_credit(self) -> None:
         if not self._outgoing.paused and (more := self._incoming.top_up()):
-            self._write_control(FrameKind.CREDIT, more)
+            self._write_control(FrameKind.CREDIT, number=more)
 
     async def _pad(self, size: int) -> None:
         """Send this many padding bytes; returns once the peer has received them."""
@@ -262,11 +261,9 @@ class RingConnection(asyncio.BufferedProtocol):
         await self.send(FrameMessage(FrameKind.PAD, arrays=(np.zeros(size, np.uint8),)))
         await self._padded
 
-    def _write_control(
-        self, kind: FrameKind, sequence: int = 0, meta: dict[str, Any] | None = None
-    ) -> None:
+    def _write_control(self, kind: FrameKind, **meta: object) -> None:
         if not self.reason:
-            self._transport.write(b"".join(encode(FrameMessage(kind, 0, sequence, meta or {}))))
+            self._transport.write(b"".join(encode(FrameMessage(kind, meta))))
 
     def _end(self, reason: BlocktrainError, *, farewell: bool = False) -> None:
         if self.reason:
@@ -288,6 +285,14 @@ class RingConnection(asyncio.BufferedProtocol):
             self._abort_timer = self._loop.call_later(FAREWELL_SECONDS, transport.abort)
         else:
             self._transport.abort()
+
+
+def _number(message: FrameMessage) -> int:
+    """What a PING, PONG or CREDIT says."""
+    number = message.meta.get("number")
+    if type(number) is not int or number < 0:
+        raise ProtocolError(f"a {message.kind.name} must have a number of 0 or more")
+    return number
 
 
 def _tune(link: socket.socket) -> None:

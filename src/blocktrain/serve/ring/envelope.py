@@ -52,6 +52,7 @@ class RowHead(Message):
     start: int = Count
     length: int = Count
     read: int = Count
+    source: int = Field(0, ge=0, lt=2**63)
     temperature: float = Field(0.0, ge=0.0)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -92,7 +93,10 @@ class ResultHead(Message):
 
 
 class ReleaseHead(Message):
+    """Requests that have ended. `keep`: how many positions of each context may be copied later."""
+
     requests: list[int] = Field(max_length=MAX_ROWS)
+    keep: list[Annotated[int, Count]] = Field([], max_length=MAX_ROWS)
 
 
 class FailureHead(Message):
@@ -222,17 +226,23 @@ def read_prefill(message: FrameMessage, vocabulary: Vocabulary) -> tuple[Row, ..
     return _rows(head.rows, message.arrays[0], vocabulary)
 
 
-def release_message(requests: Sequence[int]) -> FrameMessage:
-    return FrameMessage(FrameKind.RELEASE, meta={"requests": requests})
+def release_message(keep: Mapping[int, int]) -> FrameMessage:
+    """`keep`: by request, how many positions of its context may be copied later."""
+    return FrameMessage(
+        FrameKind.RELEASE, meta={"requests": list(keep), "keep": list(keep.values())}
+    )
 
 
-def read_release(message: FrameMessage) -> list[int]:
-    return _checked(ReleaseHead, message.meta).requests
+def read_release(message: FrameMessage) -> dict[int, int]:
+    head = _checked(ReleaseHead, message.meta)
+    if len(head.keep) != len(head.requests):
+        raise ProtocolError("a release must say of every request how much to keep")
+    return dict(zip(head.requests, head.keep, strict=True))
 
 
 def failure_message(requests: Sequence[int], code: str, text: str, hop: str = "") -> FrameMessage:
     meta = {"requests": requests, "code": code, "message": text[:MAX_FAILURE], "hop": hop}
-    return FrameMessage(FrameKind.ERROR, request=requests[0], meta=meta)
+    return FrameMessage(FrameKind.FAILURE, meta=meta)
 
 
 def read_failure(message: FrameMessage) -> FailureHead:
@@ -254,7 +264,7 @@ def _row_meta(row: Row) -> dict[str, Any]:
         name: value for name, value in choice.items() if value != _DEFAULTS.get(name, value)
     }
     place = {"request": row.request, "start": row.start, "length": len(row.ids), "read": row.read}
-    return place | predicted
+    return place | predicted | ({"source": row.source} if row.source else {})
 
 
 _DEFAULTS = {name: each.default for name, each in RowHead.model_fields.items()}
@@ -273,7 +283,7 @@ def _rows(heads: Sequence[RowHead], ids: Array, vocabulary: Vocabulary) -> tuple
         raise ProtocolError("a row is empty, or reads more positions than it has")
     cut = np.split(ids.astype(np.uint32), ends[:-1])
     return tuple(
-        Row(head.request, head.start, own, head.read, head.choice)
+        Row(head.request, head.start, own, head.read, head.choice, head.source)
         for head, own in zip(heads, cut, strict=True)
     )
 

@@ -35,7 +35,7 @@ from blocktrain.serve.ring.connection import (
     Terms,
 )
 
-RING_VERSION = 2  # version of the messages after the HELLO
+RING_VERSION = 3  # version of the messages after the HELLO
 LARGEST_ADDED_UP = 256  # largest vocabulary whose log-probabilities are all sent
 MAX_GREETINGS = 64  # concurrent; one more cancels the oldest
 ACCEPT_PAUSE_SECONDS = 0.1  # after an error, such as too many open files
@@ -215,9 +215,7 @@ def chosen_readout(config: Config, option: str) -> str:
             " stage, which is too much; use --readout final, or `blocktrain generate --readout"
             " product` on one machine"
         )
-    if option == "auto":
-        return "product" if tokens <= LARGEST_ADDED_UP else "final"
-    return option
+    return config.default_readout if option == "auto" else option
 
 
 def model_hello(config: Config, role: str, name: str, readout: str) -> Hello:

@@ -51,6 +51,8 @@ from blocktrain.serve.ring.handshake import (
     mismatch,
     model_hello,
 )
+from blocktrain.serve.ring.turns import CPU_CHUNK, PromptTurns, chunk_for
+from blocktrain.serve.ring.waiting import WaitingRow, WaitingRows
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import resolve
 
@@ -58,6 +60,7 @@ MAX_WAITING = 256  # queued steps; further ones block their connections
 PATIENCE_SECONDS = 5.0  # wait of a step for its prefill, which may take another path
 MAX_REMEMBERED = 10_000  # requests whose context was cached or refused
 DROPPED = ("missing_prefix", "the cache dropped the context of this step")
+RELEASED = ("missing_prefix", "the router released the context of this step")
 
 Failure = tuple[str, str]  # code and text
 
@@ -65,40 +68,21 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class EarlySteps:
-    """Steps that arrived before their context, at most one per request, each with a timeout."""
-
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
-        self._waiting: dict[int, tuple[float, StepEnvelope]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    def add(self, step: StepEnvelope, now: float) -> None:
-        self._waiting[step.activations.rows[0].request] = (now + self._patience, step)
-
-    def take(self, requests: Iterable[int]) -> list[StepEnvelope]:
-        """Remove and return the steps of these requests."""
-        return [self._waiting.pop(each)[1] for each in requests if each in self._waiting]
-
-    def take_expired(self, now: float) -> list[StepEnvelope]:
-        return self.take([request for request, (end, _) in self._waiting.items() if end <= now])
-
-
 class Stage:
-    def __init__(self, name: str, compute: StageCompute, dial: Dial) -> None:
+    def __init__(
+        self, name: str, compute: StageCompute, dial: Dial, prefill_chunk: int = CPU_CHUNK
+    ) -> None:
         self.name = name
         self._compute = compute
         self._vocabulary = compute.config.vocabulary
         self._peers = ConnectionPool(dial)
         self._routers: dict[str, RingConnection] = {}
         self._steps: asyncio.Queue[StepEnvelope] = asyncio.Queue(MAX_WAITING)
-        self._prefills: list[Row] = []
-        self._released: list[int] = []
+        self._waiting = WaitingRows(PATIENCE_SECONDS)
+        self._prompts = PromptTurns(prefill_chunk)
+        self._released: dict[int, int] = {}  # and how many positions to keep for others
         # Why a recent request may have no cached context; newest last.
         self._losses: dict[int, Failure] = {}
-        self._early = EarlySteps(PATIENCE_SECONDS)
         self._wake = asyncio.Event()
         self._sending: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, "compute")
@@ -123,7 +107,7 @@ class Stage:
         try:
             while True:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(PATIENCE_SECONDS if self._early else None):
+                    async with asyncio.timeout(PATIENCE_SECONDS if self._waiting else None):
                         await self._wake.wait()
                 self._wake.clear()
                 await self._turn()
@@ -137,9 +121,10 @@ class Stage:
         elif not from_router:
             raise ProtocolError("a stage may only send steps")
         elif message.kind is FrameKind.PREFILL:
-            self._prefills += read_prefill(message, self._vocabulary)
+            for row in read_prefill(message, self._vocabulary):
+                self._waiting.add(row, None, time.monotonic())
         elif message.kind is FrameKind.RELEASE:
-            self._released += read_release(message)
+            self._released |= read_release(message)
         elif message.kind is FrameKind.DIAL:
             self._start(self._connect(str(message.meta.get("address", ""))))
         else:
@@ -147,47 +132,73 @@ class Stage:
         self._wake.set()
 
     async def _turn(self) -> None:
-        """Process all input: releases, then prefills, then the steps that need them."""
-        released, self._released = self._released, []
-        prefills, self._prefills = self._prefills, []
-        steps = [self._steps.get_nowait() for _ in range(self._steps.qsize())]
+        """Compute every step whose context is cached, then a chunk of prompts."""
+        await self._release()
+        self._collect()
+        ready = self._waiting.computable(self._has_context)
+        self._refuse_lost(self._waiting.others(ready))
+        steps = {request: each for request, each in ready.items() if not each.context}
+        await self._advance([self._waiting.take(each, 0) for each in steps.values()])
+        prompts = {request: each for request, each in ready.items() if each.context}
+        counts = self._prompts.choose({request: row.context for request, row in prompts.items()})
+        chunk = [self._waiting.take(prompts[request], count) for request, count in counts.items()]
+        await self._prefill([each.row for each in chunk if each.step is None])
+        await self._advance([each for each in chunk if each.step])
+        if (ready and self._waiting) or self._may_collect:
+            self._wake.set()
+
+    async def _release(self) -> None:
+        released, self._released = self._released, {}
+        for request, keep in released.items():
+            free = partial(self._compute.keep, request, keep) if keep else self._compute.release
+            await self._in_thread(free, *(() if keep else (request,)))
         if released:
-            await self._in_thread(self._compute.release, *released)
-            self._early.take(released)
-        if prefills:
-            await self._prefill(prefills)
-        steps += self._early.take(row.request for row in prefills)
-        for expired in self._early.take_expired(time.monotonic()):
-            self._fail([expired], "missing_prefix", "the context of this step did not arrive")
-        by_route = defaultdict(list)
-        for step in steps:
-            by_route[step.route].append(step)
-        for together in by_route.values():
-            await self._advance(self._with_context(together))
+            self._waiting.drop(released)
+            self._prompts.forget(released)
+            self._remember(released, RELEASED)
+
+    def _collect(self) -> None:
+        """Queue the rows of steps that have arrived."""
+        while self._may_collect:
+            for step in self._split(self._steps.get_nowait()):
+                row = step.activations.rows[0]
+                if self._losses.get(row.request) == RELEASED:
+                    self._fail([step], *RELEASED)  # it was on its way when it was released
+                else:
+                    self._waiting.add(row, step, time.monotonic())
+
+    @property
+    def _may_collect(self) -> bool:
+        return not self._steps.empty() and len(self._waiting) < MAX_WAITING
+
+    def _has_context(self, row: Row) -> bool:
+        is_cached = row.start <= self._compute.cached(row.request)
+        return is_cached or (row.source > 0 and row.start <= self._compute.copyable(row.source))
+
+    def _refuse_lost(self, requests: Sequence[int]) -> None:
+        """Of these requests, whose next row or source has not arrived, fail those for which it will
+        not."""
+        overdue = self._waiting.overdue(requests, time.monotonic())
+        late = ("missing_prefix", "the context of this step did not arrive")
+        for request in requests:
+            needed = self._waiting.source(request) or request
+            if needed != request and needed in self._waiting:
+                continue
+            if loss := self._losses.get(needed, late if request in overdue else None):
+                self._fail([row.step for row in self._waiting.drop([request]) if row.step], *loss)
+                self._remember([request], loss)
 
     async def _prefill(self, rows: Sequence[Row]) -> None:
         """Prefill as far as there is room; steps of the other requests will fail."""
+        if not rows:
+            return
         try:
             await self._in_thread(self._compute.prefill, rows)
         except CacheFullError as error:
             self._remember(error.requests, ("cache_full", str(error)))
-            if rest := [row for row in rows if row.request not in error.requests]:
-                await self._prefill(rest)
+            await self._prefill([row for row in rows if row.request not in error.requests])
         except (BlocktrainError, RuntimeError):
             log.exception("a prefill failed")  # its steps will lack their context
-
-    def _with_context(self, steps: Sequence[StepEnvelope]) -> list[StepEnvelope]:
-        """Single-row steps whose context is cached. The others wait for it, or fail."""
-        ready = []
-        for step in (single for several in steps for single in self._split(several)):
-            row = step.activations.rows[0]
-            if row.start <= self._compute.cached(row.request):
-                ready.append(step)
-            elif loss := self._losses.get(row.request):
-                self._fail([step], *loss)
-            else:
-                self._early.add(step, time.monotonic())
-        return ready
 
     def _remember(self, requests: Iterable[int], loss: Failure) -> None:
         """Record why these requests lost their context: later steps of them fail with that reason
@@ -199,11 +210,21 @@ class Stage:
             del self._losses[next(iter(self._losses))]
 
     def _split(self, step: StepEnvelope) -> list[StepEnvelope]:
-        """One step per row."""
+        """Split a step into steps of one row."""
         carried = [self._compute.carried(row) for row in step.activations.rows]
         return [replace(step, activations=part) for part in split_rows(step.activations, carried)]
 
-    async def _advance(self, steps: Sequence[StepEnvelope]) -> None:
+    async def _advance(self, rows: Sequence[WaitingRow]) -> None:
+        """Compute rows, together with others of the same route. Rows that read nothing travel apart
+        from the others, because nobody waits for them."""
+        together = defaultdict(list)
+        for row in rows:
+            if row.step:
+                together[row.step.route, row.row.read > 0].append(row.step)
+        for steps in together.values():
+            await self._compute_together(steps)
+
+    async def _compute_together(self, steps: Sequence[StepEnvelope]) -> None:
         if not steps:
             return
         started = time.monotonic()
@@ -211,7 +232,10 @@ class Stage:
             together = joined([step.activations for step in steps])
             activations = await self._in_thread(self._compute.step, together)
         except CacheFullError as error:
-            self._fail(steps, "cache_full", str(error))
+            full = [s for s in steps if s.activations.rows[0].request in error.requests] or steps
+            self._remember(error.requests, ("cache_full", str(error)))
+            self._fail(full, "cache_full", str(error))
+            await self._compute_together([step for step in steps if step not in full])
         except (BlocktrainError, RuntimeError, ValueError) as error:
             log.exception("a step failed")
             self._fail(steps, "failed", str(error))
@@ -226,6 +250,10 @@ class Stage:
         if is_finite(step.activations):
             if step.hops:
                 await self._send_on(step)
+            elif step.activations.predictions is None:
+                self._fail(
+                    [step], "failed", f"the route ends at {self.name}, not at the last block"
+                )
             elif router := self._routers.get(step.router):
                 await self._send_back(router, result_message(step, self._vocabulary))
         elif len(step.activations.rows) == 1:
@@ -289,6 +317,8 @@ class StageSettings:
     max_requests: int
     cache_bytes: int
     until_stdin_closes: bool
+    prefill_chunk: int = 0  # positions; 0: the default for the device
+    prefix_bytes: int = 1 << 30  # for contexts of ended requests
     terms: Terms = DEFAULT_TERMS
 
 
@@ -311,7 +341,9 @@ async def _serve(settings: StageSettings, source: BlockSource, tell: Callable[[s
     inward = server_context(settings.keys, name) if settings.keys else None
     outward = client_context(settings.keys, name) if settings.keys else None
     blocks, terms = settings.blocks, settings.terms
-    limits = SlotLimits(settings.max_requests, settings.cache_bytes)
+    limits = SlotLimits(
+        settings.max_requests, settings.cache_bytes, prefix_bytes=settings.prefix_bytes
+    )
     compute = resolve(settings.device, settings.precision)
     readout = chosen_readout(source.config, settings.readout)
     computing = StageCompute.load(source, blocks, compute, readout, limits)
@@ -327,7 +359,8 @@ async def _serve(settings: StageSettings, source: BlockSource, tell: Callable[[s
         return await dial(address, outward, hello, roles=[STAGE], check=check, terms=terms)
 
     label = f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}"
-    stage = Stage(label, computing, reach)
+    chunk = chunk_for(compute.device.type, settings.prefill_chunk)
+    stage = Stage(label, computing, reach, chunk)
     listener = bound_socket(*split_host_port(settings.listen))
     roles = [ROUTER, STAGE]
     server = RingListener(

@@ -29,6 +29,7 @@ class GenerationRequest:
     stop: tuple[bytes, ...] = ()
     top_log_probs: int | None = None  # likeliest tokens to report; None: no log-probabilities
     echo: bool = False  # the answer begins with the prompt
+    tenant: str = ""  # whose requests may share contexts with this one
 
 
 @dataclass
@@ -44,6 +45,7 @@ class AnswerCost:
     network_seconds: float = 0.0  # of traversals, outside of all stages
     stage_seconds: dict[str, float] = field(default_factory=dict)
     reason: str = ""
+    cached_tokens: int = 0  # of the prompt, whose context was copied from another request
 
     def add_seconds(self, seconds: Mapping[str, float]) -> None:
         for stage, more in seconds.items():
@@ -121,7 +123,7 @@ LEAST_LIKELY = np.log(0.01)  # a sweep keeps drafts at least this likely, relati
 @dataclass(frozen=True)
 class Proposal:
     """Positions to send through the blocks. The last `read` of them predict the tokens from
-    `position` on; then the first block may draft `drafts` more."""
+    `position` on; then the first block may draft `drafts` more. A chunk of context reads none."""
 
     start: int
     ids: np.ndarray
@@ -133,11 +135,24 @@ class Proposal:
     refine: bool = False  # positions read after the first are guesses that every block improves
     top: int = 0  # number of likeliest tokens to report per position read
     answer_from: int = 0  # position of the answer's first token, for penalties
+    source: int = 0  # the context of which the positions before `start` are copied; 0: none
 
     @property
     def context(self) -> int:
-        """Number of positions before those that are read."""
+        """Number of positions of the row before those that predict a token."""
         return len(self.ids) - self.read
+
+    def cut(self, count: int) -> "tuple[Proposal, Proposal | None]":
+        """The first `count` positions of the context and the rest, or the whole proposal if its
+        context is not longer."""
+        if count >= self.context:
+            return self, None
+        first = replace(self, ids=self.ids[:count], read=0, refine=False)
+        return first, self.after(count)
+
+    def after(self, count: int) -> "Proposal":
+        """The proposal without its first `count` positions, which are cached by then."""
+        return replace(self, start=self.start + count, ids=self.ids[count:], source=0)
 
 
 class Decoding(ABC):
@@ -204,6 +219,16 @@ class Decoding(ABC):
         self.cost.replays += 1
         return self.propose()
 
+    def reuse(self, positions: int) -> None:
+        """Note that these first positions of the prompt are copied."""
+        if not self.cost.traversals:
+            self.cost.cached_tokens = max(0, positions - len(self._lead))
+
+    @property
+    def cached_ids(self) -> np.ndarray:
+        """The ids of the positions that every block has cached."""
+        return np.array([*self._lead, *self._text[self._base :]][: self._cached], np.uint32)
+
     def take(self, row: Row, predicted: Predictions) -> list[OutputToken]:
         """Take the predictions of a row that was sent. Returns new final tokens."""
         self.cost.traversals += 1
@@ -255,8 +280,8 @@ class Decoding(ABC):
         ]
 
     def _scored_from(self) -> int:
-        """How many prompt tokens get no log-probability: all if none are requested, else the first
-        if no token comes before it."""
+        """How many tokens of the prompt get no log-probability: all of them if none were requested;
+        otherwise the first one, if the model reads nothing before it."""
         prompt, vocabulary = self.request.prompt, self.vocabulary
         if not self.request.echo or self.request.top_log_probs is None:
             return len(prompt)

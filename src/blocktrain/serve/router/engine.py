@@ -9,8 +9,11 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from secrets import randbits
 from typing import Any
+
+import numpy as np
 
 from blocktrain.errors import (
     BlocktrainError,
@@ -22,15 +25,16 @@ from blocktrain.errors import (
 from blocktrain.serve.ring.activations import (
     NOT_FINITE,
     Activations,
-    Predictions,
     Row,
     is_finite,
     joined,
 )
 from blocktrain.serve.ring.envelope import FailureHead, StepEnvelope, StepResult
+from blocktrain.serve.ring.prefixes import LEAST_SHARED
+from blocktrain.serve.ring.turns import CPU_CHUNK, PromptTurns
+from blocktrain.serve.router.active_request import ActiveRequest
 from blocktrain.serve.router.decode import (
     AnswerCost,
-    Decoding,
     GenerationRequest,
     Proposal,
     TraversalCost,
@@ -39,66 +43,22 @@ from blocktrain.serve.router.decode import (
 from blocktrain.serve.router.first_block import DraftModel, FirstBlock
 from blocktrain.serve.router.output import OutputToken, Spell
 from blocktrain.serve.router.pipeline import Pipeline, Route
+from blocktrain.serve.router.shared_prefixes import (
+    NO_PREFIX,
+    KeptContext,
+    KeptPrefixes,
+    SharedPrefix,
+    shared_length,
+)
 
-MAX_UNREAD = 32  # unread pieces after which a request pauses
 MAX_REPLAYS = 5  # consecutive, without a result between them
 WATCH_SECONDS = 0.25
 SMOOTHING = 1 / 8
 OWN_STAGE = "block 0"
 
+Cut = tuple[Proposal, Proposal | None]
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class ActiveRequest:
-    """A request in progress: its current step, and what it waits for."""
-
-    decoding: Decoding
-    pieces: "asyncio.Queue[list[OutputToken] | BlocktrainError]" = field(
-        default_factory=asyncio.Queue
-    )
-    key: int = 0  # names its context in every cache; a new context gets a new key
-    route: Route | None = None
-    row: Row | None = None  # as it was sent
-    predictions: Predictions | None = None  # a result that is not taken in yet
-    in_ring: bool = False
-    sent_at: float = 0.0
-    deadline: float | None = None  # for the step in the ring, or for a route
-    replays: int = 0
-    lost: bool = False  # a cache with its context is gone
-    failed: bool = False
-    cancelled: bool = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether the answer has ended and all of its pieces were read."""
-        return (self.decoding.finished or self.failed) and self.pieces.empty()
-
-    @property
-    def ready(self) -> bool:
-        paused = self.pieces.qsize() >= MAX_UNREAD
-        over = self.failed or self.cancelled or self.decoding.finished
-        return not (self.in_ring or paused or over)
-
-    def send(self, row: Row, now: float, seconds: float) -> None:
-        self.row, self.in_ring, self.sent_at, self.deadline = row, True, now, now + seconds
-
-    def take_result(self, predictions: Predictions | None) -> None:
-        self.in_ring, self.deadline, self.predictions = False, None, predictions
-
-    def start_over(self) -> None:
-        """Replay the context with the next step. A result that has arrived still counts."""
-        self.in_ring, self.deadline, self.lost = False, None, True
-
-    def next_proposal(self) -> Proposal:
-        proposal = self.decoding.replay() if self.lost else self.decoding.propose()
-        assert proposal is not None  # a finished request is not ready
-        self.lost = False
-        return proposal
-
-    def fail(self, error: BlocktrainError) -> None:
-        self.in_ring, self.deadline, self.failed = False, None, True
-        self.pieces.put_nowait(error)
 
 
 @dataclass(frozen=True)
@@ -106,6 +66,7 @@ class EngineLimits:
     requests: int = 64
     patience_seconds: float = 10.0  # wait for a lost stage without a replica
     step_seconds: float = 30.0  # wait for a step while all its stages seem alive
+    prefill_chunk: int = CPU_CHUNK  # positions of prompts between two steps of other requests
 
 
 class RingEngine:
@@ -125,10 +86,13 @@ class RingEngine:
         self._first_block, self._pipeline = first_block, pipeline
         self._name, self._wire_kind, self._limits = name, wire, limits
         self._pace = TraversalCost()
+        self._prompts = PromptTurns(limits.prefill_chunk)
         self._active: list[ActiveRequest] = []
         self._in_ring: dict[int, ActiveRequest] = {}
-        self._keys = itertools.count(1)
-        self._released: list[tuple[int, Route]] = []  # contexts that are no longer needed
+        self._keys = itertools.count(1 + randbits(62))  # not those of another router
+        # Contexts that are no longer needed, and how many positions of each may be copied later.
+        self._released: list[tuple[int, Route, int]] = []
+        self._kept = KeptPrefixes()
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "compute")
 
@@ -189,9 +153,16 @@ class RingEngine:
 
     def arrived(self, result: StepResult) -> None:
         for key, predictions in result.predictions.items():
-            active = self._in_ring.pop(key, None)
+            active = self._in_ring.get(key)
             if active is None:
                 continue  # cancelled, or restarted on another route
+            if not len(predictions.tokens_R):
+                active.decoding.cost.add_seconds(dict(result.seconds))
+                active.chunk_arrived(time.monotonic(), self._limits.step_seconds)
+                continue
+            if not active.expects(predictions):
+                continue  # a second result of an earlier step
+            del self._in_ring[key]
             active.take_result(predictions)
             active.decoding.cost.add_seconds(dict(result.seconds))
             seconds = time.monotonic() - active.sent_at
@@ -214,6 +185,7 @@ class RingEngine:
         self._wake.set()
 
     def lost(self, address: str) -> None:
+        self._kept.lose(address)
         for active in self._active:
             if active.route and address in active.route:
                 self._start_over(active, f"the stage at {address} is gone")
@@ -231,17 +203,20 @@ class RingEngine:
             await self._forget()
             self._take_results()
             ready = [active for active in self._active if active.ready and self._routed(active)]
-            if ready:
-                await self._advance(ready)
+            ready = [active for active in ready if self._prepared(active)]
+            await self._forget()  # free the slots of old contexts for the new ones
+            steps = {active.key: active for active in ready if not active.propose().context}
+            await self._advance({key: steps[key].propose().cut(0) for key in steps}, steps)
+            await self._read_prompts(ready)
 
     async def _forget(self) -> None:
         """Release contexts that are no longer needed, here and at the stages."""
         released, self._released = self._released, []
         loop = asyncio.get_running_loop()
-        for key, route in released:
-            await loop.run_in_executor(self._thread, self._release, key)
+        for key, route, keep in released:
+            await loop.run_in_executor(self._thread, self._release, key, keep)
             with suppress(BlocktrainError):  # the stage and its cache are gone
-                await self._pipeline.release(key, route)
+                await self._pipeline.release(key, route, keep)
 
     def _take_results(self) -> None:
         for active in self._active:
@@ -262,23 +237,76 @@ class RingEngine:
             self._pipeline.enter(active.route)
         return True
 
-    async def _advance(self, ready: Sequence[ActiveRequest]) -> None:
-        """Compute the next step of each of these requests in the first block, and send it into the
-        ring."""
-        proposals = {}
-        for active in ready:
-            proposal = active.next_proposal()
-            if proposal.start == 0:
-                self._leave_context(active)
-                active.key = next(self._keys)
-            proposals[active.key] = proposal
-        by_key = {active.key: active for active in ready}
-        await self._forget()  # free the slots of old contexts for the new ones
+    def _prepared(self, active: ActiveRequest) -> bool:
+        """Decide what the request sends next. A proposal that starts over gets a new context, which
+        waits while another request reads positions that both begin with."""
+        if active.proposal is None and active.propose().start == 0:
+            self._leave_context(active)
+        if not active.key:
+            prefix = self._prefix(active)
+            if prefix is None:
+                return False
+            active.begin(next(self._keys), prefix)
+        return True
+
+    def _prefix(self, active: ActiveRequest) -> SharedPrefix | None:
+        """What the request's new context begins with a copy of; None if it is still being read."""
+        assert active.route is not None
+        proposal, tenant = active.propose(), active.decoding.request.tenant
+        ids = proposal.ids[: proposal.context]
+        best, coming = self._kept_prefix(tenant, active.route, ids), 0
+        for other in self._active:
+            same = other.decoding.request.tenant == tenant and other.route == active.route
+            if same and other.key and not (other.lost or other.failed):
+                shared = shared_length(other.ids, ids)
+                coming = max(coming, shared)
+                if (count := min(shared, other.sent_positions)) > best.count:
+                    best = SharedPrefix(other.key, count)
+        if coming > max(best.count, LEAST_SHARED - 1):
+            return None
+        return best if best.count >= LEAST_SHARED else NO_PREFIX
+
+    def _kept_prefix(self, tenant: str, route: Route, ids: np.ndarray) -> SharedPrefix:
+        """The longest prefix of an ended request, if the first block still has it too."""
+        while (best := self._kept.find(tenant, route, ids)).key:
+            if self._first_block.first.copyable(best.key) >= best.count:
+                break
+            self._kept.remove(best.key)
+            self._released.append((best.key, route, 0))
+        return best
+
+    async def _read_prompts(self, ready: Sequence[ActiveRequest]) -> None:
+        """Read a chunk of the prompts of these requests."""
+        prompts = {
+            active.key: active
+            for active in ready
+            if active.ready and active.proposal and active.proposal.context
+        }
+        counts = self._prompts.choose(
+            {key: active.propose().context for key, active in prompts.items()}
+        )
+        cuts = {key: prompts[key].propose().cut(count) for key, count in counts.items()}
+        whole = {key: cut for key, cut in cuts.items() if cut[1] is None}
+        await self._advance({key: cut for key, cut in cuts.items() if key not in whole}, prompts)
+        await self._advance(whole, prompts)
+        if len(whole) < len(prompts):
+            self._wake.set()
+
+    async def _advance(
+        self, cuts: Mapping[int, Cut], active_of: Mapping[int, ActiveRequest]
+    ) -> None:
+        """Compute proposals in the first block, and send them into the ring. The second part of a
+        cut is what remains to be sent."""
+        if not cuts:
+            return
+        proposals = {key: proposal for key, (proposal, _) in cuts.items()}
+        by_key = {key: active_of[key] for key in cuts}
+        compute = self._step if all(each.read for each in proposals.values()) else self._read
         try:
             await self._prefill_stages(by_key, proposals)
             started = time.monotonic()
             parts = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._step, proposals
+                self._thread, compute, proposals
             )
         except MissingPrefixError as error:
             for key in error.requests:
@@ -290,23 +318,34 @@ class RingEngine:
             self._wake.set()
         except (BlocktrainError, RuntimeError) as error:
             log.exception("a batch failed")
-            for active in ready:
+            for active in by_key.values():
                 active.fail(UnavailableError(f"block 0 failed: {error}"))
         else:
             seconds = time.monotonic() - started
-            rounds = 1 + max(proposal.drafts for proposal in proposals.values())
-            self._pace.draft = _smoothed(self._pace.draft, seconds / rounds)
-            for active in ready:
+            for key, active in by_key.items():
                 active.decoding.cost.add_seconds({OWN_STAGE: seconds})
+                if active.key == key:  # else it has started over meanwhile
+                    active.proposal = cuts[key][1]
+            if compute == self._step:
+                rounds = 1 + max(proposal.drafts for proposal in proposals.values())
+                self._pace.draft = _smoothed(self._pace.draft, seconds / rounds)
             await self._dispatch(parts, by_key)
+
+    def _read(self, chunks: Mapping[int, Proposal]) -> list[Activations]:
+        if self._draft_model:
+            self._draft_model.read(chunks)
+        return self._first_block.read(chunks)
 
     def _step(self, proposals: Mapping[int, Proposal]) -> list[Activations]:
         if self._draft_model:
             proposals = self._draft_model.drafted(proposals)
         return self._first_block.step(proposals)
 
-    def _release(self, key: int) -> None:
-        self._first_block.first.release(key)
+    def _release(self, key: int, keep: int) -> None:
+        if keep:
+            self._first_block.first.keep(key, keep)
+        else:
+            self._first_block.first.release(key)
         if self._draft_model:
             self._draft_model.release(key)
 
@@ -337,11 +376,15 @@ class RingEngine:
             if not is_finite(part):
                 active.fail(UnavailableError(f"block 0 {NOT_FINITE}"))
                 continue
-            active.send(part.rows[0], time.monotonic(), self._limits.step_seconds)
+            (row,), now = part.rows, time.monotonic()
+            if row.read:
+                active.send(row, now, self._limits.step_seconds)
+            elif active.route:
+                active.send_chunk(now, self._limits.step_seconds)
             if active.route:
                 self._in_ring[active.key] = active
                 by_route[active.route].append(part)
-            else:
+            elif row.read:
                 active.take_result(part.predictions)
                 self._wake.set()
         for route, together in by_route.items():
@@ -366,7 +409,7 @@ class RingEngine:
                 self._wake.set()  # broken pairs of stages may be retried
                 if now < active.deadline:
                     continue
-                if active.in_ring:
+                if active.waits_for_stages:
                     self._start_over(active, "a step did not return in time")
                 else:
                     active.fail(
@@ -374,6 +417,8 @@ class RingEngine:
                     )
 
     def _start_over(self, active: ActiveRequest, why: str) -> None:
+        if active.source:  # which may be what was missing
+            self._kept.remove(active.source)
         self._leave_route(active)
         active.replays += 1
         if active.replays > MAX_REPLAYS:
@@ -384,9 +429,25 @@ class RingEngine:
 
     def _leave_context(self, active: ActiveRequest) -> None:
         self._in_ring.pop(active.key, None)
+        self._prompts.forget([active.key])
         if active.key:
-            self._released.append((active.key, active.route or ()))
+            self._released.append((active.key, active.route or (), 0))
             active.key = 0
+
+    def _keep_context(self, active: ActiveRequest) -> None:
+        """Keep the context of a request that has ended, for others that begin alike."""
+        if not active.key or active.route is None or active.lost or active.failed:
+            return
+        ids = active.decoding.cached_ids
+        if len(ids) < LEAST_SHARED:
+            return
+        tenant = active.decoding.request.tenant
+        dropped = self._kept.add(KeptContext(active.key, active.route, tenant, ids))
+        self._released.append((active.key, active.route, len(ids)))
+        self._released += [(each.key, each.route, 0) for each in dropped]
+        self._in_ring.pop(active.key, None)
+        self._prompts.forget([active.key])
+        active.key = 0
 
     def _leave_route(self, active: ActiveRequest) -> None:
         self._leave_context(active)
@@ -397,6 +458,7 @@ class RingEngine:
     def _drop(self, active: ActiveRequest) -> None:
         active.cancelled = True
         self._active.remove(active)
+        self._keep_context(active)
         self._leave_route(active)
         self._wake.set()
 

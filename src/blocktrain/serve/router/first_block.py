@@ -55,7 +55,13 @@ class FirstBlock:
         if not self.first.denoises:
             return []
         return [
-            Row(request, proposal.start, proposal.ids[: proposal.context], 0)
+            Row(
+                request,
+                proposal.start,
+                proposal.ids[: proposal.context],
+                0,
+                source=proposal.source,
+            )
             for request, proposal in proposals.items()
             if proposal.context
         ]
@@ -85,6 +91,16 @@ class FirstBlock:
             rows, state = [_draft(parts[request][-1]) for request in unfinished], EMPTY
         return [self._joined_drafts(own) for own in parts.values()]
 
+    def read(self, chunks: Mapping[int, Proposal]) -> list[Activations]:
+        """Read chunks of contexts. Returns what the stages need to read them too; nothing if they
+        read them by themselves (`prefills`)."""
+        if prefills := self.prefills(chunks):
+            self.first.prefill(prefills)
+            return []
+        drafts = self.first.config.has_head(0) and any(each.drafts for each in chunks.values())
+        parts = self._advance(self._rows(chunks), draft=drafts and not self.first.is_last)
+        return [replace(part, predictions=None) for part in parts]
+
     def split(self, activations: Activations) -> list[Activations]:
         """Split a step into one per row."""
         return split_rows(activations, [self.first.carried(row) for row in activations.rows])
@@ -109,6 +125,7 @@ class FirstBlock:
                     each.refine and self.first.denoises,
                     each.answer_from,
                 ),
+                each.source,
             )
             for request, each in proposals.items()
         ]
@@ -156,8 +173,7 @@ def _draft(part: Activations) -> Row:
 
 
 def _read_only(proposal: Proposal) -> Proposal:
-    skipped = proposal.context
-    return replace(proposal, start=proposal.start + skipped, ids=proposal.ids[skipped:])
+    return proposal.after(proposal.context) if proposal.context else proposal
 
 
 def _to_draft(proposal: Proposal) -> Proposal:
@@ -178,20 +194,21 @@ def generate(
     count: int,
     sampling: Sampling = GREEDY,
     *,
-    readout: str = "product",
+    readout: str | None = None,
     start: str = "mean",
 ) -> Iterator[int]:
     """Yield `count` tokens that continue the prompt, one traversal each.
 
-    `stack` may consist of only a model's first blocks. `start` is where a denoising model's z
+    `stack` may consist of only a model's first blocks. `readout`: `product` or `final`; default:
+    `Config.default_readout`. `start` is where a denoising model's z
     starts: "mean" is zeros, "noise" is noise fixed by the seed.
     """
     compute = Compute(stack.device, stack.blocks[0].compute_dtype)  # type: ignore[arg-type]
     depth = len(stack.blocks)
     first, *others = (
         StageCompute(
-            stack.config, blocks, stack.blocks[blocks.start : blocks.stop], compute, readout,
-            ONE_REQUEST, block_count=depth,
+            stack.config, blocks, stack.blocks[blocks.start : blocks.stop], compute,
+            readout or stack.config.default_readout, ONE_REQUEST, block_count=depth,
         )
         for blocks in (range(1), range(1, depth))
         if blocks
@@ -231,6 +248,13 @@ class DraftModel:
                 assert predicted is not None
                 result[row.request] = _with_drafts(proposals[row.request], predicted.tokens_R)
         return result
+
+    def read(self, chunks: Mapping[int, Proposal]) -> None:
+        """Read as many positions of the texts as these chunks have."""
+        drafted = {key: each for key, each in chunks.items() if each.text is not None}
+        cuts = {key: self._proposal(key, each).cut(len(each.ids)) for key, each in drafted.items()}
+        if own := {key: chunk for key, (chunk, rest) in cuts.items() if rest}:
+            self._model.read(own)
 
     def release(self, request: int) -> None:
         self._read.pop(request, None)

@@ -165,15 +165,17 @@ class Pipeline:
     async def send(self, step: StepEnvelope, route: Route) -> None:
         await self._connection(route[0]).send(step_message(step, self._vocabulary))
 
-    async def release(self, request: int, route: Route) -> None:
-        message = release_message([request])
+    async def release(self, request: int, route: Route, keep: int = 0) -> None:
+        """Tell the stages that a context is no longer needed, except for copies of its first `keep`
+        positions."""
+        message = release_message({request: keep})
         for address in route:
             if address in self._connections:
                 await self._connections[address].send(message)
 
     def _connection(self, address: str) -> RingConnection:
         if address not in self._connections:
-            raise UnreachableError(f"the stage at {address} is gone")
+            raise UnreachableError(f"the connection to the stage at {address} is lost")
         return self._connections[address]
 
     async def _keep(self, address: str, listener: PipelineListener) -> None:
@@ -215,7 +217,7 @@ class Pipeline:
                 match message.kind:
                     case FrameKind.RESULT:
                         listener.arrived(read_result(message, self._vocabulary))
-                    case FrameKind.ERROR:
+                    case FrameKind.FAILURE:
                         listener.failed(address, read_failure(message))
                     case kind:
                         raise ProtocolError(f"a stage may not send {kind.name}")

@@ -41,6 +41,7 @@ from blocktrain.serve.ring.compute import (
 )
 from blocktrain.serve.ring.connection import DEFAULT_TERMS, Terms
 from blocktrain.serve.ring.handshake import chosen_readout, dial, model_hello, stage_mismatch
+from blocktrain.serve.ring.turns import chunk_for
 from blocktrain.serve.router.engine import EngineLimits, RingEngine
 from blocktrain.serve.router.first_block import DraftModel, FirstBlock, check_same_tokens
 from blocktrain.serve.router.pipeline import Pipeline
@@ -77,6 +78,8 @@ class RouterSettings:
     long_prompts: str = "truncate"  # or "reject"
     most_connections: int = MOST_CONNECTIONS
     most_connections_per_address: int | None = None
+    prefill_chunk: int = 0  # positions; 0: the default for the device
+    prefix_bytes: int = 1 << 30  # for contexts of ended requests
     stage_command: tuple[str, ...] = ()
     terms: Terms = DEFAULT_TERMS
 
@@ -163,7 +166,7 @@ def _engine(
     context: ssl.SSLContext | None,
     model: ServedModel,
 ) -> RingEngine:
-    name, readout = secrets.token_hex(8), chosen_readout(source.config, settings.readout)
+    name, readout = secrets.token_urlsafe(6), chosen_readout(source.config, settings.readout)
     weights = [source.fingerprint(block) for block in range(source.config.block_count)]
     hello = model_hello(source.config, ROUTER, name, readout)
     check = partial(stage_mismatch, hello, weights)
@@ -171,14 +174,18 @@ def _engine(
         dial, context=context, hello=hello, roles=[STAGE], check=check, terms=settings.terms
     )
     compute = resolve(settings.device, settings.precision)
-    slots = SlotLimits(settings.slots)
+    slots = SlotLimits(settings.slots, prefix_bytes=settings.prefix_bytes)
     first = StageCompute.load(source, range(1), compute, readout, slots)
     draft = None
     if settings.draft:
         small = BlockSource(RunDir.open(settings.draft), settings.weights)
         blocks, how = range(small.config.block_count), chosen_readout(small.config, "auto")
         draft = DraftModel(StageCompute.load(small, blocks, compute, how, slots))
-    limits = EngineLimits(settings.slots, settings.patience_seconds)
+    limits = EngineLimits(
+        settings.slots,
+        settings.patience_seconds,
+        prefill_chunk=chunk_for(compute.device.type, settings.prefill_chunk),
+    )
     pipeline = Pipeline(stages, source.config, reach)
     return RingEngine(
         FirstBlock(first), pipeline, name, settings.wire, limits, model.tokenizer.token_bytes, draft
@@ -275,7 +282,8 @@ class LocalStages:
             "--device": settings.device, "--precision": settings.precision,
             "--weights": settings.weights, "--readout": settings.readout,
             "--threads": max(1, machine_threads() // (len(self._blocks) + 1)),
-            "--most-requests": settings.slots,
+            "--most-requests": settings.slots, "--prefill-chunk": settings.prefill_chunk,
+            "--prefix-gb": settings.prefix_bytes / 1e9,
         }  # fmt: skip
         words = [str(word) for option in options.items() for word in option]
         run = str(settings.run)

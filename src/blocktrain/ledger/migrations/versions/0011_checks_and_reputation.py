@@ -13,8 +13,7 @@ DUE = sa.text("state = 'hidden' OR state = 'waiting' OR state = 'assigned'")
 
 def upgrade() -> None:
     op.add_column("runs", _flag("requires_checks"))
-    for name in ("norms", "sketch"):
-        op.add_column("updates", sa.Column(name, sa.Text()))
+    op.add_column("updates", sa.Column("norms", sa.Text()))
     for name in ("gain", "own_gain", "clip"):
         op.add_column("updates", sa.Column(name, sa.Double()))
     op.add_column("updates", _flag("checked"))

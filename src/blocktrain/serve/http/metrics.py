@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 SUMS = {
     "prompt_tokens": "Tokens of prompts read",
+    "cached_tokens": "Tokens of prompts whose context was copied from another request",
     "output_tokens": "Tokens of answers written",
     "traversals": "Traversals of the ring",
     "drafted": "Tokens drafted",
@@ -58,7 +59,7 @@ class Counts:
     accepted: int = 0
 
 
-class ServerReports:
+class ServerMetrics:
     """Metrics of all requests, a line in the log about their throughput, and a request log."""
 
     def __init__(

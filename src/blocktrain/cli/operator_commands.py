@@ -1,7 +1,11 @@
-"""blocktrain ban and unmerge: exclude a worker from a run, and remove merged updates again."""
+"""What the operator of a run does while it goes on: blocktrain pause, drain, resume, page, ban and
+unmerge.
 
+These commands need the coordinator's folder or database; the coordinator itself need not run.
+"""
+
+import json
 import re
-import shlex
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
@@ -10,16 +14,69 @@ from pathlib import Path
 import click
 
 from blocktrain.cli import options
-from blocktrain.cli.terminal import plain
+from blocktrain.cli.coordinator_commands import operator_page
+from blocktrain.cli.terminal import command, plain
 from blocktrain.config import from_toml
+from blocktrain.coordinator.control import set_control
 from blocktrain.coordinator.folder import CoordinatorFolder
 from blocktrain.coordinator.members import Operator, find_worker
 from blocktrain.coordinator.run import Run, run_row
 from blocktrain.coordinator.unmerger import Choice, Unmerger, removable_updates
 from blocktrain.errors import NotFoundError
 from blocktrain.ledger.schema import UpdateRow
+from blocktrain.protocol.page_messages import Control
 
 VERSION = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
+
+
+@click.command("pause")
+@options.data_dir
+@options.database
+def pause_command(data_dir: Path, database: str | None) -> None:
+    """Stop training until `blocktrain resume`. Workers stay, and stop at their next heartbeat. What
+    they have trained of open leases is lost; the batches are handed out again."""
+    ended = _set(data_dir, database, "paused")
+    click.echo(f"paused; {ended} open leases ended   next: {_resume(data_dir)}")
+
+
+@click.command("drain")
+@options.data_dir
+@options.database
+def drain_command(data_dir: Path, database: str | None) -> None:
+    """Hand out no new leases until `blocktrain resume`. Workers finish the leases that they hold,
+    so nothing is lost."""
+    _set(data_dir, database, "draining")
+    click.echo(f"draining; the run page says when it is done   next: {_resume(data_dir)}")
+
+
+@click.command("resume")
+@options.data_dir
+@options.database
+def resume_command(data_dir: Path, database: str | None) -> None:
+    """Go on after `blocktrain pause` or `blocktrain drain`."""
+    _set(data_dir, database, "running")
+    click.echo("running; waiting workers ask again within seconds")
+
+
+@click.command("page")
+@options.data_dir
+@click.option(
+    "--new-token", is_flag=True, help="Replace the token, so that the old one is refused."
+)
+@options.as_json
+def page_command(data_dir: Path, new_token: bool, as_json: bool) -> None:
+    """Print the address of the run page for the operator. Its last part is a token with which the
+    page can pause the run, ban workers and make invites; keep it secret."""
+    home = CoordinatorFolder(data_dir)
+    advertised = home.advertised()
+    if advertised is None:
+        raise click.UsageError(
+            f"no coordinator was started in {data_dir} yet; give its folder with --data-dir, or"
+            f" start it with: {command('coordinator')}"
+        )
+    token = "" if new_token else home.operator_token()
+    page = operator_page(advertised.addresses, token or home.renew_operator_token())
+    click.echo(json.dumps({"page": page}) if as_json else page)
 
 
 @click.command("ban")
@@ -44,9 +101,9 @@ def ban_command(
     if merged and unmerge:
         _unmerge(home, [banned.id], f"worker {plain(banned.name)} was banned")
     elif merged:
-        command = ["blocktrain", "unmerge", banned.id, "--data-dir", str(data_dir)]
-        command += ["--db", database] if database else []
-        click.echo(f"{merged} merged updates of it remain; to remove them: {shlex.join(command)}")
+        ledger = ("--db", database) if database else ()
+        removal = command("unmerge", banned.id, "--data-dir", data_dir, *ledger)
+        click.echo(f"{merged} merged updates of it remain; to remove them: {removal}")
 
 
 @click.command("unmerge")
@@ -70,6 +127,15 @@ def unmerge_command(
     older ones stay in the model. A worker that is not banned continues to train.
     """
     _unmerge(CoordinatorFolder(data_dir, database, blobs), targets, reason)
+
+
+def _set(data_dir: Path, database: str | None, control: Control) -> int:
+    operator = CoordinatorFolder(data_dir, database).operator()
+    return set_control(operator.ledger, operator.clock, control)
+
+
+def _resume(data_dir: Path) -> str:
+    return command("resume", "--data-dir", data_dir)
 
 
 def _removable(operator: Operator, worker: str) -> int:

@@ -6,8 +6,8 @@ many workers may share one.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from blocktrain.errors import RefusedError
@@ -21,6 +21,8 @@ JOINS_PER_ADDRESS = (2.0, 200.0)  # per second in the long run, and at once
 JOINS_PER_INVITE = (20.0, 1_000.0)
 
 MEBIBYTE = 1 << 20
+
+Holding = AbstractContextManager[Callable[[int], None]]  # yields a function that takes more
 
 
 class Most(NamedTuple):
@@ -43,7 +45,7 @@ EVENT_STREAMS = Most(total=64, invite=32, client=4, address=0)  # each reads the
 PAGE_STREAMS = Most(total=4096, invite=1024, client=32, address=64)  # all send the same bytes
 
 
-class Client(NamedTuple):
+class Requester(NamedTuple):
     """Who sends a request: a worker or another holder of an invite, the operator, or a stranger."""
 
     address: str
@@ -81,32 +83,19 @@ class Limits:
             reason = "too many workers join with this invite or from this address; try again later"
             raise RefusedError("slow_down", reason)
 
-    @contextmanager
-    def request(self, client: Client) -> Iterator[None]:
-        with self._requests.held(client.limits(REQUESTS)) as take:
-            take(1)
-            yield
+    def request(self, client: Requester) -> Holding:
+        return self._requests.held(client.limits(REQUESTS), 1)
 
-    @contextmanager
-    def event_stream(self, client: Client) -> Iterator[None]:
-        with self._streams.held(client.limits(EVENT_STREAMS)) as take:
-            take(1)
-            yield
+    def event_stream(self, client: Requester) -> Holding:
+        return self._streams.held(client.limits(EVENT_STREAMS), 1)
 
-    @contextmanager
-    def chunk(self, client: Client) -> Iterator[Callable[[int], None]]:
+    def page_stream(self, client: Requester) -> Holding:
+        return self._page_streams.held(client.limits(PAGE_STREAMS), 1)
+
+    def chunk(self, client: Requester) -> Holding:
         """Yields a function that counts the bytes of a chunk while it is being received."""
-        with self._chunks.held(client.limits(CHUNK_BYTES)) as take:
-            yield take
+        return self._chunks.held(client.limits(CHUNK_BYTES))
 
-    @contextmanager
-    def page_stream(self, client: Client) -> Iterator[None]:
-        with self._page_streams.held(client.limits(PAGE_STREAMS)) as take:
-            take(1)
-            yield
-
-    @contextmanager
-    def body(self, client: Client) -> Iterator[Callable[[int], None]]:
+    def body(self, client: Requester) -> Holding:
         """Yields a function that counts the bytes of a body while it is in memory."""
-        with self._bodies.held(client.limits(BODY_BYTES)) as take:
-            yield take
+        return self._bodies.held(client.limits(BODY_BYTES))
