@@ -258,7 +258,7 @@ def test_only_files_that_were_asked_for_are_taken(
     with pytest.raises(RefusedError, match="no files of this lease"):
         replays.find(other.caller, lease.lease)
     chosen, largest = replays.find(caller, lease.lease)
-    with pytest.raises(RefusedError, match="not that of a file"):
+    with pytest.raises(RefusedError, match="not requested"):
         replays.store(chosen, largest, RevealOffer(recipes=(File(b"else").recipe,)))
     assert replays.size_of_revealed(other.caller, lease.lease, name_of(b"else")) is None
     huge = worker.files[worker.moments].recipe.model_copy(update={"size": largest + 1})
