@@ -17,6 +17,9 @@ NEWCOMER_WEIGHT = 0.25
 
 # Evidence of a refused update, if a replay does not show that it was trained honestly.
 REFUSED = 3.0
+# Of an update that is only larger than the block's last ones: hostile workers that send small ones
+# could otherwise have honest workers excluded.
+UNUSUAL = 0.0
 REPLAY_DIFFERS, REPLAY_AGREES = EXCLUDED, -2.0  # no honest result differs by more than rounding
 # Added to `unexplained` if a lease that was drawn for a replay names no states, if the files do not
 # arrive, or if its optimizer began in an unknown state; and after a replay that agrees.

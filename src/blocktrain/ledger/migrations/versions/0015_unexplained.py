@@ -8,5 +8,7 @@ down_revision = "0014"
 
 
 def upgrade() -> None:
-    column = sa.Column("unexplained", sa.Double(), nullable=False, server_default="0")
+    column: sa.Column[float] = sa.Column(
+        "unexplained", sa.Double(), nullable=False, server_default="0"
+    )
     op.add_column("workers", column)
