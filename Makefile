@@ -18,9 +18,10 @@ install: $(VENV)/installed-$(EXTRAS)-$(TORCH)
 demo: $(ANY)
 	$(BIN)/blocktrain demo --out runs/demo
 
-# About half an hour on two cores. Stop it at any time; the same command continues.
+# About half an hour on two cores. Opens the run page and, at the end, the chat page. Stop it at any time;
+# the same command continues.
 demo-long: $(ANY)
-	$(BIN)/blocktrain demo --config demo-long --blocks-only --out runs/demo-long
+	$(BIN)/blocktrain demo --config demo-long --blocks-only --open --out runs/demo-long
 
 # The site of the documentation in build/site. Links that lead nowhere are errors.
 docs: $(DEV)

@@ -2,10 +2,12 @@
 
     PYTHONPATH=src python bench/crowded.py --config configs/demo.toml --out DIR
 
-One process per setting trains block 0 with the project's own trainer: first alone, then next to one
-or more busy loops, up to one per core. The settings take turns in every round. A measurement is
-repeated if anything else used more than --disturbed of the cores' time, and left out after --tries
-attempts. Linux only. Writes crowded.json into DIR and prints a table.
+One process per setting and priority trains block 0 with the project's own trainer: first alone,
+then next to one or more busy loops, up to one per core. They take turns in every round. With
+`--nice 0 10`, training at the usual priority is compared with a worker's, whose default is 10; the
+last columns show what is left to the busy loops. A measurement is repeated if anything else used
+more than --disturbed of the cores' time, and left out after --tries attempts. Linux only. Writes
+crowded.json into DIR and prints a table.
 """
 
 import argparse
@@ -53,10 +55,11 @@ while os.getppid() == parent:  # also when this bench is killed
 class Training:
     """A process that trains when asked to, and says how many steps per second it made."""
 
-    def __init__(self, args: argparse.Namespace, setting: str) -> None:
+    def __init__(self, args: argparse.Namespace, setting: str, nice: int) -> None:
         kept = {name: text for name, text in os.environ.items() if name not in VARIABLES}
         command = [sys.executable, sys.argv[0], "--worker", setting]
         command += ["--config", str(args.config), "--out", str(args.out), "--set", *args.set]
+        command += ["--nice", str(nice)]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -89,6 +92,7 @@ class Training:
 
 def train(args: argparse.Namespace) -> None:
     """What the training process does: for every line with seconds, steps for that long."""
+    os.nice(*args.nice)  # as a worker does
     config = load_config(args.config, args.set)
     compute = resolve(config.train.device, config.train.precision)
     trainer = BlockTrainer(config, 0, random_corpus(config.train.seed), compute, None)
@@ -122,11 +126,17 @@ def measure(training: Training, busy: int, seconds: float) -> dict[str, float]:
         time.sleep(START_SECONDS)
         processes = [training.process, *loops]
         before = machine_seconds() - sum(map(process_seconds, processes))
+        loops_before = sum(map(process_seconds, loops))
         started = time.perf_counter()
         speed = training.steps_per_second(seconds)
         passed = time.perf_counter() - started
         others = machine_seconds() - sum(map(process_seconds, processes)) - before
-    return {"steps_per_s": speed, "disturbed": max(0.0, others / passed / CORES)}
+        loops_share = (sum(map(process_seconds, loops)) - loops_before) / passed
+    return {
+        "steps_per_s": speed,
+        "disturbed": max(0.0, others / passed / CORES),
+        "loops_share": loops_share / min(busy, CORES) if busy else 1.0,
+    }
 
 
 def wait_until_idle(limit: float, patience: float) -> None:
@@ -166,6 +176,10 @@ def summary(rounds: list[list[dict[str, float]]], disturbed: float) -> dict[str,
             ]
             for n in counts
         ],
+        "loops_share": [
+            [rows[n]["loops_share"] for rows, fit in zip(rounds, quiet, strict=True) if fit[n]]
+            for n in counts
+        ],
         "left_out": sum(not fit for fits in quiet for fit in fits),
         "rounds": rounds,
     }
@@ -179,12 +193,14 @@ def table(settings: dict[str, dict[str, Any]], busy: list[int], seconds: float) 
         return f"{statistics.median(values):{form}} ({low:{form}}-{high:{form}})"
 
     shares = [f"of that next to {count} busy" for count in busy[1:]]
-    header = ["setting", "steps/s alone", *shares, "left out"]
+    left = [f"left to {count} busy" for count in busy[1:]]
+    header = ["setting", "steps/s alone", *shares, *left, "left out"]
     rows = [
         [
             name,
             cell(found["steps_per_s"][0], ".1f"),
             *(cell(found["of_idle"][n], ".2f") for n in range(1, len(busy))),
+            *(cell(found["loops_share"][n], ".2f") for n in range(1, len(busy))),
             str(found["left_out"]),
         ]
         for name, found in settings.items()
@@ -201,16 +217,23 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=8, help="of a measurement that was disturbed")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds for an idle machine")
     parser.add_argument("--busy", type=int, nargs="+", default=range(CORES + 1), help="busy loops")
+    parser.add_argument("--nice", type=int, nargs="+", default=[0], help="priorities of training")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     args = parser.parse_args()
     if args.worker:
         train(args)
         return
-    names: list[str] = args.settings
-    counts = sorted({0, *args.busy})
+    contenders = {
+        f"{setting}, nice {nice}": (setting, nice)
+        for setting in args.settings
+        for nice in args.nice
+    }
+    names, counts = list(contenders), sorted({0, *args.busy})
     rounds: dict[str, list[list[dict[str, float]]]] = {name: [] for name in names}
     with ExitStack() as stack:
-        trainings = {name: stack.enter_context(Training(args, name)) for name in names}
+        trainings = {
+            name: stack.enter_context(Training(args, *each)) for name, each in contenders.items()
+        }
         for index in range(args.rounds):
             first = index % len(names)
             for name in names:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Every table of docs/RESULTS.md, by name, on the device at hand:
 #
-#   bench/reproduce.sh DATA OUT small 38m wikipedia speed crowded oversized memory leak counts adaptive \
+#   bench/reproduce.sh DATA OUT small 38m wikipedia speed crowded oversized streamed memory leak counts adaptive \
 #     optimizers cascade stale uneven lead best \
 #     workers codecs three-hosts pairs transfer recovery averaging simulate participation run-page hostile-clients \
-#     attacks serving serving-gpu
+#     first-steps attacks serving serving-gpu
 #
 # SEEDS, CODECS and WORKERS choose among the runs of workers and codecs.
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. The parts of the
@@ -72,7 +72,9 @@ for part in "$@"; do
           train.batch=16 train.steps=1200 --splits valid --kinds $kind
       done ;;
     oversized) PYTHONPATH=src python3 bench/oversized.py --out "$out" | tee "$out/$part.log" ;;
+    streamed) PYTHONPATH=src:bench python3 bench/streamed.py 1b --out "$out" | tee "$out/$part.log" ;;
     run-page) PYTHONPATH=src:. python3 bench/run_page.py --out "$out" | tee "$out/$part.log" ;;
+    first-steps) python3 bench/first_steps.py --config demo --out "$out" | tee "$out/$part.log" ;;
     crowded) python3 bench/crowded.py --config configs/demo.toml --out "$out" | tee "$out/$part.log" ;;
     speed | memory) python3 "bench/$part.py" --config configs/wikitext2-38m.toml --out "$out" |
       tee "$out/$part.log" ;;

@@ -77,7 +77,7 @@ def test_strangers_see_names_and_contributions_but_no_ids_and_no_secrets(site: S
         secrets = [each.id for each in (*tx.members.workers(), *tx.members.invites())]
     secrets += [TOKEN, SECRET_REASON, "lease 1", member.joined.token, member.signer.key.public]
     assert [each for each in secrets if each in everything] == []
-    assert "version 1: 1 updates, 10 steps" in everything
+    assert "version 1: 1 update, 10 steps" in everything
 
 
 def test_the_operator_sees_ids_and_reasons(site: Site):

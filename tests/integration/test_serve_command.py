@@ -48,14 +48,22 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def address(run: Path, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a server over TLS, its blocks in processes of their own."""
+    """Of a server over TLS, its blocks in processes of their own. It has opened the chat page in
+    the user's browser: a script that writes the address into a file."""
+    folder = tmp_path_factory.mktemp("server")
+    browser, opened = folder / "browser", folder / "opened"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
+    browser.chmod(0o755)
     address = f"127.0.0.1:{free_port()}"
     tls = ("--tls-cert", pair.certificate, "--tls-key", pair.key)
     with (
-        Processes(tmp_path_factory.mktemp("server")) as processes,
+        pytest.MonkeyPatch.context() as changed,
+        Processes(folder) as processes,
         httpx.Client(base_url=f"https://{address}", verify=pair.client_context()) as client,
     ):
-        server = processes.serve(run, address, "--api-key", KEY, "--origin", ORIGIN, *tls)
+        changed.setenv("BROWSER", f"{browser} %s")
+        options = ("--api-key", KEY, "--origin", ORIGIN, "--open")
+        server = processes.serve(run, address, *options, *tls)
 
         def ready() -> bool:
             try:
@@ -66,6 +74,8 @@ def address(run: Path, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> 
 
         processes.wait_for("the server answers", ready, SECONDS)
         assert f"serving small at https://{address}/v1" in server.log.read_text()
+        processes.wait_for("the chat page is opened", opened.exists, SECONDS)
+        assert opened.read_text().strip() == f"https://{address}/"
         yield address
 
 

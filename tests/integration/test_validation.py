@@ -110,7 +110,7 @@ def is_alive(process: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
-def test_a_coordinator_has_a_validator_which_is_replaced_and_ends_with_it(
+def test_a_coordinator_has_a_validator_which_is_replaced_and_scores_the_run(
     home: Path, tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ):
     """The run cannot end without it: updates wait until they are checked."""
@@ -130,12 +130,18 @@ def test_a_coordinator_has_a_validator_which_is_replaced_and_ends_with_it(
         with closing(client_of(invite)) as client:
             status = client.status()
         assert status.state == "finished"
+        processes.wait_for("the validator ends", lambda: not children(coordinator))
+        with closing(client_of(invite)) as client:
+            scored = client.status()
+        assert scored.ce is not None and scored.ce < 5.0  # of the final versions
+        assert scored.checking is not None
+        assert scored.checking.scored == tuple(block.version for block in scored.blocks)
+        assert all(block.ce is not None for block in scored.blocks)
         with closing(CoordinatorFolder(home / "run").open().ledger) as ledger, ledger.read() as tx:
             by_role = {each.role: each for each in tx.members.workers()}
         assert by_role["validate"].checks >= 4
         assert by_role["train"].replayed >= 1  # it has sent files while it trained on
         assert by_role["train"].suspicion == by_role["train"].unexplained == 0.0
-        processes.wait_for("the validator ends", lambda: not children(coordinator))
         coordinator.process.terminate()
         coordinator.process.wait(RUN_SECONDS)
         log = coordinator.log.read_text()

@@ -26,6 +26,20 @@ def test_a_line_has_time_level_logger_message_and_fields(capsys: pytest.CaptureF
     assert rest == "INFO blocktrain.test: merged block 3 lease=l-1 block=3"
 
 
+def test_a_line_on_a_terminal_is_short(monkeypatch: pytest.MonkeyPatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    configure_logging("info", "text")
+    log.info("worker ann joined", extra={"event": "joined"})
+    log.warning("merge failed: %s", "\x1b[2J", extra={"block": 3})
+    first, second = terminal.getvalue().splitlines()
+    time, message = first.split(" ", 1)
+    assert len(time) == len("12:00:00") and message == "worker ann joined"
+    assert second.split(" ", 1)[1].startswith("warning: merge failed: ")
+    assert second.endswith(" block=3") and second.isprintable()
+
+
 def test_json_lines_have_the_same_and_tracebacks(capsys: pytest.CaptureFixture[str]):
     configure_logging("info", "json")
     log.info("merged block %d", 3, extra={"lease": "l-1"})

@@ -7,8 +7,16 @@ import time
 import pytest
 
 from blocktrain.cli import main
-from blocktrain.cli.terminal import duration, plain, score, show_retry, size, training_progress
-from blocktrain.cli.worker_command import _event_display
+from blocktrain.cli.terminal import (
+    duration,
+    echo_words,
+    plain,
+    score,
+    show_retry,
+    size,
+    training_progress,
+)
+from blocktrain.cli.worker_command import _event_display, _progress
 from blocktrain.errors import RefusedError
 from blocktrain.training.checkpoints import Progress
 from blocktrain.worker.machine import WorkerEvent
@@ -46,6 +54,28 @@ def test_the_living_line_of_a_worker(
     written = capsys.readouterr().out
     assert written.count(SHOWN) >= 2
     assert not any(command in written for command in ("\x1b]0;", "\x07", "\x9b", "\u202e"))
+
+
+def test_what_a_worker_does_fits_into_80_columns():
+    now = WorkerEvent(
+        "training", "", block=12, step=199, steps=200, loss=10.25, bytes_per_s=1.2e6,
+        bytes_down=123_400_000, bytes_up=123_400_000, contribution=12_300_000, seconds_left=119.0,
+    )  # fmt: skip
+    lines = _progress(now)
+    assert lines[0] == "block 12  199/200  due in 119 s  loss 10.2500  1.2 MB/s"
+    assert lines[1] == "down 123 MB  up 123 MB  trained 12.3 MB"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_lines_on_a_terminal_are_broken_between_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+):
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    echo_words("ok  memory: 12.3 GB free in this machine", indent=4)
+    broken = "ok  memory: 12.3 GB\n    free in this\n    machine\n"
+    whole = "ok  memory: 12.3 GB free in this machine\n"
+    assert capsys.readouterr().out == (broken if is_terminal else whole)
 
 
 def test_the_error_that_ends_a_command(

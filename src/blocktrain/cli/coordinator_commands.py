@@ -46,6 +46,7 @@ UNDEFENDED = (
     "unless other validators check updates, a worker can ruin the run by sending harmful ones, and"
     " earn credit without training"
 )
+UNSCORED = "nothing scores the run either, unless a worker with --evaluate or --validate joins"
 FINISHED = "the run is finished; `blocktrain fetch INVITE --out FOLDER` downloads the model"
 
 log = logging.getLogger(__name__)
@@ -114,13 +115,14 @@ def _http_urls(
 @click.option(
     "--validators",
     type=click.IntRange(min=0),
-    help="How many processes on this machine check updates before they count; 0 if validators run"
-    " elsewhere only. Default: 1, if torch is installed.",
+    help="How many processes on this machine check updates before they count, and now and then"
+    " score the model; 0 if validators run elsewhere only. Default: 1, if torch is installed.",
 )
 @click.option(
     "--no-validate",
     is_flag=True,
-    help="Merge updates unchecked. Any worker can then ruin the run; for workers that you trust.",
+    help="Merge updates unchecked. Any worker can then ruin the run; for workers that you trust."
+    " Nothing scores the run, unless a worker evaluates it.",
 )
 @options.connections(8192)
 @options.log_options("info")
@@ -202,7 +204,7 @@ def _validator_count(wanted: int | None, *, no_validate: bool) -> int:
     if no_validate:
         if wanted:
             raise click.UsageError("--validators and --no-validate exclude each other")
-        log.warning("--no-validate: %s", UNDEFENDED)
+        log.warning("--no-validate: %s; %s", UNDEFENDED, UNSCORED)
         return 0
     if torch_is_installed():
         return 1 if wanted is None else wanted
@@ -212,7 +214,9 @@ def _validator_count(wanted: int | None, *, no_validate: bool) -> int:
             " and start validators elsewhere: blocktrain worker INVITE --validate"
         )
     if wanted is None:
-        log.warning("torch is not installed, so no validator is started here: %s", UNDEFENDED)
+        log.warning(
+            "torch is not installed, so no validator is started here: %s; %s", UNDEFENDED, UNSCORED
+        )
     return 0
 
 
@@ -258,9 +262,8 @@ def _announce(
         f"run     {service.run.id}: {config.objective.kind}, {config.block_count} blocks,"
         f" {config.train.steps} batches each\n"
         f"at      {', '.join(urls)}\n"
-        f"invite  {invite}\n"
-        "join    blocktrain worker INVITE\n"
-        "watch   blocktrain status INVITE --watch\n"
+        f"join    blocktrain worker {invite}\n"
+        f"watch   {command('status', invite, '--watch')}\n"
         f"page    {urls[0]}/ for everybody, and for you, the operator:\n"
         f"        {page}"
     )
@@ -329,11 +332,12 @@ class EventLog:
             "clipped": f"clipped an update of {block} from worker {worker}: {event.detail}",
             "excluded": f"excluded worker {event.detail}",
             "unmerged": f"unmerged from {block}: {event.detail}",
-            "scored": event.detail if event.block is None else f"{block}: {event.detail}",
+            "scored": f"{'the model' if event.block is None else block}: {event.detail}",
             "finished": FINISHED,
             "paused": f"the operator has paused the run: {event.detail}",
             "resumed": "the operator has resumed the run",
             "draining": "the operator drains the run: open leases end, no new ones are handed out",
+            "extended": f"the operator has extended the run {event.detail}",
             "invited": f"new {event.detail}",
             "revoked": f"revoked {event.detail}",
         }

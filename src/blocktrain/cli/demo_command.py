@@ -15,7 +15,8 @@ from rich.text import Text
 from blocktrain.api.display import stop_on_signal
 from blocktrain.cli import options
 from blocktrain.cli.options import FOLDER
-from blocktrain.cli.terminal import command, training_progress
+from blocktrain.cli.serve_commands import serve_command
+from blocktrain.cli.terminal import command, open_page, training_progress
 from blocktrain.environment import PROGRAM
 from blocktrain.errors import ConfigError
 
@@ -42,6 +43,12 @@ SAMPLE_BYTES = 240
 @click.option(
     "--blocks-only", is_flag=True, help="Leave out the end-to-end models to compare with."
 )
+@click.option(
+    "--open",
+    "opens",
+    is_flag=True,
+    help="Open the run page in a browser, and at the end serve the model and open its chat page.",
+)
 @options.thread_count
 @options.force
 @options.log_options("warning")
@@ -51,6 +58,7 @@ def demo_command(
     overrides: tuple[str, ...],
     out: Path,
     blocks_only: bool,
+    opens: bool,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -72,7 +80,7 @@ def demo_command(
         check_training(config, config.train.device, processes=_worker_count(config))
         if not blocks_only:
             check_training(config.end_to_end(), config.train.device)
-    runs = {"blocks": _train_in_swarm(config, out / "blocks", out / "swarm", console)}
+    runs = {"blocks": _train_in_swarm(config, out, console, opens=opens)}
     if not blocks_only:
         runs |= _train_twins(config, out, console)
     scores = {name: _score(run) for name, run in runs.items()}
@@ -83,6 +91,8 @@ def demo_command(
         click.echo(json.dumps({"scores": scores, "sample": sample, "seconds": seconds}))
         return
     _show(console, config, scores, sample, out, seconds)
+    if opens:
+        serve_command.main([str(out / "blocks"), "--open"], standalone_mode=False)
 
 
 def _train_twins(config: "Config", out: Path, console: Console) -> dict[str, "RunDir"]:
@@ -98,16 +108,19 @@ def _train_twins(config: "Config", out: Path, console: Console) -> dict[str, "Ru
     }
 
 
-def _train_in_swarm(config: "Config", out: Path, folder: Path, console: Console) -> "RunDir":
+def _train_in_swarm(config: "Config", folder: Path, console: Console, *, opens: bool) -> "RunDir":
     from blocktrain.api.swarm import Swarm
     from blocktrain.storage.run_dir import RunDir
 
+    out = folder / "blocks"
     if (out / EXPORTED).exists():
         return RunDir.open(out)
     workers = _worker_count(config)
     console.print(f"[bold]blocks[/bold]: one coordinator, {workers} workers, over HTTPS")
-    with stop_on_signal() as stop, Swarm.start(config, folder) as swarm:
+    with stop_on_signal() as stop, Swarm.start(config, folder / "swarm") as swarm:
         console.print(f"run page: {swarm.page}", soft_wrap=True)
+        if opens and swarm.page:
+            open_page(swarm.page)
         swarm.join(workers, device=config.train.device, data=config.data.source)
         if not swarm.watch(console=console, should_stop=stop):
             _exit_stopped(console)

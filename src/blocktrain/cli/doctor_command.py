@@ -16,7 +16,7 @@ import click
 
 from blocktrain import __version__, environment
 from blocktrain.cli import options
-from blocktrain.cli.terminal import duration, plain, size
+from blocktrain.cli.terminal import duration, echo_words, plain, size
 
 if TYPE_CHECKING:
     from blocktrain.config import Config
@@ -47,33 +47,35 @@ class Diagnosis:
 
 @click.command("doctor")
 @click.argument("invite", required=False)
+@options.at
 @options.device
 @options.thread_count
 @options.as_json
-def doctor_command(invite: str | None, device: str, as_json: bool) -> None:
+def doctor_command(invite: str | None, at: tuple[str, ...], device: str, as_json: bool) -> None:
     """Check this machine: versions, device, memory, disk, clock, and how fast it trains. With
     INVITE, also the way to the run's coordinator and storage, and whether this machine can train
     for the run. The exit code is 1 if something prevents that."""
     findings = []
-    for finding in _findings(invite, device):
+    for finding in _findings(invite, at, device):
         findings.append(finding)
         if not as_json:
-            click.echo(f"{MARKS[finding.state]}  {finding.subject:12} {plain(finding.text)}")
+            mark = f"{MARKS[finding.state]}  {finding.subject:12}"
+            echo_words(f"{mark} {plain(finding.text)}", indent=len(mark) + 1)
             if finding.remedy:
-                click.echo(f"{'':18} -> {plain(finding.remedy)}")
+                click.echo(f"{'':18} -> {plain(finding.remedy)}")  # commands stay whole
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings]))
     if any(finding.state == "problem" for finding in findings):
         raise SystemExit(1)
 
 
-def _findings(invite: str | None, device: str) -> Iterator[Diagnosis]:
+def _findings(invite: str | None, at: tuple[str, ...], device: str) -> Iterator[Diagnosis]:
     for check in (_versions, _threads, _memory, _disk, _clock, _proxy):
         yield check()
     yield (placed := _or_problem("device", lambda: _device(device)))
     config = None
     if invite:
-        client = options.client_of(invite)
+        client = options.client_of(invite, at)
         client.http.on_unreachable = lambda reason, seconds: None  # a finding says it
         yield (reached := _or_problem("coordinator", lambda: _coordinator(client)))
         if reached.state != "problem":
@@ -126,7 +128,7 @@ def _device(name: str) -> Diagnosis:
 def _threads() -> Diagnosis:
     cores, threads = os.cpu_count() or 1, environment.machine_threads()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    text = f"{threads} threads on {cores} cores, load {load:.1f}"
+    text = f"{threads} thread{'s' * (threads > 1)} on {cores} cores, load {load:.1f}"
     if threads > cores:
         remedy = f"set {environment.THREADS.name} to {cores} or less, or unset it"
         return Diagnosis("threads", "warning", text, remedy)

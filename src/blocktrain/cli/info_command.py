@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blocktrain.cli import options
-from blocktrain.cli.terminal import compute, plain, score, size
+from blocktrain.cli.terminal import compute, echo_words, plain, score, size
 
 if TYPE_CHECKING:
     from blocktrain.config import Config
@@ -34,7 +34,7 @@ def info_command(run: Path, as_json: bool) -> None:
         click.echo(json.dumps(_as_dict(opened)))
         return
     for line in _lines(opened):
-        click.echo(line)
+        echo_words(line, indent=2)
 
 
 def _show_hugging_face(folder: Path, *, as_json: bool) -> None:
@@ -46,8 +46,8 @@ def _show_hugging_face(folder: Path, *, as_json: bool) -> None:
         answer = {"config": config.to_dict(), "parameters": _parameters(config)}
         click.echo(json.dumps(answer))
         return
-    click.echo(f"{folder}: a Hugging Face folder; {_model(config)}")
-    click.echo(_tokenizer(config, trained_here=False))
+    echo_words(f"{folder}: a Hugging Face folder; {_model(config)}", indent=2)
+    echo_words(_tokenizer(config, trained_here=False), indent=2)
 
 
 def _as_dict(run: "RunDir") -> dict[str, Any]:
@@ -81,6 +81,9 @@ def _lines(run: "RunDir") -> Iterator[str]:
     elif run.exported:
         yield f"{'fetched' if run.fetched else 'exported'}: {run.path / EXPORTED}"
     yield _tokenizer(config, trained_here=not origin)
+    if ends := config.train.extended_at:
+        listed = ", ".join(map(str, ends))
+        yield f"extended at step {listed}; now {config.train.steps} steps per block"
     if run.trained:
         yield from _trained_lines(run.trained, config)
     if run.exported:

@@ -22,7 +22,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # seconds before a validator is started
 HEALTHY_SECONDS = 600.0  # after this long, the next pause is the first one again
 STOP_SECONDS = 10.0
 THREADS_SHARE = 4  # validators use a quarter of the cores together
-ROUTINE = ("waiting", "checking", "joined", "corpus")  # events logged at debug
+ROUTINE = ("waiting", "checking", "scoring", "scored", "joined", "corpus")  # events logged at debug
 
 log = logging.getLogger(__name__)
 

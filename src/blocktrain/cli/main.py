@@ -41,6 +41,7 @@ VERBS = {
     "plot": Verb(
         "plot_command", "Draw loss, score against bytes moved, and quality against latency."
     ),
+    "extend": Verb("extend_command", "Plan a run for more steps."),
     "tokenizer": Verb("train_commands", "Train a tokenizer on a text."),
     "estimate": Verb("planning_commands", "Estimate memory, traffic and time of a run."),
     "simulate": Verb("planning_commands", "Simulate a run with virtual workers."),

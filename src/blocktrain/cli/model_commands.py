@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 @click.command("fetch")
 @options.invite
+@options.at
 @options.out("Run folder: new, or of an earlier download of the same run, which is updated.")
 @options.as_json
-def fetch_command(invite: str, out: Path, as_json: bool) -> None:
+def fetch_command(invite: str, at: tuple[str, ...], out: Path, as_json: bool) -> None:
     """Download the newest version of every block as a run folder, for eval, generate, export and
     serve, and the text to score it on. This works at any time during a run, and updates an earlier
     download."""
     from blocktrain.worker.downloads import fetch_model
 
-    fetched = fetch_model(options.client_of(invite), out)
+    fetched = fetch_model(options.client_of(invite, at), out)
     if as_json:
         answer = {"out": str(out), "versions": fetched.versions, "bytes_moved": fetched.bytes_moved}
         click.echo(json.dumps(answer))

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from blocktrain.cli.terminal import LOG_FORMATTERS, LOG_LEVELS, configure_loggin
 from blocktrain.errors import ConfigError
 
 if TYPE_CHECKING:
+    from blocktrain.protocol.invite import Invite
     from blocktrain.worker.client import Client
 
 Command = Callable[..., None]
@@ -115,7 +116,7 @@ def log_options(default_level: str) -> Decorator:
             default="text",
             envvar=environment.LOG_FORMAT.name,
             show_envvar=True,
-            help="Format of log lines: text, or one JSON object each.",
+            help="Format of log lines: text (shorter on a terminal), or one JSON object each.",
         )
         @functools.wraps(command)
         def logging_command(log_level: str, log_format: str, **values: Any) -> None:
@@ -196,15 +197,29 @@ def _read_invite(context: click.Context, argument: click.Parameter, text: str) -
 
 
 invite = click.argument("invite", callback=_read_invite)
+at = click.option(
+    "--at",
+    multiple=True,
+    metavar="URL",
+    help="Address of the coordinator, instead of those in the invite; repeatable. For a coordinator"
+    " that has moved.",
+)
 
 
-def client_of(invite: str) -> "Client":
+def decoded_invite(invite: str, at: Sequence[str]) -> "Invite":
+    """The invite, with other addresses if there are any."""
+    from blocktrain.protocol.invite import Invite
+
+    decoded = Invite.decode(invite)
+    return decoded.at(at) if at else decoded
+
+
+def client_of(invite: str, at: Sequence[str] = ()) -> "Client":
     """A client for the invite's coordinator that tells the user about retries."""
     from blocktrain.protocol.identity import WorkerKey
-    from blocktrain.protocol.invite import Invite
     from blocktrain.worker.client import Client
 
-    client = Client(Invite.decode(invite), WorkerKey.create())
+    client = Client(decoded_invite(invite, at), WorkerKey.create())
     client.http.on_unreachable = show_retry
     return client
 

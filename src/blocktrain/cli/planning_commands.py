@@ -56,6 +56,9 @@ def estimate_command(
         return
     ratio = needs.parameters / needs.end_to_end_parameters
     cache = config.objective.feature_cache
+    frozen = "on disk, one of them at a time in memory"
+    if config.train.frozen_in == "memory":
+        frozen = "in memory" if cache == "off" else "in memory while the feature cache is filled"
     rows = {
         "parameters": f"{needs.parameters / 1e6:,.2f} M in {config.block_count}"
         f" block{'s' * (config.block_count > 1)}"
@@ -64,6 +67,7 @@ def estimate_command(
         "  weights, gradients, optimizer": size(needs.fixed_bytes_per_worker),
         "  activations (estimate)": size(needs.activation_bytes_per_worker),
         "  together": size(needs.memory_per_worker),
+        "  frozen blocks": f"{size(needs.frozen_bytes)}, {frozen}",
         f"  feature cache ({cache})": size(needs.feature_cache_bytes),
         "compute": f"{needs.flops_per_step / 1e12:,.4f} TFLOP per step, {needs.steps} steps",
         "  all workers, whole run": compute(config),
@@ -78,6 +82,8 @@ def estimate_command(
         del rows["vocabulary"]
     else:
         rows["data"] = f"{needs.tokens_per_block:,} tokens, about {rows['data']}"
+    if not needs.frozen_bytes:
+        del rows["  frozen blocks"]
     if not needs.feature_cache_bytes:
         del rows[f"  feature cache ({cache})"]
     for name, value in rows.items():
@@ -277,4 +283,4 @@ def _sweep_columns(reports: "list[Report]") -> dict[str, list[str]]:
 
 
 def _ce(report: "Report") -> str:
-    return "-" if report.ce is None else f"{report.ce:.4f}"
+    return "not learned" if report.ce is None else f"{report.ce:.4f}"

@@ -1,6 +1,8 @@
 """blocktrain serve, stage and keys: an OpenAI-compatible server for the blocks of a run."""
 
 import json
+import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -9,12 +11,14 @@ import click
 
 from blocktrain.cli import options
 from blocktrain.cli.options import COUNT, FILE_OR_FOLDER, FOLDER
+from blocktrain.cli.terminal import open_page
 from blocktrain.environment import PROGRAM
 
 if TYPE_CHECKING:
     from blocktrain.config import Config
 
 MEBIBYTE = 1 << 20
+CHAT_PAGE = re.compile(r"chat page at (\S+)")
 # `same_names` below: options with the same names as the fields of RouterSettings or StageSettings.
 
 
@@ -144,7 +148,16 @@ def shared_options(command: options.Command) -> options.Command:
 @shared_options
 @click.option(
     "--most-requests", type=COUNT, default=32,
-    help="Answers generated at the same time; as many more requests may wait.",
+    help="Answers generated at the same time; further requests wait.",
+)  # fmt: skip
+@click.option(
+    "--most-waiting", type=click.IntRange(min=0), default=64,
+    help="Requests of one API key that may wait for a place. A free place goes to the key with the"
+    " fewest answers in progress.",
+)  # fmt: skip
+@click.option(
+    "--queue-seconds", type=click.FloatRange(min=0.0), default=30.0,
+    help="How long a request may wait for a place.",
 )  # fmt: skip
 @options.connections(2048)
 @click.option("--most-tokens", type=COUNT, default=4096, help="Tokens of the longest answer.")
@@ -161,6 +174,7 @@ def shared_options(command: options.Command) -> options.Command:
     "--patience", type=click.FloatRange(min=0.0), default=10.0,
     help="Seconds a request waits for a lost stage to come back.",
 )  # fmt: skip
+@click.option("--open", "opens", is_flag=True, help="Open the chat page in a browser.")
 def serve_command(
     run: Path,
     api_keys: tuple[str, ...],
@@ -171,6 +185,7 @@ def serve_command(
     most_requests: int,
     most_tokens: int,
     patience: float,
+    opens: bool,
     force: bool,
     **same_names: Any,
 ) -> None:
@@ -205,7 +220,13 @@ def serve_command(
         terms=Terms(padding=int(warm_up_mb * MEBIBYTE)),
         **same_names,
     )
-    serve_router(settings, click.echo)
+    serve_router(settings, partial(_announce, opens=opens))
+
+
+def _announce(line: str, *, opens: bool) -> None:
+    click.echo(line)
+    if opens and (page := CHAT_PAGE.search(line)):
+        open_page(page[1])
 
 
 @click.command("stage")

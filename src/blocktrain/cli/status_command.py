@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import click
@@ -29,13 +30,16 @@ class State(NamedTuple):
 
 @click.command("status")
 @options.invite
+@options.at
 @click.option("--watch", is_flag=True, help="Refresh until Ctrl-C.")
 @click.option("--all", "show_all", is_flag=True, help="Also list workers that have left.")
 @options.as_json
-def status_command(invite: str, watch: bool, show_all: bool, as_json: bool) -> None:
+def status_command(
+    invite: str, at: tuple[str, ...], watch: bool, show_all: bool, as_json: bool
+) -> None:
     """Show how far the run that INVITE names is, its blocks and its workers. Its web page shows
     more: open the coordinator's address in a browser."""
-    client, console = options.client_of(invite), Console()
+    client, console = options.client_of(invite, at), Console()
     config = None if as_json else from_toml(client.run().config)
     state = _ask(client)  # an error ends the command, unlike a later one
     if not watch:
@@ -57,10 +61,16 @@ def status_command(invite: str, watch: bool, show_all: bool, as_json: bool) -> N
 def _watch(client: Client, state: State, config: Config, console: Console, show_all: bool) -> None:
     """Fill the screen until Ctrl-C, and leave the last state on the terminal."""
     last: list[RenderableType] = []
+    planned = _planned(state)
     try:
         with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
 
             def show(state: State, problem: str) -> None:
+                nonlocal config, planned
+                if not problem and _planned(state) != planned:  # the run was extended
+                    with suppress(UnreachableError):
+                        config = from_toml(client.run(client.deadline(ANSWER_SECONDS)).config)
+                        planned = _planned(state)
                 note = Text(problem, style="bold red")
                 rows = console.height - 1 - (len(note.wrap(console, console.width)) if note else 0)
                 tables = render(*state, config, Screen(console, rows, show_all))
@@ -72,6 +82,10 @@ def _watch(client: Client, state: State, config: Config, console: Console, show_
     finally:
         if console.is_terminal and last:
             console.print(*last)
+
+
+def _planned(state: State) -> int | None:
+    return state.overview.tokens_total if state.overview else None
 
 
 def _follow(client: Client, state: State, show: Callable[[State, str], None]) -> None:

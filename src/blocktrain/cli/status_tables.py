@@ -164,6 +164,7 @@ def _score(status: Status, overview: Overview) -> str:
     if overview.score is None:
         return f"score: {plain(overview.score_note)}"
     parts = [f"score {score(overview.score.value, overview.bytes_per_token)}"]
+    parts.append(f"{_age(overview.time - overview.score.time)} ago")
     if overview.score.trend:
         parts.append(_trend(overview.score.trend))
     if overview.reference is not None:
@@ -198,7 +199,8 @@ def _checking(status: Status) -> str:
     if (checking := status.checking) is None:
         return UNCHECKED
     share = "" if checking.share is None else f"{100 * checking.share:.1f}% of the training time, "
-    waiting = f"{checking.validators} validators, {checking.waiting} updates wait"
+    validators = f"{checking.validators} validator{'s' * (checking.validators != 1)}"
+    waiting = f"{validators}, {checking.waiting} updates wait"
     note = f"; {plain(checking.note)}" if checking.note else ""
     return f"checks: {share}{waiting}{note}"
 

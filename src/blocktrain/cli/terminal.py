@@ -6,6 +6,7 @@ import math
 import shlex
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,21 @@ def _program() -> str:
     if script.suffix != ".py":
         return shlex.quote(str(script))
     return f"{shlex.quote(sys.executable)} -m blocktrain"
+
+
+def echo_words(text: str, indent: int = 0) -> None:
+    """Print a line. On a terminal it is broken between words, and continues after an indent."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    lines = textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    click.echo("\n".join(lines) or text)
+
+
+def open_page(address: str) -> None:
+    """Open a page in the user's browser; without a browser, print its address."""
+    import webbrowser
+
+    if not webbrowser.open(address):
+        click.echo(f"found no browser; open {address}", err=True)
 
 
 def size(count: float) -> str:
@@ -171,12 +187,10 @@ def _numbers(progress: "Progress", *, in_all_units: bool) -> str:
     def shown(ce: float) -> str:
         return score(ce, progress.bytes_per_token) if in_all_units else f"{ce:.3f}/byte"
 
-    parts = [
-        "loss -" if progress.loss is None else f"loss {progress.loss:.3f}",
-        "ce -" if progress.ce is None else f"ce {shown(progress.ce)}",
-        f"{progress.bytes_per_s / 1e3:,.0f} kB/s",
-        "done" if progress.step == progress.steps else f"{left} left",
-    ]
+    parts = [] if progress.loss is None else [f"loss {progress.loss:.3f}"]
+    parts += [] if progress.ce is None else [f"ce {shown(progress.ce)}"]
+    parts.append(f"{progress.bytes_per_s / 1e3:,.0f} kB/s")
+    parts.append("done" if progress.step == progress.steps else f"{left} left")
     if progress.valid_ce is not None:
         parts.append(f"valid {shown(progress.valid_ce)}")
     if progress.skipped:
@@ -185,14 +199,16 @@ def _numbers(progress: "Progress", *, in_all_units: bool) -> str:
 
 
 def configure_logging(level: str, format: str) -> None:
-    """Log records of blocktrain at this level and above, one line each, as text or as JSON.
+    """Log records of blocktrain at this level and above, one line each, as text (shorter on a
+    terminal, except at level debug) or as JSON.
 
     A module passes a lease or a request as a field: `log.info("...", extra={"lease": lease})`.
     Libraries log routine work at info, such as uvicorn every request, so their info records are
     shown only at level debug.
     """
     handler = StderrHandler()
-    handler.setFormatter(LOG_FORMATTERS[format]())
+    is_watched = format == "text" and sys.stderr.isatty() and level != "debug"
+    handler.setFormatter(TerminalFormatter() if is_watched else LOG_FORMATTERS[format]())
     others = logging.INFO if level == "debug" else logging.WARNING
     logging.basicConfig(level=others, handlers=[handler], force=True)
     logging.getLogger("blocktrain").setLevel(level.upper())
@@ -209,6 +225,20 @@ class TextFormatter(logging.Formatter):
         message = f"{record.levelname} {record.name}: {record.getMessage()}{fields}"
         lines = [f"{_time(record)} {message}".strip(), *_traceback(self, record)]
         return "\n".join(map(plain, lines))
+
+
+class TerminalFormatter(logging.Formatter):
+    """Formats records for somebody who watches: the local time, and fields only of warnings:
+
+    12:00:00 worker ann joined
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        time, message = datetime.fromtimestamp(record.created), record.getMessage()
+        if record.levelno > logging.INFO:
+            fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+            message = f"{record.levelname.lower()}: {message}{fields}"
+        return "\n".join(map(plain, [f"{time:%H:%M:%S} {message}", *_traceback(self, record)]))
 
 
 class JsonFormatter(logging.Formatter):

@@ -163,6 +163,7 @@ def eval_command(
 
 def _as_dict(evaluation: "Evaluation", source: str, split: str) -> dict[str, Any]:
     fields = asdict(evaluation)
+    del fields["readout"]  # the score has its own
     windows = {"count": fields.pop("windows")}
     windows |= {name: fields.pop(name) for name in ("window", "digest")}
     return {

@@ -32,6 +32,7 @@ ROUTINE = ("leased", "trained", "accepted")  # not shown, because passing events
 
 @click.command("worker")
 @options.invite
+@options.at
 @click.option(
     "--device",
     default="auto",
@@ -83,6 +84,7 @@ ROUTINE = ("leased", "trained", "accepted")  # not shown, because passing events
 @options.as_json
 def worker_command(
     invite: str,
+    at: tuple[str, ...],
     device: str,
     blocks: tuple[int, ...],
     memory: float | None,
@@ -106,7 +108,6 @@ def worker_command(
 
     from blocktrain.cli.run_progress import RunProgress
     from blocktrain.protocol.identity import WorkerKey
-    from blocktrain.protocol.invite import Invite
     from blocktrain.worker.agent import Agent, Evaluator, WorkerSettings
     from blocktrain.worker.client import Client
     from blocktrain.worker.neighbours import neighbours
@@ -117,7 +118,7 @@ def worker_command(
     if validate and (evaluate or idle_only):
         raise click.UsageError("--evaluate and --idle-only do not apply to --validate")
     worker = Evaluator if evaluate else Validator if validate else Agent
-    decoded = Invite.decode(invite)
+    decoded = options.decoded_invite(invite, at)
     if device == "all":
         if worker is not Agent:
             raise click.UsageError("--device all does not apply to --evaluate and --validate")
@@ -141,7 +142,7 @@ def worker_command(
             neighbours=None if THREADS.is_set else here,
             name=name or platform.node() or "worker",
         )
-        client = Client(decoded, WorkerKey.load_or_create(home / "key.pem"))
+        client = Client(decoded, WorkerKey.load_or_create(home / "key.pem"), folder=home)
         with (
             stop_on_signal() as stop,
             nullcontext() if as_json else RunProgress(client) as run,
@@ -258,7 +259,7 @@ def _event_display(
 
             def show(event: "WorkerEvent") -> None:
                 if event.kind in PASSING:
-                    lines = [_progress_line(event), about_run()]
+                    lines = [*_progress(event), about_run()]
                     status.update(Text("\n  ".join(filter(None, lines))))
                 elif event.kind not in ROUTINE:
                     console.print(Text(_event_line(event)))
@@ -291,18 +292,23 @@ def _lines(about_run: Callable[[], str]) -> Callable[["WorkerEvent"], None]:
 
 
 def _progress_line(event: "WorkerEvent") -> str:
-    """What the worker is doing. The last number: bytes of text in accepted updates."""
+    return "  ".join(_progress(event))
+
+
+def _progress(event: "WorkerEvent") -> list[str]:
+    """What the worker is doing, and what it has moved. The last number: bytes of text in accepted
+    updates."""
     if event.kind != "training":
-        return plain(event.text)
+        return [plain(event.text)]
     loss = f"loss {event.loss:.4f}  " if event.loss is not None else ""
     left = (
         f"due in {max(0.0, event.seconds_left):.0f} s  " if event.seconds_left is not None else ""
     )
-    return (
-        f"block {event.block}  {event.step}/{event.steps}  {left}{loss}"
-        f"{size(event.bytes_per_s)}/s  down {size(event.bytes_down)}"
-        f"  up {size(event.bytes_up)}  trained {size(event.contribution)}"
-    )
+    return [
+        f"block {event.block}  {event.step}/{event.steps}  {left}{loss}{size(event.bytes_per_s)}/s",
+        f"down {size(event.bytes_down)}  up {size(event.bytes_up)}"
+        f"  trained {size(event.contribution)}",
+    ]
 
 
 def _event_line(event: "WorkerEvent") -> str:

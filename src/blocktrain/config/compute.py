@@ -39,6 +39,13 @@ def flops_per_step(config: Config, block: int) -> int:
     return config.train.batch * config.model.window * per_position
 
 
+def forward_flops(config: Config) -> float:
+    """FLOPs of the assembled model per position, without training it: about those of the model
+    trained end to end."""
+    positions = config.train.batch * config.model.window
+    return flops_per_step(config.end_to_end(), 0) * FROZEN / TRAINED / positions
+
+
 def total_flops(config: Config, steps: Sequence[int] | None = None) -> int:
     """FLOPs of all workers together, of the whole run or after these numbers of steps by block."""
     steps = [config.train.steps] * config.block_count if steps is None else steps

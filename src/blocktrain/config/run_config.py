@@ -7,12 +7,14 @@ Imports no torch: coordinators, workers and the command line all read settings h
 import dataclasses
 import logging
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import StatisticsError
 from typing import Any, Self, get_type_hints
 
+from blocktrain.config.extensions import extended_values
+from blocktrain.config.schedule import phase, turn
 from blocktrain.config.sections import Values, build, current_names, stored_values, toml_text
 from blocktrain.config.settings import (
     BYTE_VOCABULARY,
@@ -53,6 +55,12 @@ class Config:
             )
         if self.train.keep == "best" and not self.train.eval_every:
             raise ConfigError('train.keep = "best" needs scores: set train.eval_every above 0')
+        ends = self.train.ends
+        if list(ends) != sorted(set(ends)) or ends[0] < 1:
+            raise ConfigError(
+                f"train.extended_at = {list(ends[:-1])} must be ascending numbers from 1 to below"
+                f" train.steps = {self.train.steps}"
+            )
         self._check_order()
 
     def _check_order(self) -> None:
@@ -177,15 +185,44 @@ class Config:
         after = range(block + 1, self.block_count if self.kind.reads_successors else 0)
         return (*before, *after)
 
+    def stop(self, step: int) -> int:
+        """Where a block that is trained alone stops, after this step at the earliest: at the end of
+        its turn or, without turns, of the phase."""
+        ends, each = self.train.ends, self.turn_steps
+        return (turn(ends, each, step) if each else phase(ends, step)).end
+
+    def stops(self) -> Iterator[int]:
+        """All stops, in order; the last one is the end of the run."""
+        reached = 0
+        while reached < self.train.steps:
+            reached = self.stop(reached)
+            yield reached
+
     def learning_rate(self, block: int, step: int) -> float:
         """The rate of a block's step. Blocks that take turns share one schedule."""
-        each = self.turn_steps
-        if not each:
+        if not self.turn_steps:
             return self.train.learning_rate(step)
-        steps, turn = self.train.steps, min(step, self.train.steps - 1) // each
-        length = min(each, steps - turn * each)
-        before = (turn * self.block_count * each) + block * length
-        return self.train.learning_rate(before + step - turn * each, self.block_count * steps)
+        first, end = turn(self.train.ends, self.turn_steps, step)
+        position = self.block_count * first + block * (end - first) + step - first
+        return self.train.learning_rate(position, self.block_count)
+
+    def extended_to(self, steps: int) -> Self:
+        """The settings of this run, extended to this many steps per block."""
+        if steps <= self.train.steps:
+            raise ConfigError(
+                f"the run is planned for {self.train.steps} steps per block already; give a larger"
+                " number of steps"
+            )
+        return self.with_settings(train__steps=steps, train__extended_at=self.train.ends)
+
+    def planned_for(self, steps: int) -> Self:
+        """The settings that the run had when it was planned for this many steps; the current ones
+        if it never was."""
+        *before, _ = ends = self.train.ends
+        if steps not in before:
+            return self
+        earlier = ends[: ends.index(steps)]
+        return self.with_settings(train__steps=steps, train__extended_at=earlier)
 
     def first_step(self, block: int) -> int:
         """How many steps block 0 has made when this block begins, at equal speed of all blocks."""
@@ -325,8 +362,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_stored_config(path: Path | str) -> Config:
-    """Load a file that `to_toml` wrote."""
-    return from_dict(_read(path)[1])
+    """Load a file that `to_toml` wrote, with the extensions beside it."""
+    return from_dict(extended_values(_read(path)[1], Path(path)))
 
 
 def from_toml(text: str) -> Config:
@@ -351,6 +388,7 @@ def read_settings(path: Path | str, overrides: Sequence[str] = ()) -> Values:
             names = [_current(section, key, warn=not is_stored) for key in settings]
             if len(set(names)) == len(names):  # else `build` reports the duplicate
                 values[section] = dict(zip(names, settings.values(), strict=True))
+    values = extended_values(values, Path(path))
     for override in overrides:
         _apply_override(values, override)
     return values

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from blocktrain.codec import CODECS
+from blocktrain.config.schedule import phase
 from blocktrain.config.sections import setting
 
 LAYERS = ("local", "llama")
@@ -30,6 +31,7 @@ SOURCES = (
 )
 ORDERS = ("side-by-side", "relay")
 BIASES = ("none", "qkv", "attention", "all")
+WARMUP_PART = 10  # the warm-up of an extension is at most this part of it: a tenth
 
 
 @dataclass(frozen=True)
@@ -306,6 +308,12 @@ BYTE_VOCABULARY = Vocabulary(size=256, bos=256, mask=257)
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = setting(2500, "optimizer steps per block", low=1)
+    extended_at: tuple[int, ...] = setting(
+        (),
+        "ascending numbers of steps at which the run ended before it was extended (`blocktrain"
+        " extend`)",
+        since=2,
+    )
     batch: int = setting(64, "windows per optimizer step", low=1)
     accumulate: int = setting(1, "micro-batches that a step's batch is split into", low=1)
     optimizer: str = setting(
@@ -337,6 +345,13 @@ class TrainConfig:
         True, "replay the step as a CUDA graph (not together with checkpoint_layers)"
     )
     checkpoint_layers: bool = setting(False, "recompute layers in the backward pass (less memory)")
+    frozen_in: str = setting(
+        "memory",
+        "where the frozen blocks are that a block trains with; memory, or disk, from which a step"
+        " reads one after another (less memory, the same bits)",
+        choices=("memory", "disk"),
+        since=2,
+    )
     save_every: int = setting(250, "steps between checkpoints", low=1)
     eval_every: int = setting(0, "steps between scores on valid (0: never)", low=0)
     eval_windows: int = setting(64, "windows of valid per score", low=1)
@@ -357,12 +372,28 @@ class TrainConfig:
         since=2,
     )
 
-    def learning_rate(self, step: int, steps: int | None = None) -> float:
-        """Linear warm-up, then a cosine down to a floor, over `steps` (by default, a block's)."""
-        warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
-        progress = min(1.0, step / (steps or self.steps))
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The end of each phase, in steps per block; the last one is `steps`."""
+        return (*self.extended_at, self.steps)
+
+    def learning_rate(self, step: int, blocks: int = 1) -> float:
+        """The rate of a step. If this many `blocks` share the schedule, in turns, the steps of all
+        of them are counted.
+
+        The first phase has a linear warm-up and a cosine down to a floor. A later phase warms up
+        from the floor to the cosine of a run that was planned up to the phase's end, and follows
+        it. So an extension changes no rate before the former end.
+        """
+        first, end = (blocks * bound for bound in phase(self.ends, step // blocks))
+        progress = min(1.0, step / end)
         cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-        return self.lr * warm * (self.lr_floor + (1.0 - self.lr_floor) * cosine)
+        if not first:
+            warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+            return self.lr * warm * (self.lr_floor + (1.0 - self.lr_floor) * cosine)
+        warmup = min(self.warmup, (end - first) // WARMUP_PART)
+        warm = min(1.0, (step - first + 1) / (warmup + 1))
+        return self.lr * (self.lr_floor + (1.0 - self.lr_floor) * cosine * warm)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from blocktrain.coordinator.endpoints import (
     parse_message,
 )
 from blocktrain.coordinator.members import TOKEN_SECONDS
+from blocktrain.coordinator.reports import SCORING_ROLES
 from blocktrain.errors import ProtocolError, RefusedError
 from blocktrain.protocol import check_messages, identity, messages, status_messages
 
@@ -209,10 +210,16 @@ async def run(request: RequestContext) -> messages.RunDescription:
     return request.service.run.description
 
 
+@endpoint("GET", "/v1/addresses", "reader")
+async def addresses(request: RequestContext) -> messages.Addresses:
+    draft = request.service.page_settings.draft
+    return messages.Addresses(addresses=draft.addresses if draft else ())
+
+
 @endpoint("GET", "/v1/status", "reader")
 async def status(request: RequestContext) -> status_messages.Status:
     reader = request.reader
-    if reader and reader.role == "evaluate":  # polling the status is its heartbeat
+    if reader and reader.role in SCORING_ROLES:  # polling the status is its heartbeat
         await request.on_ledger(request.service.members.note, reader)
     return await run_in_threadpool(request.service.reports.status)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from starlette.concurrency import run_in_threadpool
 
 from blocktrain import faults
-from blocktrain.coordinator import reports
+from blocktrain.coordinator import control, reports
 from blocktrain.coordinator.executor import LedgerExecutor, Notifier
 from blocktrain.coordinator.leases import newest_predecessors
 from blocktrain.coordinator.members import VALIDATOR_SECONDS, Caller, Members
@@ -97,6 +97,7 @@ class Checks:
         now = self.run.clock()
         with self.run.ledger.write() as tx:
             tx.blocks.lock()
+            control.require_current(tx.blocks.total(), self.run.config, request.run_steps)
             self.members.touch(tx, caller, now)
             run, due = tx.run(), tx.checks.due()
             own = next((row for row in due if row.validator == caller.worker), None)

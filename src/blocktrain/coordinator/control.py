@@ -1,8 +1,10 @@
-"""Pauses, drains and resumes a run. All coordinators of the run follow, because the ledger says
-so."""
+"""Pauses, drains, resumes and extends a run. All coordinators of the run follow, because the ledger
+says so."""
 
 from collections.abc import Callable
 
+from blocktrain.config import Config, from_toml
+from blocktrain.errors import RefusedError
 from blocktrain.ledger.ledger import Ledger, Transaction
 from blocktrain.protocol.page_messages import Control
 
@@ -12,6 +14,7 @@ REASONS: dict[Control, str] = {
     "draining": "the operator lets the open leases end and hands out no new ones; this worker goes"
     " on when the run is resumed",
 }
+OUTDATED = "the run was extended; this coordinator must be started again"
 EVENTS: dict[Control, str] = {"running": "resumed", "paused": "paused", "draining": "draining"}
 
 
@@ -36,3 +39,29 @@ def set_control(ledger: Ledger, clock: Callable[[], float], wanted: Control) -> 
         detail = f"{len(ended)} leases ended" if wanted == "paused" else ""
         tx.events.add(clock(), EVENTS[wanted], detail=detail)
     return len(ended)
+
+
+def extend(ledger: Ledger, clock: Callable[[], float], steps: int) -> Config:
+    """Extend the run to this many steps per block, and return its new settings. Open leases
+    continue. A running coordinator has other settings now, and ends."""
+    with ledger.write() as tx:
+        tx.blocks.lock()
+        row = tx.run()
+        assert row is not None, "an operator opens a ledger with a run"
+        before = from_toml(row.config)
+        extended = before.extended_to(steps)
+        tx.extend_run(extended.to_toml(), steps, clock())
+        detail = f"from {before.train.steps} to {steps} steps per block"
+        tx.events.add(clock(), "extended", detail=detail)
+    return extended
+
+
+def require_current(total_batches: int, config: Config, run_steps: int | None) -> None:
+    """Refuse work if this coordinator, or the worker that asks, has the settings from before an
+    extension. `total_batches`: of a block in the ledger. `run_steps`: as in a `LeaseRequest`."""
+    steps = config.train.steps
+    if total_batches != steps:
+        raise RefusedError("unavailable", OUTDATED)
+    if config.train.extended_at and run_steps != steps:
+        reason = f"the run was extended to {steps} steps after this worker joined; join it again"
+        raise RefusedError("conflict", reason)

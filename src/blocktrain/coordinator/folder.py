@@ -88,7 +88,7 @@ class CoordinatorFolder:
                 row = tx.run()
             if row is None:
                 _create(config, ledger, chunks, on_text, force=force)
-            elif from_toml(row.config) not in (config, _with_vocabulary(config, row.config)):
+            elif not _continues(config, from_toml(row.config)):
                 raise ConfigError(
                     f"{self.folder} holds a run with other settings; leave --config out to continue"
                     " that run, or use another --data-dir"
@@ -165,9 +165,12 @@ def _closed_on_error(ledger: Ledger) -> Iterator[Ledger]:
         raise
 
 
-def _with_vocabulary(config: Config, stored: str) -> Config:
-    """The settings, with the vocabulary of a stored run if they leave it open."""
-    return config if config.vocab.sha256 else replace(config, vocab=from_toml(stored).vocab)
+def _continues(requested: Config, stored: Config) -> bool:
+    """Whether these are the settings of a stored run, now or before it was extended. The run has
+    resolved the vocabulary."""
+    vocabulary = requested.vocab if requested.vocab.sha256 else stored.vocab
+    same = requested, replace(requested, vocab=vocabulary)
+    return stored.planned_for(requested.train.steps) in same
 
 
 def _create(

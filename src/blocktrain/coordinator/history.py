@@ -26,6 +26,7 @@ LEAST_TREND_SECONDS = 60.0
 UNTRAINED = "[0]"  # versions of a score of an untrained block
 SMOOTHED = 5  # newest values that are averaged
 RECENT_UPDATES = 20
+LEAST_CURVE = 4  # points with which a better source is preferred
 PAGE = 500  # versions or scores per read
 
 
@@ -172,10 +173,12 @@ class History:
         return None
 
     def curve(self, block: int) -> tuple[LossSource, Points]:
-        for curve, source in self._sources(block):
-            if points := curve.points():
+        """The loss over time from the best source with enough points, or with the most."""
+        curves = [(source, curve.points()) for curve, source in self._sources(block)]
+        for source, points in curves:
+            if len(points) >= LEAST_CURVE:
                 return source, points
-        return "workers", ()
+        return max(curves, key=lambda each: len(each[1]))
 
     def _sources(self, block: int) -> tuple[tuple[Series, LossSource], ...]:
         return (

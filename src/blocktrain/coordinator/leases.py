@@ -120,6 +120,7 @@ class Leases:
             elif request.held_block is None and request.steps_per_second is None:
                 tx.leases.reopen_unsent(caller.worker)  # the worker has just started
             lease, blocks = tx.leases.open_of(caller.worker), tx.blocks.states()
+            control.require_current(blocks[0].total_batches, self.run.config, request.run_steps)
             is_final = _trained_last_lease(blocks, work)
             reveal = self._reveal_of(tx, caller.worker, now)
             reason_to_wait = _pause(worker, now) or _owes_files(tx, caller.worker, reveal)

@@ -415,7 +415,8 @@ class Merger:
                 for update, (factors, move) in moves.items():
                     if factors is not None and move is not None:
                         self._record_clip(tx, state.index, update, min(factors), move)
-                detail = f"version {state.version + 1}: {len(updates)} updates, {steps} steps"
+                count = f"{len(updates)} update{'s' * (len(updates) > 1)}"
+                detail = f"version {state.version + 1}: {count}, {steps} steps"
                 tx.events.add(now, "merged", block=state.index, detail=detail)
         return published
 

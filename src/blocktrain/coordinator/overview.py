@@ -12,7 +12,7 @@ from typing import Literal
 
 from blocktrain.coordinator.history import ALL, History, TokenRates
 from blocktrain.coordinator.page_settings import PageSettings
-from blocktrain.coordinator.reports import NO_SCORE, Reports, sum_traffic
+from blocktrain.coordinator.reports import Reports, sum_traffic
 from blocktrain.coordinator.run import Run, secret_number
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.page_messages import (
@@ -126,7 +126,7 @@ class Page:
             bytes_per_token=config.vocabulary.bytes_per_token,
             wanted_lead=config.lead,
             score=score,
-            score_note="" if score else NO_SCORE,
+            score_note="" if score else status.ce_note,
             reference=self._settings.reference,
             workers=dict(states),
             present=sum(states[state] for state in PRESENT),

@@ -190,6 +190,9 @@ class Replays:
         rows = tx.checks.of_update(update.lease)
         if commitment is None or any(row.method == "replay" for row in rows):
             return
+        lease = tx.leases.get(update.lease)
+        if lease is None or self._had_other_rates(lease):
+            return
         segment = secret_number(self.run, "segment", update.lease)
         segment %= len(commitment.weights) - 1
         add_check(self.run, tx, update.lease, "replay", state="hidden", segment=segment)
@@ -311,6 +314,8 @@ class Replays:
             predecessors = self._predecessors(tx, chosen) if chosen else ()
             if chosen is None or worker is None or (chosen.is_encoded and chosen.base is None):
                 return None
+            if self._had_other_rates(chosen.lease):
+                return None
             own, at = chosen.commitment, chosen.segment
             cuts = replay.cuts(chosen.lease.steps, len(own.weights) - 1)
             task = ReplayCheck(
@@ -366,6 +371,14 @@ class Replays:
             )
             for each, version in zip(newest, versions, strict=True)
         )
+
+    def _had_other_rates(self, lease: LeaseRow) -> bool:
+        """Whether a lease was trained with learning rates that an extension has changed: it began
+        before the extension, and its schedule reaches past the former end."""
+        if self.run.extended is None or lease.created > self.run.extended:
+            return False
+        last = lease.schedule_start + lease.schedule_stride * (lease.steps - 1)
+        return last >= self.run.config.train.ends[0]
 
     def _blob(self, name: str) -> Blob:
         return Blob(name=name, size=self.run.blobs.recipe(name).size)

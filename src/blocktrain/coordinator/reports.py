@@ -4,6 +4,7 @@ Uploads are counted once they are verified. Downloads are counted as workers rep
 update, a score or a returned lease), because a coordinator does not see downloads from a bucket.
 """
 
+import json
 import math
 import threading
 import time
@@ -24,8 +25,8 @@ from blocktrain.coordinator.members import (
 from blocktrain.coordinator.run import Run
 from blocktrain.errors import NotFoundError, ProtocolError, RefusedError
 from blocktrain.ledger.ledger import Transaction
-from blocktrain.ledger.schema import WorkerRow
-from blocktrain.protocol.messages import MOST_DIFFERENCES, BlobAnswer, Differences, Downloaded
+from blocktrain.ledger.schema import ScoreRow, WorkerRow
+from blocktrain.protocol.messages import MOST_DIFFERENCES, BlobAnswer, Differences, Downloaded, Role
 from blocktrain.protocol.page_messages import Health
 from blocktrain.protocol.status_messages import (
     BlockStatus,
@@ -48,9 +49,18 @@ AWAY_SECONDS = 20.0  # a worker without a lease polls often, and is away after t
 LONG_AWAY_SECONDS = 90.0  # the same for workers that are silent while they score or wait
 URL_SECONDS = 3600
 NO_VALIDATOR = "updates wait, because no validator answers; start one: worker INVITE --validate"
-NO_SCORE = (
-    "not scored yet; `blocktrain invite new --evaluate` makes an invite for"
-    " `blocktrain worker INVITE --evaluate`"
+SCORING_ROLES: tuple[Role, ...] = ("evaluate", "validate")
+# Why there is no score.
+UNTRAINED = "not scored yet: a validator scores the model once an update is merged"
+SOON = "not scored yet: a validator scores the model in its spare time"
+EVALUATED = "not scored yet: a worker with --evaluate is about to"
+NO_SCORER = (
+    "not scored yet, because no validator is connected; the coordinator starts one itself unless"
+    " told otherwise, and so does `blocktrain worker INVITE --validate`"
+)
+UNSCORED = (
+    "nothing scores this run, because its updates are not checked by validators; `blocktrain invite"
+    " new --evaluate` makes an invite for `blocktrain worker INVITE --evaluate`, which scores it"
 )
 
 
@@ -64,15 +74,16 @@ class Reports:
             row = tx.run()
             assert row is not None
             traffic, score = tx.events.traffic(), tx.events.newest_score(None)
-            blocks = self._blocks(tx, traffic)
-            rows = tx.members.workers()
+            states, rows = tx.blocks.states(), tx.members.workers()
             workers = self._workers(tx, rows, traffic, now, finished=row.finished is not None)
-            checking = self._checking(tx, rows, now) if row.requires_checks else None
+            checking = self._checking(tx, rows, score, now) if row.requires_checks else None
+            note = _score_note(states, workers, checked=row.requires_checks)
+            blocks = self._blocks(tx, states, traffic, note)
         return Status(
             run=self.run.id,
             state="running" if row.finished is None else "finished",
             ce=score.ce if score else None,
-            ce_note="" if score else NO_SCORE,
+            ce_note="" if score else note,
             codec=self.run.config.swarm.codec,
             blocks=blocks,
             workers=workers,
@@ -86,7 +97,9 @@ class Reports:
         assert row is not None
         return Health(run=self.run.id, state="running" if row.finished is None else "finished")
 
-    def _checking(self, tx: Transaction, workers: Sequence[WorkerRow], now: float) -> Checking:
+    def _checking(
+        self, tx: Transaction, workers: Sequence[WorkerRow], score: ScoreRow | None, now: float
+    ) -> Checking:
         trained = sum(row.train_seconds for row in workers)
         validators, waiting = len(validators_present(tx, now)), len(tx.checks.unchecked())
         unanswered = waiting and not validators
@@ -95,9 +108,13 @@ class Reports:
             validators=validators,
             waiting=waiting,
             note=NO_VALIDATOR if unanswered else "",
+            scored=tuple(json.loads(score.versions)) if score else (),
         )
 
-    def _blocks(self, tx: Transaction, traffic: Traffic) -> tuple[BlockStatus, ...]:
+    def _blocks(
+        self, tx: Transaction, states: Sequence[BlockState], traffic: Traffic, note: str
+    ) -> tuple[BlockStatus, ...]:
+        """`note`: why a block has no score."""
         moved = sum_traffic((block, here) for (_, block), here in traffic.items())
         steps_lost = tx.leases.steps_lost()
 
@@ -109,7 +126,7 @@ class Reports:
                 version=state.version,
                 weights=tx.versions.get(state.index, state.version).weights,
                 ce=score.ce if score else None,
-                ce_note="" if score else NO_SCORE,
+                ce_note="" if score else note,
                 bytes_trained=state.merged_batches * self.run.config.bytes_per_step,
                 progress=state.merged_batches / state.total_batches,
                 replicas=len(state.workers),
@@ -120,7 +137,7 @@ class Reports:
                 steps_lost=steps_lost.get(state.index, 0),
             )
 
-        return tuple(map(status, tx.blocks.states()))
+        return tuple(map(status, states))
 
     def _workers(
         self,
@@ -186,8 +203,9 @@ class Reports:
             return tx.events.last_number()
 
     def score(self, caller: Caller, score: Score) -> None:
-        if caller.role != "evaluate":
-            raise RefusedError("forbidden", "only a worker with role evaluate may send scores")
+        if caller.role not in SCORING_ROLES:
+            roles = " or ".join(SCORING_ROLES)
+            raise RefusedError("forbidden", f"only a worker with role {roles} may send scores")
         block_count = self.run.config.block_count
         if score.block is not None and score.block >= block_count:
             raise RefusedError(
@@ -207,6 +225,18 @@ class Reports:
             count_traffic(tx, caller.worker, {}, score.downloads)
             tx.events.add_score(score, caller.worker, now)
             tx.events.add(now, "scored", caller.worker, score.block, f"CE {score.ce:.4f} nats/byte")
+
+
+def _score_note(
+    states: Sequence[BlockState], workers: Sequence[WorkerStatus], *, checked: bool
+) -> str:
+    """Why what has no score has none. `checked`: whether updates must be checked."""
+    here = {each.role for each in workers if each.state in ("waiting", "checking")}
+    if "evaluate" in here:
+        return EVALUATED
+    if "validate" in here:
+        return SOON if any(state.version for state in states) else UNTRAINED
+    return NO_SCORER if checked else UNSCORED
 
 
 def _check_versions(tx: Transaction, score: Score) -> None:

@@ -44,6 +44,7 @@ class Run:
     authority: Authority
     description: RunDescription
     created: float
+    extended: float | None  # when it was last extended
     offer_bytes: int  # the most that an offer of an update can have, with a name for every chunk
 
     @property
@@ -116,6 +117,7 @@ def open_run(ledger: Ledger, chunks: ChunkStore, clock: Callable[[], float]) -> 
             whole_bytes=_whole_bytes(config, chunks),
         ),
         created=row.created,
+        extended=row.extended,
         offer_bytes=_offer_bytes(ledger),
     )
 

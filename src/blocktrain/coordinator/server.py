@@ -24,12 +24,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from blocktrain.coordinator.api import ENDPOINTS
+from blocktrain.coordinator.control import OUTDATED
 from blocktrain.coordinator.endpoints import describe
 from blocktrain.coordinator.executor import UNREACHABLE, LedgerUnreachableError
 from blocktrain.coordinator.page_api import page_routes
 from blocktrain.coordinator.run import Run
 from blocktrain.coordinator.service import Service
-from blocktrain.errors import BlocktrainError, MissingChunkError, NotFoundError, RefusedError
+from blocktrain.errors import (
+    BlocktrainError,
+    ConfigError,
+    MissingChunkError,
+    NotFoundError,
+    RefusedError,
+)
 from blocktrain.protocol.limited_server import ConnectionLimits, LimitedServer
 from blocktrain.protocol.messages import CODE_OF, STATUS_OF, Refusal
 
@@ -156,6 +163,10 @@ class CoordinatorServer(LimitedServer):
         self.app = create_app(service)
         super().__init__(self.app, limits, tls, timeout_graceful_shutdown=SHUTDOWN_SECONDS)
 
+    def stop(self) -> None:
+        """Stop as after a signal. Any thread may call this."""
+        self.should_exit = True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         log.info("stopping")  # the last responses follow
         super().handle_exit(sig, frame)
@@ -167,9 +178,13 @@ def serve(
     tls: ssl.SSLContext | None,
     limits: ConnectionLimits,
 ) -> None:
-    """Serve until a stop signal."""
+    """Serve until a stop signal. Raises ConfigError if the run was extended meanwhile."""
+    server = CoordinatorServer(service, limits, tls)
+    service.on_outdated = server.stop
     service.start()
     try:
-        CoordinatorServer(service, limits, tls).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         service.stop()
+    if service.is_outdated:
+        raise ConfigError(OUTDATED)

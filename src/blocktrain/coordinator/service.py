@@ -66,6 +66,8 @@ class Service:
         self.feed = Feed(Page(run, self.reports, self.page_settings))
         self.metrics = CoordinatorMetrics(self.reports)
         self.limits = Limits()
+        self.is_outdated = False  # the run was extended since this coordinator read its settings
+        self.on_outdated: Callable[[], None] = lambda: None
         self._stop, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="rounds", daemon=True)
 
@@ -92,6 +94,10 @@ class Service:
     def round(self, *, expire: bool = True) -> None:
         """Expire leases if `expire`, and merge the updates that are due."""
         if expire:
+            if self._was_extended():
+                self.is_outdated = True
+                self.on_outdated()
+                return
             self.leases.expire()
             self.checks.expire()
         has_reports, self._has_reports = self._has_reports, False
@@ -99,6 +105,10 @@ class Service:
         rolled_back += self.rollbacks.remove_updates_of(self.checks.replays.take_dishonest())
         if self.merger.merge_due() + rolled_back:
             self.new_versions.notify()
+
+    def _was_extended(self) -> bool:
+        with self.run.ledger.read() as tx:
+            return tx.blocks.total() != self.run.config.train.steps
 
     def _work(self) -> None:
         collect_at = expire_at = ended = -math.inf

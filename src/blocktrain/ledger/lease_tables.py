@@ -58,6 +58,12 @@ class BlockTable(Statements):
             raise NotFoundError(f"the ledger has no block {index}")
         return row
 
+    TOTAL = select(func.max(blocks.c.total_batches))
+
+    def total(self) -> int:
+        """How many batches each block is trained on."""
+        return int(self.connection.execute(self.TOTAL).scalar_one())
+
     RETURNED = select(gaps.c.block, func.sum(gaps.c.steps)).group_by(gaps.c.block)
     HELD_LEASES = select(
         *leases.c["block", "worker", "id", "steps", "base_version", "state", "expected"]

@@ -181,6 +181,12 @@ class Transaction(Statements):
         """Mark the run as finished. Returns False if it was marked before."""
         return bool(self.write(update(runs).where(runs.c.finished.is_(None)).values(finished=now)))
 
+    def extend_run(self, config: str, steps: int, now: float) -> None:
+        """Replace the settings, and open the blocks for batches up to this number."""
+        self.blocks.lock()
+        self.write(update(runs).values(config=config, extended=now, finished=None))
+        self.write(update(blocks).values(total_batches=steps))
+
     def create_block(self, index: int, total_batches: int, weights: Blob, now: float) -> None:
         """Add a block and its version 0."""
         self.blocks.add(BlockRow(block=index, total_batches=total_batches))

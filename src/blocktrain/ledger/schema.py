@@ -111,6 +111,7 @@ class RunRow:
     finished: float | None = None
     requires_checks: AddedFlag = False  # updates are merged only once validators have checked them
     control: Annotated[Control, String(16), DefaultClause("running")] = "running"
+    extended: float | None = None  # when it was last extended
 
 
 @dataclass(frozen=True, kw_only=True)

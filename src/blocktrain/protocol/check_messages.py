@@ -1,5 +1,6 @@
 """Messages about checks of updates: a check, handed out to a validator, and its result."""
 
+from operator import not_
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -25,10 +26,11 @@ MOST_CHECKED_WINDOWS = 4096
 
 class CheckRequest(Message):
     """Request a check. `blocks`: those that the validator has memory for; null: any. `held_block`:
-    the block in its memory."""
+    the block in its memory. `run_steps`: as in a `LeaseRequest`."""
 
     blocks: tuple[BlockIndex, ...] | None = None
     held_block: BlockIndex | None = None
+    run_steps: Positive | None = Field(default=None, exclude_if=not_)
 
 
 class LeasedText(Message):

@@ -13,11 +13,18 @@ import ipaddress
 import re
 import struct
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from blocktrain.errors import ConfigError, InviteError
 from blocktrain.protocol import identity
-from blocktrain.protocol.addresses import join_host_port, split_host_port
+from blocktrain.protocol.addresses import (
+    DEFAULT_PORT,
+    as_url,
+    join_host_port,
+    split_host_port,
+    split_url,
+)
 
 VERSION = 1
 MOST_ADDRESSES = 16
@@ -57,6 +64,12 @@ class Invite:
             raise InviteError("a run's name must be 8 to 64 characters of 0-9 a-z")
         if self.fingerprint is not None and not _FINGERPRINT.fullmatch(self.fingerprint):
             raise InviteError("a fingerprint must be 64 hex digits")
+
+    def at(self, places: Sequence[str]) -> "Invite":
+        """The same invite for a coordinator at other addresses: HOST, HOST:PORT or URLs."""
+        scheme, *_ = split_url(self.addresses[0])
+        urls = (as_url(place.rstrip("/"), scheme, DEFAULT_PORT) for place in places)
+        return replace(self, addresses=tuple(urls))
 
     def encode(self) -> str:
         prefix = f"bt{VERSION}_"

@@ -87,6 +87,12 @@ class Hello(Message):
     protocols: tuple[int, ...]
 
 
+class Addresses(Message):
+    """Where the run's coordinators are or will be, as https://host:port."""
+
+    addresses: tuple[Annotated[str, StringConstraints(max_length=300)], ...] = Field(max_length=16)
+
+
 class Blob(Message):
     """A file in the run's store: the hash of its recipe, and its size in bytes."""
 
@@ -167,7 +173,7 @@ class LeaseRequest(Message):
     in its memory. `trained`: the last lease it has trained, if it can continue without a new base;
     the update follows. `at_once`: the worker makes that update after this answer, so the
     coordinator should not delay it. `transfer_seconds`: duration of its last download and upload
-    together."""
+    together. `run_steps`: `train.steps` of the settings that it has, if the run was extended."""
 
     blocks: tuple[BlockIndex, ...] | None = None
     held_block: BlockIndex | None = None
@@ -175,6 +181,7 @@ class LeaseRequest(Message):
     at_once: bool = False
     steps_per_second: float | None = Field(default=None, gt=0, lt=1e6)
     transfer_seconds: float = Field(default=0.0, ge=0, lt=1e6)
+    run_steps: Positive | None = Field(default=None, exclude_if=not_)
 
 
 class Predecessor(Message):

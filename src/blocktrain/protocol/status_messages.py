@@ -29,7 +29,7 @@ WorkerState = Literal[
 EventKind = Literal[
     "joined", "leased", "returned", "uploaded", "merged", "late", "refused", "lost", "scored",
     "banned", "finished", "checked", "clipped", "excluded", "unmerged", "paused", "resumed",
-    "draining", "invited", "revoked",
+    "draining", "extended", "invited", "revoked",
 ]  # fmt: skip
 
 
@@ -106,12 +106,14 @@ class WorkerStatus(Message):
 
 class Checking(Message):
     """The checks of a run. `share`: their time, relative to that of the training they have checked;
-    null: none yet. `waiting`: updates that are not checked yet."""
+    null: none yet. `waiting`: updates that are not checked yet. `scored`: the versions of all
+    blocks in the newest score of the assembled model; empty: none yet."""
 
     share: float | None
     validators: Total
     waiting: Total
     note: Reason = ""
+    scored: tuple[Count, ...] = ()
 
 
 class Status(Message):

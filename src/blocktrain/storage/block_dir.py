@@ -55,10 +55,10 @@ class Snapshot:
 class BlockDir:
     """One block's versions, training state and metrics."""
 
-    def __init__(self, path: Path, index: int, config_digest: str) -> None:
-        self.path = path
-        self.index = index
-        self.config_digest = config_digest
+    def __init__(self, path: Path, index: int, config_digest: str, steps: int) -> None:
+        """`steps`: after which the block is finished."""
+        self.path, self.index = path, index
+        self.config_digest, self.steps = config_digest, steps
 
     @property
     def metrics_path(self) -> Path:
@@ -84,8 +84,12 @@ class BlockDir:
     def versions(self) -> list[SavedVersion]:
         return [_version(entry) for entry in self._manifest().get("versions", [])]
 
+    def reached(self) -> int:
+        """The steps of the newest version; 0 if there is none."""
+        return max((version.step for version in self.versions()), default=0)
+
     def finished(self) -> bool:
-        return bool(self._manifest().get("finished", False))
+        return self.reached() >= self.steps
 
     def current(self) -> SavedVersion:
         """The version to use: the newest, or the best if train.keep chose one."""

@@ -1,6 +1,7 @@
 """A run as a folder: its config and, for each block, a folder of versions.
 
     RUN/config.toml                      its hash is in every manifest
+    RUN/extensions.json                  later numbers of steps, if the run was extended
     RUN/block-0/                         versions of a block, see block_dir.py
     RUN/tokenizer/tokenizer.json         and the files that go with it, unless tokens are bytes
 
@@ -19,6 +20,7 @@ from typing import Any
 import filelock
 
 from blocktrain.config import Config, load_stored_config
+from blocktrain.config.extensions import add_extension
 from blocktrain.errors import RunError
 from blocktrain.files import UNFINISHED, StoredFile, check_stored, write_bytes
 from blocktrain.storage.block_dir import (
@@ -64,13 +66,26 @@ class RunDir:
             if differing := _differing(run.config, config):
                 raise RunError(
                     f"{path} has other settings ({', '.join(differing)});"
-                    " use another --out, or the same settings to resume"
+                    f" {_remedy(path, differing, run.config, config)}"
                 )
             return cls(path, _with_local_settings(run.config, config))
         cls.refuse_other_folder(path)
         path.mkdir(parents=True, exist_ok=True)
         write_bytes(path / "config.toml", config.to_toml().encode())
         return cls(path, config)
+
+    def extend(self, steps: int) -> "RunDir":
+        """Plan the run for more steps per block. A process that trains it now ends as before."""
+        if self.exported:
+            raise RunError(
+                f"{self.path} is an exported model and cannot be trained further; start another run"
+                f" with train.warm_start={self.path}"
+            )
+        with self.lock():
+            current = RunDir.open(self.path)
+            extended = current.config.extended_to(steps)
+            add_extension(self.path, steps)
+        return RunDir(self.path, extended)
 
     @staticmethod
     def refuse_other_folder(path: Path) -> None:
@@ -164,7 +179,8 @@ class RunDir:
         return filelock.FileLock(self.path / LOCK)
 
     def block(self, index: int) -> BlockDir:
-        return BlockDir(self.path / f"block-{index}", index, self._config_digest())
+        steps = self.config.train.steps
+        return BlockDir(self.path / f"block-{index}", index, self._config_digest(), steps)
 
     def blocks(self) -> list[BlockDir]:
         """All blocks of a run that is not exported."""
@@ -285,10 +301,17 @@ def _with_local_settings(stored: Config, requested: Config) -> Config:
     return stored.with_settings(**local)
 
 
+def _remedy(path: Path, differing: Sequence[str], stored: Config, requested: Config) -> str:
+    steps = requested.train.steps
+    if differing == ["train.steps"] and steps > stored.train.steps:
+        return f"`blocktrain extend {path} --steps {steps}` extends the run"
+    return "use another --out, or the same settings to resume"
+
+
 def _differing(old: Config, new: Config) -> list[str]:
     """Names of the settings that differ although they must be equal, since they change what is
-    computed."""
-    before, after = old.to_dict(), new.to_dict()
+    computed. The settings of an extended run before its extension are equal to it."""
+    before, after = old.planned_for(new.train.steps).to_dict(), new.to_dict()
     fitted = before["objective"]["bounds"]
     if after["objective"]["partition"] == "adaptive" and not after["objective"]["bounds"]:
         after["objective"]["bounds"] = fitted

@@ -1,13 +1,15 @@
 """The order in which a run's blocks train: which are open, and how many batches they hand out.
 
 Pure decisions: no clock, no files. There are three orders: all blocks at once; each at least a
-`lead` behind the one before it; in turns of `turn_steps`, of which a relay has one per block.
+`lead` behind the one before it; in turns of `turn_steps`, of which a relay has one per block and
+phase.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
 from blocktrain.config import Config
+from blocktrain.config.schedule import Stretch, turn
 from blocktrain.swarm.state import BlockView
 
 Block = TypeVar("Block", bound=BlockView[Any])
@@ -17,10 +19,11 @@ class Order(NamedTuple):
     lead: float = 0.0
     turn_steps: int = 0  # 0: no turns
     inherits: bool = False
+    extended_at: tuple[int, ...] = ()  # former ends of an extended run
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        return cls(config.lead, config.turn_steps, config.inherits)
+        return cls(config.lead, config.turn_steps, config.inherits, config.train.extended_at)
 
     @property
     def waits(self) -> bool:
@@ -43,8 +46,7 @@ class Order(NamedTuple):
         """How many batches of an open block may be leased now."""
         if not self.turn_steps:
             return block.to_hand_out
-        turn_end = (block.merged_batches // self.turn_steps + 1) * self.turn_steps
-        later_turns = max(0, block.total_batches - turn_end)
+        later_turns = block.total_batches - self._turn(block).end
         return max(0, block.to_hand_out - later_turns)
 
     def steps_left(self, blocks: Sequence[BlockView[Any]]) -> int:
@@ -52,13 +54,17 @@ class Order(NamedTuple):
         considered = self.open_blocks(blocks) if self.turn_steps else blocks
         return sum(map(self.available, considered))
 
+    def _turn(self, block: BlockView[Any]) -> Stretch:
+        ends = (*self.extended_at, block.total_batches)
+        return turn(ends, self.turn_steps, block.merged_batches)
+
     def _must_inherit(self, block: BlockView[Any]) -> bool:
         return self.inherits and block.index > 0 and block.version == 0
 
     def _in_order(self, blocks: Sequence[Block], loaded_block: int | None) -> list[Block]:
         if self.turn_steps:
             unfinished = [block for block in blocks if block.merged_batches < block.total_batches]
-            turns = {block.index: block.merged_batches // self.turn_steps for block in unfinished}
+            turns = {block.index: self._turn(block) for block in unfinished}
             return sorted(unfinished, key=lambda block: (turns[block.index], block.index))[:1]
         if not self.lead:
             return list(blocks)

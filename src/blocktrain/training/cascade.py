@@ -23,6 +23,7 @@ from blocktrain.training.device import Compute
 from blocktrain.training.estimation import feature_cache_shape
 from blocktrain.training.frozen import Prefix, Published
 from blocktrain.training.stored_models import first_weights
+from blocktrain.training.streamed import AnyPrefix, StreamedPrefix
 
 # The version of a block that has no version yet but starts from another run's weights.
 WARM_START = -1
@@ -113,12 +114,15 @@ class Predecessors:
         published: Published,
         windows: TrainingWindows,
         folder: Path | None,
+        until: int,
     ) -> None:
+        """`until`: the step at which they are no longer needed."""
         self.config, self.block, self.compute = config, block, compute
-        self.published, self.windows = published, windows
+        self.published, self.windows, self._until = published, windows, until
         self.versions: list[int | None] = [None] * block
         self._next_refresh = 0
-        self._prefix: Prefix | None = None
+        self._prefix: AnyPrefix | None = None
+        self._folder = folder
         self._cache = new_cache(config, folder)
 
     def features(self, step: int, context_BT: Tensor) -> Tensor:
@@ -130,32 +134,44 @@ class Predecessors:
         assert self._prefix
         return self._prefix.features(context_BT)
 
-    def prefix(self) -> Prefix:
+    def prefix(self) -> AnyPrefix:
         """The predecessors in memory. If a feature cache replaced them, load the newest ones."""
         return self._prefix or self._newest()
 
     def close(self) -> None:
-        """Free the feature cache; the next step refreshes it."""
+        """Free the feature cache and the files of frozen blocks; the next step needs them anew."""
         self._next_refresh = 0
         if self._cache:
             self._cache.close()
+        if isinstance(self._prefix, StreamedPrefix):
+            self._prefix.close()
+            self._prefix = None
 
     def _refresh(self, step: int) -> None:
         """Load newer versions; fill the cache with features of all steps up to the next refresh."""
         prefix = self._newest()
         self.versions = prefix.versions
         every = self.config.objective.refresh_every
-        self._next_refresh = min(step + every, self.config.train.steps)
+        self._next_refresh = min(step + every, self._until)
         if self._cache:
             steps = range(step, self._next_refresh)
             self._cache.fill(steps, lambda step: prefix.features(self._context(step)))
-        else:
+        if not self._cache or isinstance(prefix, StreamedPrefix):
             self._prefix = prefix
 
-    def _newest(self) -> Prefix:
-        prefix = self._prefix or Prefix(self.config, self.block, self.compute)
+    def _newest(self) -> AnyPrefix:
+        prefix = self._prefix or self._new_prefix()
         prefix.refresh(self.published)
         return prefix
+
+    def _new_prefix(self) -> AnyPrefix:
+        if self.config.train.frozen_in == "memory":
+            return Prefix(self.config, self.block, self.compute)
+        if self._folder is None:
+            raise ConfigError(
+                "train.frozen_in = disk needs a run's folder for its files; set it to memory"
+            )
+        return StreamedPrefix(self.config, self.block, self.compute, self._folder)
 
     def _context(self, step: int) -> Tensor:
         context = torch.tensor(shifted(self.windows[step], self.config.vocabulary))

@@ -71,7 +71,7 @@ class Checkpointer:
         def after_step(stopping: bool) -> None:
             nonlocal marked_at, marked_step
             finished = trainer.step == trainer.config.train.steps
-            last = finished or stopping or trainer.ends_turn
+            last = stopping or trainer.at_stop
             valid_ce = self._score_if_due(trainer)
             if trainer.step % REPORT_EVERY == 0 or last or valid_ce is not None:
                 progress = _progress(trainer, marked_at, marked_step, valid_ce)
@@ -102,7 +102,7 @@ class Checkpointer:
     def _score_if_due(self, trainer: "BlockTrainer") -> float | None:
         config = trainer.config
         every, window = config.train.eval_every, config.model.window
-        if not every or (trainer.step % every and trainer.step != config.train.steps):
+        if not every or (trainer.step % every and trainer.step not in config.train.ends):
             return None
         text = trainer.corpus.split("valid", window)
         valid = evaluation_windows(text, window, config.train.eval_windows)

@@ -46,6 +46,7 @@ class Estimate:
     activation_bytes_per_worker: int
     logits_bytes: int  # the share of activations for logits and the head's gradient
     feature_cache_bytes: int  # in RAM or on disk, not in the memory of the device
+    frozen_bytes: int  # of all frozen blocks that a block trains with, in memory or on disk
     flops_per_step: int
     total_flops: int  # of all blocks and steps
     end_to_end_steps: float  # that cost as much as the whole run
@@ -80,6 +81,11 @@ def estimate(config: Config) -> Estimate:
         ),
         logits_bytes=max(_logits_bytes(config, index) for index in indices),
         feature_cache_bytes=cache_bytes(config),
+        frozen_bytes=FROZEN_BYTES[config.objective.frozen]
+        * max(
+            sum(_trunks_before(config, sizes, index) + _blocks_after(config, sizes, index))
+            for index in indices
+        ),
         flops_per_step=max(flops_per_step(config, index) for index in indices),
         total_flops=total_flops(config),
         end_to_end_steps=end_to_end_steps(config),
@@ -164,13 +170,22 @@ def _fixed_bytes(config: Config, sizes: list[BlockSize]) -> list[int]:
 
 def _frozen_parameters(config: Config, sizes: list[BlockSize], index: int) -> int:
     """Parameters of the frozen blocks that are in memory. A feature cache replaces the blocks
-    before the trained one."""
-    cached = config.objective.feature_cache != "off"
-    return sum(
-        sizes[other].parameters if other > index else sizes[other].trunk
-        for other in config.frozen_blocks(index)
-        if other > index or not cached
-    )
+    before the trained one. From disk, one block at a time is read."""
+    before = _trunks_before(config, sizes, index)
+    after = _blocks_after(config, sizes, index)
+    if config.train.frozen_in == "disk":
+        return max([*before, *after], default=0)
+    return sum(after) + (0 if config.objective.feature_cache != "off" else sum(before))
+
+
+def _trunks_before(config: Config, sizes: list[BlockSize], index: int) -> list[int]:
+    """Parameters of each frozen block before a block."""
+    return [sizes[other].trunk for other in config.frozen_blocks(index) if other < index]
+
+
+def _blocks_after(config: Config, sizes: list[BlockSize], index: int) -> list[int]:
+    """Parameters of each frozen block after a block."""
+    return [sizes[other].parameters for other in config.frozen_blocks(index) if other > index]
 
 
 def _activation_bytes(config: Config, size: BlockSize, index: int) -> int:
@@ -182,7 +197,9 @@ def _activation_bytes(config: Config, size: BlockSize, index: int) -> int:
     element = _element_bytes(config)
     streams = stream_layers(config, size.layers + size.tail)
     if config.kind.reads_successors:  # the gradient passes through the layers after it
-        streams += sum(config.depths[index + 1 :])
+        after = config.depths[index + 1 :]
+        # Blocks on disk are recomputed, one at a time.
+        streams += max(after, default=0) if config.train.frozen_in == "disk" else sum(after)
     per_layer = size.layer.activations
     numbers = float(streams * per_layer)
     if config.train.checkpoint_layers:

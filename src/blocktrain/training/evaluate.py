@@ -24,7 +24,7 @@ from blocktrain.model.linear import chunks
 from blocktrain.model.stack import READOUTS, DenoisingStack, Stack, fit_weights, product, read_out
 from blocktrain.numerics.noise import precondition
 from blocktrain.numerics.sampling import mixed_seed
-from blocktrain.training.frozen import Prefix, Suffix
+from blocktrain.training.streamed import AnyPrefix, AnySuffix
 
 Reading = tuple[str, str, int]  # start, readout, draws
 
@@ -163,8 +163,8 @@ def solo_ce(
     block: int,
     module: nn.Module,
     windows: Bytes,
-    prefix: Prefix | None = None,
-    suffix: Suffix | None = None,
+    prefix: AnyPrefix | None = None,
+    suffix: AnySuffix | None = None,
 ) -> float:
     """The cross entropy of one block, in nats per token. A denoising block starts from the mean at
     its own highest sigma; a block of a cascade reads its predecessors and predicts through its
@@ -189,11 +189,11 @@ def _solo_logits(
     block: int,
     module: nn.Module,
     ids: Tensor,
-    prefix: Prefix | None,
-    suffix: Suffix | None,
+    prefix: AnyPrefix | None,
+    suffix: AnySuffix | None,
 ) -> LogitsAt:
     if isinstance(module, CausalBlock):
-        features = module.features(prefix(ids) if prefix else ids)
+        features = module.features(prefix.features(ids) if prefix else ids)
         return suffix.logits_of(features) if suffix else module.logits_of(features)
     assert isinstance(module, DenoisingBlock)
     sigma = config.partition().owned_range(block)[1]

@@ -1,7 +1,7 @@
 """The frozen blocks that a block trains with: it reads the features of those before it, and its
 gradient passes through those after it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -33,7 +33,7 @@ class FrozenBlocks(nn.Module):
     def __init__(self, config: Config, indices: Sequence[int], compute: Compute) -> None:
         super().__init__()
         self.indices = indices
-        self.trunks = nn.ModuleList(_frozen(config, block, compute) for block in indices)
+        self.trunks = nn.ModuleList(_initial_trunk(config, block, compute) for block in indices)
         self.versions: list[int | None] = [None] * len(indices)
 
     def refresh(self, published: Published) -> None:
@@ -92,7 +92,7 @@ class Suffix(FrozenBlocks):
 class Inside(nn.Module):
     """A block inside the complete model: it predicts through the frozen blocks after it."""
 
-    def __init__(self, block: Trunk, suffix: Suffix) -> None:
+    def __init__(self, block: Trunk, suffix: Callable[..., Tensor]) -> None:
         super().__init__()
         self.block, self.suffix = block, suffix
 
@@ -103,22 +103,43 @@ class Inside(nn.Module):
 
 def suffix_of(config: Config, block: int, compute: Compute) -> Suffix | None:
     """The frozen blocks after a block, if it is trained inside the complete model."""
-    has_successors = any(frozen > block for frozen in config.frozen_blocks(block))
-    return Suffix(config, block, compute) if has_successors else None
+    return Suffix(config, block, compute) if has_successors(config, block) else None
 
 
-def _frozen(config: Config, block: int, compute: Compute) -> Trunk:
-    predicts = config.kind.reads_successors and config.has_head(block)
+def has_successors(config: Config, block: int) -> bool:
+    return any(frozen > block for frozen in config.frozen_blocks(block))
+
+
+def _initial_trunk(config: Config, block: int, compute: Compute) -> Trunk:
     start = initial_block(config, block)
+    trunk = _new_trunk(config, block, compute)
+    take_weights(trunk, dict(start.named_parameters()))
+    return in_bf16(trunk).to(compute.device)
+
+
+def in_bf16(trunk: Trunk) -> Trunk:
+    """Round the parameters, but not the buffers: scales and rotary tables stay exact."""
+    for parameter in trunk.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return trunk
+
+
+def empty_trunk(config: Config, block: int, compute: Compute) -> Trunk:
+    """A frozen block without memory for its weights, but with its rotary tables."""
+    with torch.device("meta"):
+        trunk = _new_trunk(config, block, compute)
+    for name, table in list(trunk.named_buffers(recurse=False)):
+        trunk.register_buffer(name, table.to(compute.device), persistent=False)
+    return trunk
+
+
+def _new_trunk(config: Config, block: int, compute: Compute) -> Trunk:
+    predicts = config.kind.reads_successors and config.has_head(block)
     trunk = CausalBlock(config, block) if predicts else Trunk(config, block)
     if config.objective.frozen == "int8":
         in_8_bits(trunk.layers)
-    trunk.requires_grad_(False)
-    take_weights(trunk, dict(start.named_parameters()))
     trunk.compute_dtype, trunk.recompute = compute.dtype, config.train.checkpoint_layers
-    for parameter in trunk.parameters():  # not buffers: scales and rotary tables stay exact
-        parameter.data = parameter.data.to(torch.bfloat16)
-    return trunk.eval().to(compute.device)
+    return trunk.requires_grad_(False).eval()
 
 
 @torch.no_grad()

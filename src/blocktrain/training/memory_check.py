@@ -236,6 +236,7 @@ def _halving(name: str) -> Step:
 _STEPS: dict[str, Step] = {
     "train.accumulate": _accumulate_more,
     "train.checkpoint_layers": lambda config: config.with_settings(train__checkpoint_layers=True),
+    "train.frozen_in": lambda config: config.with_settings(train__frozen_in="disk"),
     "train.batch": _halving("train.batch"),
     "model.blocks": _more_blocks,
     "model.window": _halving("model.window"),

@@ -89,6 +89,7 @@ def _pilot_config(config: Config) -> Config:
         model__depths=(),
         objective__partition="lognormal",
         train__steps=steps,
+        train__extended_at=(),
         train__warmup=min(config.train.warmup, max(1, steps // 10)),
         train__eval_every=0,
         train__keep="last",
@@ -141,12 +142,11 @@ class LocalRun:
     def train_in_turn(
         self, blocks: Sequence[int], on_progress: OnTrained, stop: ShouldStop
     ) -> bool:
-        """Train blocks in turn in this process. Returns False if `stop` ended it early."""
-        steps = self.run.config.train.steps
-        each = self.run.config.turn_steps or steps
+        """Train blocks in turn in this process. Returns False if `stop` ended it early. In an
+        extended run, no block goes on before all have reached the former end."""
         return all(
-            self._train(block, min(turn + each, steps), on_progress, stop)
-            for turn in range(0, steps, each)
+            self._train(block, until, on_progress, stop)
+            for until in self.run.config.stops()
             for block in blocks
         )
 
@@ -161,9 +161,15 @@ class LocalRun:
         """Train each block in a process of its own, `jobs` at a time. In a cascade a block begins
         once the one before has its lead. `program` is the command that runs blocktrain. Returns
         False if `stop` ended it early. If a block fails, stop the others and raise its error."""
-        if self.run.config.kind.reads_successors:
+        config = self.run.config
+        if config.kind.reads_successors:
             raise ConfigError(
                 "objective.kind = turns trains one block at a time; leave out --parallel"
+            )
+        if config.turn_steps and config.train.extended_at:
+            raise ConfigError(
+                "an extended relay trains its blocks in several turns, one block at a time; leave"
+                " out --parallel"
             )
         share = max(1, torch.get_num_threads() // jobs)
         failed = threading.Event()
@@ -174,7 +180,7 @@ class LocalRun:
 
         def await_lead(block: int) -> bool:
             """Wait until the block before has its lead. Returns False if it will not get it."""
-            while block - 1 in blocks and not self._has_lead(block - 1):
+            while block - 1 in blocks and not self._has_lead(block - 1, block):
                 if halt() or block - 1 in stopped:
                     return False
                 time.sleep(POLL_SECONDS)
@@ -194,18 +200,16 @@ class LocalRun:
         finished = [task.result() for task in tasks]  # raises the error of a block that failed
         return all(finished)
 
-    def _has_lead(self, block: int) -> bool:
-        config, store = self.run.config, self.run.block(block)
-        newest = max((version.step for version in store.versions()), default=0)
+    def _has_lead(self, before: int, block: int) -> bool:
+        config, store = self.run.config, self.run.block(before)
         lead = config.train.steps if config.turn_steps else config.lead * config.train.steps
-        return store.finished() or newest >= lead
+        return store.finished() or store.reached() - self.run.block(block).reached() >= lead
 
     def _train(self, block: int, until: int, on_progress: OnTrained, stop: ShouldStop) -> bool:
         """Train a block to a step, unless it has got there before."""
         store = self.run.block(block)
         with training_lock(store), progress_logger(self.run, block) as write:
-            reached = max((version.step for version in store.versions()), default=0)
-            if store.finished() or reached >= until:
+            if store.reached() >= until:
                 return True
 
             def report(progress: Progress) -> None:

@@ -28,10 +28,11 @@ from blocktrain.storage.tensor_file import Tensors
 from blocktrain.training.cascade import Predecessors
 from blocktrain.training.checkpoints import Checkpointer, Progress
 from blocktrain.training.device import Compute, GraphedStep
-from blocktrain.training.frozen import Inside, Published, suffix_of
+from blocktrain.training.frozen import Inside, Published
 from blocktrain.training.objective import Batch, new_objective
 from blocktrain.training.optimizer import BlockOptimizer, moment_shapes
 from blocktrain.training.stored_models import load_block
+from blocktrain.training.streamed import StreamedSuffix, placed_suffix
 
 DATA_STREAM, STEP_STREAM = 2, 3
 
@@ -67,9 +68,10 @@ class BlockTrainer:
         self.module.recompute = settings.checkpoint_layers
         self.module.to(compute.device)
         with GENERATOR_LOCK:
-            self.suffix = suffix_of(config, block, compute)
+            self.suffix = placed_suffix(config, block, compute, self._scratch)
         inside = Inside(cast("Trunk", self.module), self.suffix) if self.suffix else self.module
-        self.forward = compute.compiled(inside) if settings.compile else inside
+        streams = isinstance(self.suffix, StreamedSuffix)  # reads files within a step
+        self.forward = compute.compiled(inside) if settings.compile and not streams else inside
         self.objective = new_objective(config, block, compute.device)
         self.windows = TrainingWindows(
             corpus.split("train", config.model.window, windows=2),
@@ -85,7 +87,7 @@ class BlockTrainer:
         # On the device, so that a captured CUDA graph reads the current rate.
         self._lr = torch.tensor(settings.lr, device=compute.device)
         self.optimizer = BlockOptimizer(self.module, settings, self._lr)
-        graphed = settings.cuda_graph and not settings.checkpoint_layers
+        graphed = settings.cuda_graph and not (settings.checkpoint_layers or streams)
         self._graph = GraphedStep() if graphed and compute.device.type == "cuda" else None
         self.step = 0
         self.last_loss = torch.zeros((), device=compute.device)
@@ -141,10 +143,9 @@ class BlockTrainer:
         return True
 
     @property
-    def ends_turn(self) -> bool:
-        """Whether the next step is another block's."""
-        each = self.config.turn_steps
-        return each > 0 and self.step % each == 0
+    def at_stop(self) -> bool:
+        """Whether the block has reached the end of a turn or phase: others go on before it does."""
+        return self.step == self.config.stop(self.step - 1)
 
     def restore(self) -> None:
         """Load the last checkpoint or, if there is none, the weights of a warm start."""
@@ -169,9 +170,8 @@ class BlockTrainer:
             self.suffix.refresh(published)
         if self.block == 0:
             return
-        config = self.config.with_settings(train__steps=until)
         self.predecessors = Predecessors(
-            config, self.block, self.compute, published, self.windows, self._scratch
+            self.config, self.block, self.compute, published, self.windows, self._scratch, until
         )
 
     def train_step(self, position: int | None = None) -> None:
@@ -205,9 +205,11 @@ class BlockTrainer:
         self._apply_gradients(total)
 
     def close(self) -> None:
-        """Free the memory or file of the feature cache."""
+        """Free the memory or files of the feature cache and of the frozen blocks on disk."""
         if self.predecessors:
             self.predecessors.close()
+        if isinstance(self.suffix, StreamedSuffix):
+            self.suffix.close()
 
     def take_sums(self) -> tuple[float, float, int]:
         """Loss and CE summed over the steps since the last call, and the number of these steps.

@@ -16,23 +16,17 @@ from pathlib import Path
 import torch
 
 from blocktrain.config import Config, from_toml
-from blocktrain.data.corpus import Corpus, evaluation_windows
-from blocktrain.data.tokenizer import Tokens
+from blocktrain.data.corpus import Corpus
 from blocktrain.environment import cores
 from blocktrain.errors import (
     ConfigError,
     DeviceError,
     ProtocolError,
-    RefusedError,
     UnreachableError,
 )
 from blocktrain.memory import FreeMemory
-from blocktrain.model.stack import Stack, assemble, new_block
 from blocktrain.protocol.messages import Joined, Role
-from blocktrain.protocol.status_messages import MOST_CE, Score, Status
-from blocktrain.storage import tensor_file
 from blocktrain.training.device import Compute, resolve
-from blocktrain.training.evaluate import Evaluation, evaluate
 from blocktrain.training.memory_check import (
     FORCE,
     WORKER_SHARE,
@@ -41,7 +35,6 @@ from blocktrain.training.memory_check import (
     gigabytes,
     too_large,
 )
-from blocktrain.training.stored_models import load_block
 from blocktrain.worker.client import Client
 from blocktrain.worker.downloads import (
     LocalVersions,
@@ -56,18 +49,19 @@ from blocktrain.worker.local_block import LocalBlock, settle_leftover_residuals
 from blocktrain.worker.machine import (
     Bandwidth,
     EventReporter,
+    Outcome,
     StopCondition,
     WorkerEvent,
     idleness_of_this_machine,
     lock_folder,
 )
+from blocktrain.worker.model_scores import ModelScorer, versions_of
 from blocktrain.worker.neighbours import Neighbours
 from blocktrain.worker.transfer import BlobCache, Transfer
 
 ACTIVITY: dict[Role, str] = {
     "train": "training", "evaluate": "evaluation", "validate": "validation",
 }  # fmt: skip
-SCORED_WINDOWS = 256
 POLL_SECONDS = 2.0  # between two polls for new versions
 
 log = logging.getLogger(__name__)
@@ -113,16 +107,20 @@ class Worker(ABC):
         self.share_cores()
         with lock_folder(self.settings.folder, self._transfer.cache):
             try:
-                finished = self._work(*self._join())
+                joined, config = self._join()
+                outcome = self._work(joined, config)
+                while outcome == "extended":
+                    joined, config = self._join_extended(config)
+                    outcome = self._work(joined, config)
             except UnreachableError:
                 if not self._stop.reached():
                     raise
-                finished = False
-        if finished:
+                outcome = "stopped"
+        if outcome == "finished":
             self._events.report("finished", self.finished)
         else:
             self._events.report("stopped", self._stop.reason)
-        return finished
+        return outcome == "finished"
 
     def share_cores(self) -> None:
         """Use as many threads as the other workers on this machine leave."""
@@ -130,8 +128,8 @@ class Worker(ABC):
             torch.set_num_threads(self.settings.neighbours.threads(cores()))
 
     @abstractmethod
-    def _work(self, joined: Joined, config: Config) -> bool:
-        """Do the work of this role. Returns True once the run is over, False if the worker was
+    def _work(self, joined: Joined, config: Config) -> Outcome:
+        """Do the work of this role, until the run is over or extended, or the worker is
         stopped."""
 
     def _join(self) -> tuple[Joined, Config]:
@@ -157,6 +155,17 @@ class Worker(ABC):
         self._transfer.most_bytes = most_bytes(config)
         return joined, config.with_settings(train__device=settings.device)
 
+    def _join_extended(self, before: Config) -> tuple[Joined, Config]:
+        """Join again, with the settings of the extended run."""
+        self._events.report("extended", "the run was extended; joining it again")
+        joined, config = self._join()
+        if config.train.steps <= before.train.steps:
+            raise ProtocolError(
+                "the coordinator says that the run was extended, but describes it as before; tell"
+                " the operator"
+            )
+        return joined, config
+
     def _open_corpus(self, joined: Joined, config: Config) -> Corpus:
         description, deadline = joined.description, self._stop.deadline()
         return open_corpus(
@@ -171,7 +180,11 @@ class Worker(ABC):
 
     def _report_unreachable(self, reason: str, seconds: float) -> None:
         if not self._stop.reached():
-            self._events.report("unreachable", f"{reason}; waiting for the coordinator")
+            self._events.report(
+                "unreachable",
+                f"{reason}; waiting for the coordinator (if it has moved, start this worker again"
+                " with --at and its address)",
+            )
 
 
 class Agent(Worker):
@@ -180,10 +193,13 @@ class Agent(Worker):
     role = "train"
     finished = "the run is finished"
 
-    def _work(self, joined: Joined, config: Config) -> bool:
+    def _work(self, joined: Joined, config: Config) -> Outcome:
         settings, events, run = self.settings, self._events, joined.description.run
         idleness = idleness_of_this_machine(self.client.clock) if settings.idle_only else None
+        config = placed_in_memory(settings, config)
         blocks = fitting_blocks(settings, config)
+        if config.train.frozen_in == "disk" and max(blocks or range(config.block_count)):
+            events.report("frozen", "the frozen blocks are read from disk, to save memory")
         compute = resolve(settings.device, config.train.precision)
         corpus = self._open_corpus(joined, config)
         count, size = len(corpus.splits["train"]), joined.description.text_bytes.get("train")
@@ -222,93 +238,50 @@ class Evaluator(Worker):
     role = "evaluate"
     finished = "the run is finished and scored"
 
-    def _work(self, joined: Joined, config: Config) -> bool:
-        """Score versions as they appear. Returns True once the final versions are scored."""
-        report, window = self._events.report, config.model.window
+    def _work(self, joined: Joined, config: Config) -> Outcome:
+        """Score versions as they appear, up to the final ones."""
+        report, device = self._events.report, self.settings.device
         if self.settings.checks_memory:
-            device, precision = self.settings.device, config.train.precision
-            check_serving(config, device, precision, "full", range(config.block_count), 1)
-        compute = resolve(self.settings.device, config.train.precision)
-        self._versions = LocalVersions(
-            self._transfer,
-            self.settings.folder / joined.description.run,
-            config.swarm.codec,
-            partial(report, "astray"),
+            precision, blocks = config.train.precision, range(config.block_count)
+            check_serving(config, device, precision, "full", blocks, 1)
+        compute = resolve(device, config.train.precision)
+        folder = self.settings.folder / joined.description.run
+        versions = LocalVersions(
+            self._transfer, folder, config.swarm.codec, partial(report, "astray")
         )
         corpus = self._open_corpus(joined, config)
-        windows = evaluation_windows(corpus.split("valid", window), window, SCORED_WINDOWS)
-        text_bytes = corpus.bytes_of(windows)
+        scorer = ModelScorer(
+            config, corpus, compute, self._transfer, versions, self._events, self._stop
+        )
         scored: tuple[int, ...] = ()
         while not self._stop.reached():
             status = self.client.status(self._stop.deadline())
-            versions = _versions_of(status)
-            if versions != scored:
-                report("scoring", f"scoring {_listed(versions)}")
-                if self._score(config, compute, status, windows, text_bytes):
-                    scored = versions
+            if versions_of(status) != scored:
+                if scorer.score(status):
+                    scored = versions_of(status)
                     report("waiting", "waiting for newer versions")
             elif status.state == "finished":
-                return True
+                return "finished"
             else:
                 self.client.clock.sleep(POLL_SECONDS)
-        return False
+        return "stopped"
 
-    def _score(
-        self,
-        config: Config,
-        compute: Compute,
-        status: Status,
-        windows: Tokens,
-        text_bytes: int,
-    ) -> bool:
-        """Score the versions in this status and send the scores. Returns False if a version was
-        deleted before all of them were downloaded."""
-        versions = _versions_of(status)
-        try:
-            stack = self._stack(config, compute, status)
-        except RefusedError as refused:
-            if refused.code != "not_found":
-                raise
-            if versions == _versions_of(self.client.status(self._stop.deadline())):
-                raise
-            return False
-        evaluation = evaluate(stack, windows, draws=1, text_bytes=text_bytes)
-        for block, version in enumerate(versions):
-            self._send_score(block, (version,), _block_ce(evaluation, block), evaluation.digest)
-        ce = evaluation.default.ce
-        if self._send_score(None, versions, ce, evaluation.digest):
-            self._events.report("scored", f"{_listed(versions)}: CE {ce:.4f} nats/byte")
-        return True
 
-    def _stack(self, config: Config, compute: Compute, status: Status) -> Stack:
-        deadline, blocks = self._stop.deadline(), []
-        for block in status.blocks:
-            module = new_block(config, block.index)
-            data = self._versions.read(block.index, block.version, block.weights, deadline)
-            name = f"version {block.version} of block {block.index}"
-            load_block(module, tensor_file.decode(data), name)
-            module.compute_dtype = compute.dtype
-            blocks.append(module.to(compute.device))
-        self._transfer.cache.keep_only(block.weights for block in status.blocks)
-        return assemble(config, blocks)
+def placed_in_memory(settings: WorkerSettings, config: Config) -> Config:
+    """The run's settings, but with the frozen blocks on disk if so this machine has memory for more
+    blocks. Their bits do not depend on it."""
+    place = Device.named(settings.device)
+    on_disk = config.with_settings(train__frozen_in="disk")
+    limit = _most_memory(settings, place)
+    allowed = settings.blocks or range(config.block_count)
+    if limit is None or not config.kind.reads_predecessors or max(allowed) >= config.block_count:
+        return config
 
-    def _send_score(
-        self, block: int | None, versions: tuple[int, ...], ce: float, windows: str
-    ) -> bool:
-        """Send a score and return True. If the model has diverged, report that to the user instead
-        and return False."""
-        if not ce <= MOST_CE:  # NaN is not either
-            what = _listed(versions) if block is None else f"block {block}, version {versions[0]}"
-            self._events.report(
-                "diverged", f"{what}: CE is {ce}, so the model has diverged; the score is not sent"
-            )
-            return False
-        score = Score(
-            block=block, versions=versions, split="valid", windows=windows, ce=ce,
-            downloads=self._versions.take_downloads(),
-        )  # fmt: skip
-        self.client.score(score, self._stop.deadline())
-        return True
+    def count(placed: Config) -> int:
+        sizes = place.training_bytes(placed, updates=True)
+        return sum(sizes[block] <= limit for block in allowed)
+
+    return on_disk if count(on_disk) > count(config) else config
 
 
 def fitting_blocks(settings: WorkerSettings, config: Config) -> tuple[int, ...] | None:
@@ -317,10 +290,7 @@ def fitting_blocks(settings: WorkerSettings, config: Config) -> tuple[int, ...] 
         if not 0 <= block < config.block_count:
             raise ConfigError(f"--blocks {block}: the run has blocks 0 to {config.block_count - 1}")
     place = Device.named(settings.device)
-    free = place.free.bytes if place.free and settings.checks_memory else None
-    limit = settings.memory_bytes
-    if free is not None:
-        limit = int(WORKER_SHARE * free) if limit is None else min(limit, free)
+    limit = _most_memory(settings, place)
     if limit is None:
         return settings.blocks
     allowed = range(config.block_count) if settings.blocks is None else settings.blocks
@@ -330,6 +300,15 @@ def fitting_blocks(settings: WorkerSettings, config: Config) -> tuple[int, ...] 
         needed = min(sizes[block] for block in allowed)
         raise DeviceError(_no_room(needed, settings, place.free))
     return settings.blocks if len(fitting) == len(allowed) else fitting
+
+
+def _most_memory(settings: WorkerSettings, place: Device) -> int | None:
+    """Bytes that training may use; None: any number."""
+    free = place.free.bytes if place.free and settings.checks_memory else None
+    limit = settings.memory_bytes
+    if free is not None:
+        limit = int(WORKER_SHARE * free) if limit is None else min(limit, free)
+    return limit
 
 
 def _no_room(needed: int, settings: WorkerSettings, free: FreeMemory | None) -> str:
@@ -344,21 +323,3 @@ def _no_room(needed: int, settings: WorkerSettings, free: FreeMemory | None) -> 
         f"{what} needs about {gigabytes(needed)}, more than {WORKER_SHARE:.0%} of the memory that"
         f" is free on {free.source} ({gigabytes(free.bytes)}); allow more with --memory"
     )
-
-
-def _versions_of(status: Status) -> tuple[int, ...]:
-    return tuple(block.version for block in status.blocks)
-
-
-def _listed(versions: tuple[int, ...]) -> str:
-    return f"versions {', '.join(map(str, versions))}"
-
-
-def _block_ce(evaluation: Evaluation, block: int) -> float:
-    """The CE of the block's own head, or of the final readout if the run has one block."""
-    by_readout = {
-        score.readout: score.ce
-        for score in evaluation.scores
-        if score.start != "noise" and score.draws == 1
-    }
-    return by_readout.get(f"block {block}", by_readout["final"])

@@ -6,6 +6,7 @@ Thread-safe.
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from blocktrain.protocol.messages import (
     LARGEST_OFFER,
     PROTOCOL,
     PROTOCOL_WITH_COMMITMENTS,
+    Addresses,
     BlobAnswer,
     Differences,
     Hello,
@@ -43,12 +45,14 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.protocol.page_messages import Overview
 from blocktrain.protocol.status_messages import Score, Status
+from blocktrain.worker.address_book import AddressBook
 from blocktrain.worker.http import TIMEOUT, Http, HttpRequest, JsonRequest
 from blocktrain.worker.machine import Clock, Deadline
 
 PROTOCOLS = (PROTOCOL,)
 RENEW_AFTER = 0.8  # share of a token's lifetime
 DEFAULT_SECONDS = 60.0  # how long a call is retried
+ADDRESSES_SECONDS = 5.0  # the same for the question for addresses, which is repeated later
 LONGEST_NAME = 80
 MOST_ANSWER_BYTES = 4 * 1024 * 1024
 LONG_ANSWERS = (BlobAnswer, Status)  # with a URL for each chunk, or a row for each worker
@@ -69,11 +73,14 @@ class Client:
         clock: Clock | None = None,
         random: Random | None = None,
         timeout: httpx.Timeout = TIMEOUT,
+        folder: Path | None = None,
     ) -> None:
+        """`folder`: where addresses are remembered that a coordinator names; None: they are not."""
         self.invite, self.key = invite, key
         self.clock = clock or Clock()
         self.random = random or Random()
-        self.http = Http(invite, self.clock, self.random, timeout)
+        self._book = AddressBook(invite, self.clock, folder)
+        self.http = Http(invite, self.clock, self.random, timeout, self._book)
         self.worker: str | None = None
         self.takes_commitments = False  # whether the coordinator does, by its `hello`
         self._joined_as: tuple[str, str] | None = None
@@ -110,7 +117,9 @@ class Client:
             return self._join(name, device, deadline)
 
     def lease(self, request: LeaseRequest, deadline: Deadline | None = None) -> LeaseAnswer:
-        return self._call(LeaseAnswer, "POST", "/v1/lease", request, deadline)
+        answer = self._call(LeaseAnswer, "POST", "/v1/lease", request, deadline)
+        self._learn_addresses()
+        return answer
 
     def progress(self, lease: str, progress: LeaseProgress, deadline: Deadline) -> LeaseState:
         return self._call(LeaseState, "POST", f"/v1/lease/{lease}/progress", progress, deadline)
@@ -156,7 +165,9 @@ class Client:
         return _parsed(Receipt, self.send(request, path, deadline), path)
 
     def request_check(self, request: CheckRequest, deadline: Deadline) -> CheckAnswer:
-        return self._call(CheckAnswer, "POST", "/v1/checks", request, deadline)
+        answer = self._call(CheckAnswer, "POST", "/v1/checks", request, deadline)
+        self._learn_addresses()
+        return answer
 
     def report_check(self, check: str, result: CheckResult, deadline: Deadline) -> None:
         self.send(_json("POST", result), f"/v1/checks/{check}", deadline)
@@ -165,7 +176,9 @@ class Client:
         self.send(_json("POST", score), "/v1/scores", deadline or self.deadline())
 
     def status(self, deadline: Deadline | None = None) -> Status:
-        return self._call(Status, "GET", "/v1/status", None, deadline)
+        status = self._call(Status, "GET", "/v1/status", None, deadline)
+        self._learn_addresses()
+        return status
 
     def overview(self, deadline: Deadline | None = None) -> Overview | None:
         """The progress of the run; None if the coordinator is too old to tell."""
@@ -201,6 +214,17 @@ class Client:
 
     def close(self) -> None:
         self.http.close()
+
+    def _learn_addresses(self) -> None:
+        """Ask the coordinator for its addresses, from time to time. Older coordinators refuse."""
+        if not self._book.take_question():
+            return
+        try:
+            deadline = self.deadline(ADDRESSES_SECONDS)
+            answer = self._call(Addresses, "GET", "/v1/addresses", None, deadline)
+        except (RefusedError, UnreachableError, ProtocolError):
+            return
+        self._book.learn(answer.addresses)
 
     def _call(
         self,

@@ -4,16 +4,14 @@ Chooses the address, pins the run's certificate, retries transient failures, and
 the project's errors. Knows neither the messages nor who sends them.
 """
 
-import ipaddress
 import logging
-import socket
 import ssl
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import httpx
 from pydantic import ValidationError
@@ -23,6 +21,7 @@ from blocktrain.errors import ProtocolError, RefusedError, UnreachableError, Unt
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import CODE_OF, Refusal
 from blocktrain.protocol.tls import pinned_context
+from blocktrain.worker.address_book import AddressBook, is_private
 from blocktrain.worker.machine import Clock, Deadline
 
 FIRST_PAUSE = 0.5  # seconds; doubles with every failure
@@ -118,16 +117,21 @@ class Http:
     HTTPS_PROXY and related variables."""
 
     def __init__(
-        self, invite: Invite, clock: Clock, random: Random, timeout: httpx.Timeout = TIMEOUT
+        self,
+        invite: Invite,
+        clock: Clock,
+        random: Random,
+        timeout: httpx.Timeout = TIMEOUT,
+        book: AddressBook | None = None,
     ) -> None:
+        """`book`: the coordinators' addresses; by default, those of the invite."""
         self._invite, self._clock, self._timeout = invite, clock, timeout
+        self._book = book or AddressBook(invite, clock)
         self._retry = Retry(clock, random)
-        self._current = 0  # index of the address that answered last
         self._coordinators: httpx.Client | None = None
         self._public: httpx.Client | None = None
         self._lock = threading.Lock()
         self._silent = False
-        self._is_inside: bool | None = None  # whether a coordinator is in a private network
         # Called once when no address answers: the reason, and for how many seconds to retry.
         self.on_unreachable: Callable[[str, float], None] = lambda reason, seconds: None
 
@@ -142,19 +146,16 @@ class Http:
         headers = {"Authorization": authorization} if authorization else {}
 
         def attempt() -> Result:
-            client, current = self._coordinator_client(), self._current
+            client, address = self._coordinator_client(), self._book.current
             try:
-                result = self._exchange(
-                    client, request, self._invite.addresses[current] + path, headers
-                )
+                result = self._exchange(client, request, address + path, headers)
             except TransientError:
-                if self._current == current:  # no other thread has switched
-                    self._current = (current + 1) % len(self._invite.addresses)
+                self._book.failed(address)
                 raise
             self._silent = False
             return result
 
-        addresses = len(self._invite.addresses)
+        addresses = len(self._book.addresses)
         return self._retry.run(attempt, deadline, addresses, self._report_silence)
 
     def send_to_url(self, request: HttpRequest[Result], url: str, deadline: Deadline) -> Result:
@@ -201,9 +202,7 @@ class Http:
         )
 
     def _may_use(self, url: str) -> bool:
-        if self._is_inside is None:
-            self._is_inside = any(is_private(address) for address in self._invite.addresses)
-        return self._is_inside or not is_private(url)
+        return self._book.is_inside or not is_private(url)
 
     def _report_silence(self, failure: TransientError, seconds: float) -> None:
         if failure.retry_after is not None:  # the coordinator answered: it is only busy
@@ -228,7 +227,7 @@ class Http:
         request = JsonRequest("GET", limit=LARGEST_CERTIFICATE)
         failures: list[Exception] = []
         with self._new_client(verify=False) as client:  # the fingerprint is checked
-            for address in self._invite.addresses:
+            for address in self._book.addresses:
                 try:
                     pem = self._exchange(client, request, address + "/v1/ca", {})
                     return pinned_context(pem.decode("ascii", errors="replace"), fingerprint)
@@ -291,18 +290,6 @@ def _refusal(response: httpx.Response, clock: Clock) -> Refusal | None:
         return Refusal.model_validate_json(HttpResponse(response, clock).whole(LARGEST_ERROR))
     except (ValidationError, ProtocolError):
         return None
-
-
-def is_private(url: str, resolve: Callable[..., Any] = socket.getaddrinfo) -> bool:
-    """Whether a URL's host has an address that is not public. A name that cannot be resolved does
-    not count: a proxy may resolve it."""
-    try:
-        found = resolve(httpx.URL(url).host, None, type=socket.SOCK_STREAM)
-        addresses = [ipaddress.ip_address(place[0].partition("%")[0]) for *_, place in found]
-    except (OSError, ValueError, httpx.InvalidURL):
-        return False
-    plain = [getattr(each, "ipv4_mapped", None) or each for each in addresses]
-    return not all(each.is_global for each in plain)
 
 
 def _without_path(url: str | httpx.URL) -> str:

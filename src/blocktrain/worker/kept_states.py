@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ParamSpec
 
-from blocktrain.errors import BlocktrainError
+from blocktrain.errors import BlocktrainError, RefusedError
 from blocktrain.protocol.messages import Blob, Commitment, Hash, Lease, Reveal
 from blocktrain.storage import tensor_file
 from blocktrain.storage.tensor_file import Tensors
@@ -154,7 +154,9 @@ class KeptStates:
                 log.warning("the files of lease %s are gone; it cannot be replayed", reveal.lease)
             self._transfer.reveal(reveal.lease, recipes, deadline)
         except (BlocktrainError, OSError) as error:
-            log.warning("cannot send files of lease %s for a replay: %s", reveal.lease, error)
+            is_over = isinstance(error, RefusedError) and error.code == "not_found"
+            level = logging.DEBUG if is_over else logging.WARNING  # they are no longer needed
+            log.log(level, "cannot send files of lease %s for a replay: %s", reveal.lease, error)
 
     def _has_all(self, reveal: Reveal) -> bool:
         return self.blobs.chunks.has(reveal.files) == set(reveal.files)

@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable
 
+from blocktrain.config import Config
 from blocktrain.errors import BlocktrainError, DivergedError, RefusedError, UnreachableError
 from blocktrain.protocol.messages import (
     Finished,
@@ -19,7 +20,7 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.worker.lease_work import LeaseWork, RunSession
 from blocktrain.worker.local_block import TrainedLease
-from blocktrain.worker.machine import LONGEST_WAIT, Idleness, LeaseTimer, StopCondition
+from blocktrain.worker.machine import LONGEST_WAIT, Idleness, LeaseTimer, Outcome, StopCondition
 
 FINISH_SECONDS = 5.0  # a worker that must stop finishes a lease that takes no longer
 SEND_SECONDS = 15.0  # then it has this long to send the update
@@ -34,6 +35,7 @@ MOST_FAILURES = 5  # end after so many consecutive leases failed
 WAIT_JITTER = 0.25
 REPORT_SECONDS = 0.25  # between two training events
 POLL_SECONDS = 0.2
+EXTENDED = "conflict"  # the code of a refusal of work under the settings before an extension
 END_SECONDS = 2.0  # how long to wait for the thread of an abandoned upload
 
 
@@ -58,9 +60,9 @@ class LeaseLoop:
         self._silent_since = math.inf
         self._reported_at = -math.inf
 
-    def run(self) -> bool:
-        """Work on leases until the run is over. Returns False if the worker was stopped before
-        that. After an error, gives unfinished work back."""
+    def run(self) -> Outcome:
+        """Work on leases until the run is over or extended, or the worker is stopped. After an
+        error, gives unfinished work back."""
         try:
             return self._run()
         finally:
@@ -68,14 +70,20 @@ class LeaseLoop:
             if self._unsent:
                 self._unsent.give_back("the worker exited")
 
-    def _run(self) -> bool:
-        finished = False
-        while not finished and self._ready():
-            answer = self._request_lease()
+    def _run(self) -> Outcome:
+        outcome: Outcome = "stopped"
+        while outcome == "stopped" and self._ready():
+            try:
+                answer = self._request_lease()
+            except RefusedError as refused:
+                if refused.code != EXTENDED:
+                    raise
+                outcome = "extended"
+                continue
             self._send_unsent(final=self._is_final(answer))
             match answer.answer if answer else None:
                 case Finished():
-                    finished = True
+                    outcome = "finished"
                 case Wait() as wait:
                     self._wait(wait)
                 case Lease() as lease:
@@ -84,7 +92,7 @@ class LeaseLoop:
         if not self._uploader.finish(self._may_still_send):
             self._uploader.abandon(self._stop_reason())
         self._block.put_away()
-        return finished
+        return outcome
 
     def _ready(self) -> bool:
         """Wait until a lease may be requested. Returns False if it is time to stop."""
@@ -106,6 +114,7 @@ class LeaseLoop:
             at_once=self._unsent is not None,
             steps_per_second=self._steps_per_second,
             transfer_seconds=self._block.fetch_seconds + self._uploader.send_seconds,
+            run_steps=run_steps(self._session.config),
         )
         deadline = self._client.deadline(REQUEST_SECONDS, self._stop.deadline().wanted)
         try:
@@ -270,6 +279,11 @@ class LeaseLoop:
             bytes_per_s=speed,
             seconds_left=seconds_left,
         )
+
+
+def run_steps(config: Config) -> int | None:
+    """What a request for work says about the settings that this worker has."""
+    return config.train.steps if config.train.extended_at else None
 
 
 class Uploader:

@@ -57,6 +57,10 @@ class Deadline:
         return Deadline(self.at, lambda: self.wanted() and wanted())
 
 
+# How a worker's work ends. "extended": the run has more steps now, so the worker joins it again.
+Outcome = Literal["finished", "stopped", "extended"]
+
+
 class StopCondition:
     """Whether a worker should stop: on request, or at the time that its owner has set."""
 
@@ -220,6 +224,7 @@ EventKind = Literal[
     "joined",  # the run has registered this worker
     "other_text",  # the owner's copy differs from the run's text, which is downloaded
     "corpus",  # the run's text is on this machine
+    "frozen",  # frozen blocks are read from disk, to save memory
     "astray",  # deltas gave wrong weights; the version is downloaded whole
     "leased",  # the worker has a range of batches to train
     "training",  # regularly during training
@@ -230,11 +235,13 @@ EventKind = Literal[
     "checking",  # an update of another worker is being checked
     "diverged",  # a score is NaN or infinite, and is not sent
     "scored",  # the coordinator has the scores
+    "unable",  # a validator cannot score the model
     "lost",  # the lease expired or was revoked; its work is dropped
     "returned",  # the worker gave the lease back
     "waiting",  # nothing to do right now
     "paused",  # others use the machine
     "unreachable",  # no coordinator answers; retrying
+    "extended",  # the run was extended, and the worker joins it again
     "finished",  # the run is over
     "stopped",  # the worker was asked to stop
 ]

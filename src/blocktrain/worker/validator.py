@@ -2,11 +2,12 @@
 
 It scores an update by the loss of its block with and without it, on windows that nobody can
 foresee; and it trains parts of leases again (replayer.py). The block stays in memory between
-scores.
+scores. Now and then it scores the assembled model (model_scores.py).
 """
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -39,12 +40,15 @@ from blocktrain.storage import tensor_file
 from blocktrain.storage.tensor_file import Tensors
 from blocktrain.swarm import merging_rules
 from blocktrain.training.device import Compute, resolve
+from blocktrain.training.memory_check import serving_problem
 from blocktrain.training.scoring import BlockScorer, hidden_windows, leased_windows
 from blocktrain.worker.agent import Worker, fitting_blocks
 from blocktrain.worker.downloads import LocalVersions
+from blocktrain.worker.lease_loop import EXTENDED, run_steps
 from blocktrain.worker.lease_trainer import LeasedVersions
 from blocktrain.worker.lease_work import LONGEST_REASON
-from blocktrain.worker.machine import LONGEST_WAIT, Deadline
+from blocktrain.worker.machine import LONGEST_WAIT, Deadline, Outcome
+from blocktrain.worker.model_scores import ModelScorer, OccasionalScores
 from blocktrain.worker.replayer import Replayer, decoded_change
 from blocktrain.worker.transfer import Transfer
 
@@ -58,30 +62,55 @@ class Validator(Worker):
     """Requests checks, carries them out and reports the results."""
 
     role = "validate"
-    finished = "the run is finished and every update is checked"
+    finished = "the run is finished, every update is checked and the model is scored"
 
-    def _work(self, joined: Joined, config: Config) -> bool:
+    def _work(self, joined: Joined, config: Config) -> Outcome:
         blocks = fitting_blocks(self.settings, config)
         compute = resolve(self.settings.device, config.train.precision)
         folder = self.settings.folder / joined.description.run
         versions = LocalVersions(
             self._transfer, folder, config.swarm.codec, lambda text: log.info("%s", text)
         )
-        checker = Checker(
-            config, self._open_corpus(joined, config), compute, self._transfer, versions
+        corpus = self._open_corpus(joined, config)
+        checker = Checker(config, corpus, compute, self._transfer, versions)
+        scores = OccasionalScores(
+            ModelScorer(
+                config, corpus, compute, self._transfer, versions, self._events, self._stop
+            ),
+            self._transfer,
+            self._events,
+            self._stop,
+            partial(self._no_room, config),
+            checker.free_memory,
         )
         self._transfer.most_bytes *= FILES_SIZE
         while not self._stop.reached():
-            request = CheckRequest(blocks=blocks, held_block=checker.held_block)
-            answer = self.client.request_check(request, self._stop.deadline()).answer
+            request = CheckRequest(
+                blocks=blocks, held_block=checker.held_block, run_steps=run_steps(config)
+            )
+            try:
+                answer = self.client.request_check(request, self._stop.deadline()).answer
+            except RefusedError as refused:
+                if refused.code != EXTENDED:
+                    raise
+                return "extended"
             if isinstance(answer, Check):
                 self._carry_out(checker, answer)
             elif isinstance(answer, Wait):
                 self._events.report("waiting", answer.reason)
                 self._stop.sleep(min(answer.seconds, LONGEST_WAIT))
             else:
-                return True
-        return False
+                scores.score_last()
+                return "finished"
+            scores.score_if_due()
+        return "stopped"
+
+    def _no_room(self, config: Config) -> str:
+        """Why the assembled model does not fit into this machine's memory; empty if it does."""
+        if not self.settings.checks_memory:
+            return ""
+        blocks, precision = range(config.block_count), config.train.precision
+        return serving_problem(config, self.settings.device, precision, "full", blocks, 1)
 
     def _carry_out(self, checker: "Checker", check: Check) -> None:
         clock = self.client.clock
@@ -117,6 +146,10 @@ class Checker:
     def held_block(self) -> int | None:
         return self._scorer.block if self._scorer else None
 
+    def free_memory(self) -> None:
+        """Drop the block in memory. The next check loads it again."""
+        self._scorer = None
+
     def carry_out(self, check: Check, deadline: Deadline) -> CheckResult:
         """Never fails: a check that this machine cannot carry out is reported as such."""
         clock = self._transfer.client.clock
@@ -126,7 +159,7 @@ class Checker:
         except (BlocktrainError, RuntimeError, MemoryError) as error:
             if not isinstance(error, BlocktrainError) and not is_out_of_memory(error):
                 raise
-            self._scorer = None
+            self.free_memory()
             log.warning("cannot check an update of block %d: %s", check.block, error)
             result = Unable(reason=str(error)[:LONGEST_REASON])
         return CheckResult(
@@ -141,7 +174,7 @@ class Checker:
         try:
             if isinstance(check.task, ScoreCheck):
                 return self._score(check, check.task, deadline)
-            self._scorer = None  # frees its memory
+            self.free_memory()
             return self._replay(check, check.task, deadline)
         finally:
             self._forget_other_blobs(check, current)
@@ -226,7 +259,7 @@ class Checker:
     def _scorer_of(self, check: Check, deadline: Deadline) -> BlockScorer:
         """The block in memory, with the frozen blocks that it trains with."""
         if self.held_block != check.block:
-            self._scorer = None  # frees the memory of the other block
+            self.free_memory()  # of the other block
             self._scorer = BlockScorer(self.config, check.block, self.corpus, self.compute)
         assert self._scorer
         if needed := self.config.frozen_blocks(check.block):

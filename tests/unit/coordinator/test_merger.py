@@ -141,7 +141,7 @@ def test_a_merge_is_told(service: Service):
     service.merger.merge_due()
     event = service.reports.events(0, 100)[-1]
     assert (event.kind, event.worker, event.block) == ("merged", None, 1)
-    assert event.detail == "version 1: 1 updates, 10 steps"
+    assert event.detail == "version 1: 1 update, 10 steps"
 
 
 # When

@@ -7,7 +7,15 @@ import pytest
 from tests.support.coordinator import SetClock, join, running
 
 from blocktrain.config import SwarmConfig
-from blocktrain.coordinator.reports import AWAY_SECONDS, LONG_AWAY_SECONDS, NO_SCORE
+from blocktrain.coordinator.reports import (
+    AWAY_SECONDS,
+    EVALUATED,
+    LONG_AWAY_SECONDS,
+    NO_SCORER,
+    SOON,
+    UNSCORED,
+    UNTRAINED,
+)
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import NotFoundError, RefusedError
 from blocktrain.protocol.status_messages import BlockStatus, Moved, Score, Status, WorkerStatus
@@ -40,7 +48,7 @@ def test_a_new_run(service: Service, clock: SetClock):
         run=service.run.id,
         state="running",
         ce=None,
-        ce_note=NO_SCORE,
+        ce_note=UNSCORED,
         codec="none",
         blocks=tuple(
             BlockStatus(
@@ -48,7 +56,7 @@ def test_a_new_run(service: Service, clock: SetClock):
                 version=0,
                 weights=weights[index],
                 ce=None,
-                ce_note=NO_SCORE,
+                ce_note=UNSCORED,
                 bytes_trained=0,
                 progress=0.0,
                 replicas=0,
@@ -171,13 +179,42 @@ def test_scores_are_shown_with_the_newest_first(service: Service, clock: SetCloc
         service.reports.score(judge.caller, told)
     status = service.reports.status()
     assert (status.ce, status.ce_note) == (1.75, "")
-    assert [(block.ce, block.ce_note) for block in status.blocks] == [(None, NO_SCORE), (2.5, "")]
+    assert [(block.ce, block.ce_note) for block in status.blocks] == [(None, EVALUATED), (2.5, "")]
     event = service.reports.events(0, 100)[-1]
     assert (event.kind, event.worker, event.block) == ("scored", judge.id, None)
     assert event.detail == "CE 1.7500 nats/byte"
 
 
-def test_only_the_evaluate_role_scores(service: Service):
+def test_a_validator_scores_too_and_the_status_says_which_versions(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, requires_checks=True) as service:
+        validator, worker = join(service, "validate"), join(service)
+        worker.work(blocks=(1,))
+        validator.score()
+        service.round()
+        told = Score(block=None, versions=(0, 1), split="valid", windows="windows0", ce=1.5)
+        service.reports.score(validator.caller, told)
+        status = service.reports.status()
+        assert (status.ce, status.ce_note) == (1.5, "")
+        assert status.checking is not None and status.checking.scored == (0, 1)
+
+
+def test_what_has_no_score_says_why(tmp_path: Path, clock: SetClock):
+    with running(tmp_path, clock, requires_checks=True) as service:
+        assert service.reports.status().ce_note == NO_SCORER
+        validator, worker = join(service, "validate"), join(service)
+        assert service.reports.status().ce_note == UNTRAINED
+        worker.work(blocks=(1,))
+        validator.score()
+        service.round()
+        status = service.reports.status()
+        assert [block.ce_note for block in status.blocks] == [SOON, SOON] == 2 * [status.ce_note]
+        clock.forward(LONG_AWAY_SECONDS + 1)
+        assert service.reports.status().ce_note == NO_SCORER
+        join(service, "evaluate")
+        assert service.reports.status().ce_note == EVALUATED
+
+
+def test_workers_that_train_send_no_scores(service: Service):
     with pytest.raises(RefusedError, match="evaluate") as refused:
         service.reports.score(join(service, "train").caller, score(0, 1.0))
     assert refused.value.code == "forbidden"
@@ -189,7 +226,7 @@ def test_a_banned_judge_scores_no_more(service: Service):
     service.operator.ban(judge.id)
     with pytest.raises(RefusedError, match="banned"):
         service.reports.score(judge.caller, score(0, 1.0))
-    assert block_status(service).ce_note == NO_SCORE
+    assert block_status(service).ce_note == UNSCORED
 
 
 # Events and blobs

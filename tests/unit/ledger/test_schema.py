@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 RELEASE = ROOT / "tests" / "fixtures" / "release-0.1" / "none" / "coordinator" / "ledger.db"
 
 ADDED = {  # since release 0.1
-    "runs": "requires_checks tokenizer control",
+    "runs": "requires_checks tokenizer control extended",
     "updates": "norms gain own_gain checked clip merged_as removed_in",
     "blocks": "rolled_back",
     "workers": "accepted refused refused_in_a_row excluded excluded_until replayed checks"

@@ -23,6 +23,7 @@ from blocktrain.serve.ring.compute import StageCompute
 from blocktrain.serve.ring.prefixes import CopiedContext, KeptContexts
 from blocktrain.serve.router.decode import AnswerCost, GenerationRequest
 from blocktrain.serve.router.engine import EngineLimits
+from blocktrain.serve.router.first_block import DraftModel
 from blocktrain.serve.router.shared_prefixes import (
     NO_PREFIX,
     KeptContext,
@@ -145,6 +146,23 @@ def test_requests_at_once_read_what_they_share_once(
     asyncio.run(scenario())
 
 
+def test_a_draft_model_shares_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        ring = local_ring("cascade")
+        drafting = stage(model("cascade"), range(3))
+        engine = ring.engine(LIMITS, draft=DraftModel(drafting))
+        async with running(ring, engine):
+            asked = replace(request(SYSTEM + b"one", "speculative"), drafts="model")
+            assert await answer(engine, asked) == expected("cascade", SYSTEM + b"one")
+            await until(lambda: drafting.kept_bytes > 0)
+            positions = counted(drafting, monkeypatch)
+            asked = replace(asked, prompt=SYSTEM + b"another")
+            assert await answer(engine, asked) == expected("cascade", SYSTEM + b"another")
+            assert 0 < positions[0] < len(SYSTEM)
+
+    asyncio.run(scenario())
+
+
 def test_requests_of_others_share_nothing() -> None:
     async def scenario() -> None:
         ring = local_ring("cascade")
@@ -263,3 +281,12 @@ def test_what_a_longer_context_contains_and_the_oldest_are_dropped() -> None:
     kept.add(KeptContext(3, (), "", ids(b"b" * 30)))
     kept.find("", (), ids(b"a" * 30))
     assert [each.key for each in kept.add(KeptContext(4, (), "", ids(b"c" * 30)))] == [3]
+
+
+def test_the_route_with_the_most_kept_positions_is_found() -> None:
+    kept = KeptPrefixes()
+    kept.add(KeptContext(1, ("a",), "", ids(b"a" * 20)))
+    kept.add(KeptContext(2, ("b",), "", ids(b"a" * 30)))
+    assert kept.longest("", ids(b"a" * 40)) == (("b",), 30)
+    assert kept.longest("", ids(b"b" * 40)) == ((), 0)
+    assert kept.longest("another", ids(b"a" * 40)) == ((), 0)

@@ -205,7 +205,7 @@ def test_a_block_without_a_version_says_so(run: RunDir):
 
 
 def test_metrics_past_the_checkpoint_are_forgotten(tmp_path: Path):
-    block = BlockDir(tmp_path / "block-0", 0, "")
+    block = BlockDir(tmp_path / "block-0", 0, "", 10)
     for step in (10, 20, 30):
         block.append_metrics({"step": step})
     with block.metrics_path.open("a") as out:

@@ -50,3 +50,19 @@ def test_a_block_opens_only_after_it_has_inherited(order: Order):
     heir = merged(1, 0, version=1)
     assert order.heirs([first, heir]) == []
     assert heir in order.open_blocks([first, heir])
+
+
+def test_an_extended_relay_has_a_turn_per_block_and_phase():
+    relay = Order(turn_steps=100, extended_at=(60,))
+    assert open_now(relay, 20, 0) == [(0, 40)]
+    assert open_now(relay, 60, 0) == [(1, 60)]
+    assert open_now(relay, 60, 60) == [(0, 40)]
+    assert open_now(relay, 100, 60) == [(1, 40)]
+
+
+def test_turns_begin_anew_after_an_extension():
+    order = Order(turn_steps=40, extended_at=(50,))
+    assert open_now(order, 40, 40) == [(0, 10)]
+    assert open_now(order, 50, 45) == [(1, 5)]
+    assert open_now(order, 50, 50) == [(0, 40)]
+    assert open_now(order, 90, 90) == [(0, 10)]

@@ -121,7 +121,7 @@ def test_a_newer_version_counts_from_the_next_look_on(
 def test_features_are_of_the_bytes_of_the_step(every_5: Config, corpus: Corpus):
     shelf = shelf_of(every_5)
     windows = TrainingWindows(corpus.splits["train"], 32, 4, seed=3)
-    alone = Predecessors(every_5, 1, CPU, shelf, windows, None)
+    alone = Predecessors(every_5, 1, CPU, shelf, windows, None, 10)
     trainer = BlockTrainer(every_5, 1, corpus, CPU, None, shelf)
     assert trainer.predecessors
     prefix = Prefix(every_5, 1, CPU)

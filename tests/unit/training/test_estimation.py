@@ -133,6 +133,19 @@ def test_with_a_feature_cache_the_trunks_before_are_not_held(uneven: Config, whe
     assert needs.fixed_bytes_per_worker < estimate(deepest).fixed_bytes_per_worker
 
 
+def test_from_disk_one_of_the_trunks_before_is_held(uneven: Config):
+    deepest = uneven.with_settings(
+        model__depths=[2, 3, 1], objective__tail=0, train__frozen_in="disk"
+    )
+    needed = []
+    for block in range(3):
+        trained = sum(p.numel() for p in new_block(deepest, block).parameters())
+        trunks = Prefix(deepest, block, CPU).trunks
+        held = [sum(p.nbytes for p in trunk.parameters()) for trunk in trunks]
+        needed.append(16 * trained + max(held, default=0))
+    assert estimate(deepest).fixed_bytes_per_worker == max(needed)
+
+
 def test_int8_halves_what_is_held_of_the_layers_before(uneven: Config):
     deepest = uneven.with_settings(model__depths=[2, 3, 1], objective__tail=0)
     own = 16 * max(

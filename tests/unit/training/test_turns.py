@@ -172,6 +172,11 @@ def test_memory_is_one_blocks_optimizer_state_and_the_others_frozen(turns: Confi
     assert needs.fixed_bytes_per_worker == 16 * largest + 2 * (parameters - largest)
     eight = estimate(deep.with_settings(objective__frozen="int8"))
     assert eight.fixed_bytes_per_worker == 16 * largest + (parameters - largest)
+    disk = estimate(deep.with_settings(train__frozen_in="disk"))  # one of them at a time
+    counts = [sum(p.numel() for p in initial_block(deep, block).parameters()) for block in range(3)]
+    assert disk.fixed_bytes_per_worker == 16 * largest + 2 * sorted(counts)[-2]
+    assert disk.frozen_bytes == needs.frozen_bytes > 0
+    assert disk.activation_bytes_per_worker < needs.activation_bytes_per_worker
 
 
 def test_what_does_not_work_in_turns_is_said(turns: Config, corpus: Corpus, tmp_path: Path):

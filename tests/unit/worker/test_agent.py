@@ -43,7 +43,7 @@ from blocktrain.training.device import resolve
 from blocktrain.training.memory_check import Device
 from blocktrain.training.trainer import BlockTrainer
 from blocktrain.worker import lease_loop
-from blocktrain.worker.agent import Agent, WorkerSettings
+from blocktrain.worker.agent import Agent, WorkerSettings, placed_in_memory
 from blocktrain.worker.client import Client
 from blocktrain.worker.machine import Idleness, WorkerEvent
 
@@ -501,6 +501,44 @@ def test_a_worker_that_stops_before_its_update_is_sent_reports_its_downloads(
     assert told.downloads == (Downloaded(block=0, whole=first.size, differences=0, raw=first.size),)
 
 
+def extending(script: Script, steps: int | None) -> Next:
+    """Refuses to hand out work, and then describes a run that was extended (None: it was not)."""
+
+    def refuse() -> Lease:
+        script.answers.pop(0)
+        if steps:
+            script.config = script.config.extended_to(steps)
+        raise RefusedError("conflict", "the run was extended")
+
+    return refuse
+
+
+def test_a_worker_joins_an_extended_run_again(script: Script, watched: Watched):
+    """It trains on with its moments: the weights are those of a local run that was extended."""
+    first = script.first_weights()
+    script.answers = [
+        lambda: script.lease(first, 0, 12),
+        extending(script, 15),
+        script.after(1, lambda: script.lease(script.result(0), 12, 3, base_version=1)),
+        script.after(2, Finished),
+    ]
+    assert watched.run()
+    straight = BlockTrainer(script.config, 0, script.corpus, CPU, None)
+    straight.train(lambda progress: None)
+    assert_equal(straight.weights(), script.weights(1))
+    assert (script.requests[0].run_steps, script.requests[-1].run_steps) == (None, 15)
+    assert watched.kinds() == [
+        "joined", "corpus", "leased", "trained", "accepted",
+        "extended", "joined", "corpus", "leased", "trained", "accepted", "finished",
+    ]  # fmt: skip
+
+
+def test_a_worker_does_not_join_again_and_again(script: Script, watched: Watched):
+    script.answers = [extending(script, 15), extending(script, None)]
+    with pytest.raises(ProtocolError, match="describes it as before"):
+        watched.run()
+
+
 def test_a_coordinator_that_restarts_is_waited_for(
     script: Script, watched: Watched, server: FaultServer
 ):
@@ -563,6 +601,22 @@ def test_by_default_a_worker_uses_a_share_of_free_memory(
     set_free(needed / 0.74)
     assert watched.run()
     assert script.requests[-1].blocks is None  # all fit, so it asks for any
+
+
+def test_frozen_blocks_are_read_from_disk_if_more_blocks_fit_so(config: Config, tmp_path: Path):
+    deep = config.with_settings(
+        objective__kind="cascade", objective__tail=0, model__layers=8, model__blocks=8,
+        model__depths=[1] * 8, model__width=256, train__batch=1,
+    )  # fmt: skip
+    resident = Device.named("cpu").training_bytes(deep, updates=True)
+
+    def placed(memory_bytes: int | None, config: Config = deep) -> str:
+        settings = WorkerSettings(tmp_path, "cpu", memory_bytes=memory_bytes, checks_memory=False)
+        return placed_in_memory(settings, config).train.frozen_in
+
+    assert placed(resident[-1] - 1) == "disk"
+    assert [placed(resident[-1]), placed(1000), placed(None)] == ["memory"] * 3
+    assert placed(1000, config) == "memory"  # denoising blocks read no others
 
 
 def test_an_invite_for_another_role_is_refused(

@@ -11,6 +11,7 @@ from tests.support.worker_side import KEY, RUN, SECRET, WORKER, tls_server
 from blocktrain.errors import ProtocolError, RefusedError, UnreachableError, UntrustedError
 from blocktrain.protocol import identity
 from blocktrain.protocol.messages import (
+    Addresses,
     Hello,
     Join,
     LeaseAnswer,
@@ -245,7 +246,8 @@ def test_the_certificate_is_fetched_once_and_pinned(
     client = new_client(secure.address, fingerprint=authority.fingerprint)
     client.hello()
     client.status()
-    assert secure.lines() == ["GET /v1/ca", "GET /v1/hello", "GET /v1/status"]
+    assert secure.lines()[:3] == ["GET /v1/ca", "GET /v1/hello", "GET /v1/status"]
+    assert len(secure.lines("GET /v1/ca")) == 1
 
 
 def test_a_server_with_another_authority_gets_no_secret(secure: FaultServer, new_client: NewClient):
@@ -283,3 +285,59 @@ def test_an_honest_address_is_found_behind_an_impostor(
     assert client.status() == STATUS
     assert impostor.lines() == ["GET /v1/ca"]
     servers.close()
+
+
+# A coordinator that moves
+
+
+def naming(server: FaultServer, *addresses: str) -> None:
+    server.on("GET /v1/status", lambda body: STATUS)
+    server.on("GET /v1/addresses", lambda body: Addresses(addresses=addresses))
+
+
+def test_a_client_follows_a_coordinator_to_an_address_that_it_has_named(
+    secure: FaultServer, new_client: NewClient, authority: Authority, tmp_path: Path
+):
+    servers = tls_server(authority, authority, tmp_path / "next")
+    following = next(servers)
+    naming(secure, secure.address, following.address)
+    naming(following, following.address)
+    client = new_client(secure.address, fingerprint=authority.fingerprint)
+    for _ in range(3):
+        client.status()
+    assert len(secure.lines("GET /v1/addresses")) == 1
+    assert following.lines() == []
+    secure.faults.append(Fault("GET /v1/status", status=503, times=1000))
+    assert client.status() == STATUS
+    assert following.lines() == ["GET /v1/status", "GET /v1/addresses"]
+    servers.close()
+
+
+def test_an_address_that_was_named_gets_nothing_without_the_run_s_authority(
+    secure: FaultServer, new_client: NewClient, authority: Authority, tmp_path: Path
+):
+    other = Authority.create(RUN, time.time())
+    servers = tls_server(shown=authority, signer=other, folder=tmp_path / "other")
+    impostor = next(servers)
+    naming(impostor)
+    naming(secure, impostor.address)
+    client = new_client(secure.address, fingerprint=authority.fingerprint)
+    client.status()
+    secure.faults.append(Fault("GET /v1/status", status=503, times=1000))
+    with pytest.raises(UnreachableError):
+        client.status(client.deadline(0.5))
+    assert impostor.lines() == []
+    servers.close()
+
+
+def test_an_older_coordinator_names_no_addresses(
+    secure: FaultServer, new_client: NewClient, authority: Authority
+):
+    def unknown(body: bytes) -> Message:
+        raise RefusedError("not_found", "there is no such route")
+
+    secure.on("GET /v1/status", lambda body: STATUS)
+    secure.on("GET /v1/addresses", unknown)
+    client = new_client(secure.address, fingerprint=authority.fingerprint)
+    assert [client.status(), client.status()] == [STATUS, STATUS]
+    assert len(secure.lines("GET /v1/addresses")) == 1

@@ -64,7 +64,8 @@ def judge(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Judge:
     monkeypatch.setenv("BLOCKTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("blocktrain.worker.agent.SCORED_WINDOWS", 2)
+    monkeypatch.setattr("blocktrain.worker.model_scores.FEWEST_WINDOWS", 2)
+    monkeypatch.setattr("blocktrain.worker.model_scores.MOST_WINDOWS", 2)
     return Judge(server, client, config, corpus, tmp_path)
 
 

@@ -21,9 +21,9 @@ from blocktrain.protocol.messages import Blob, Lease, Recipe, RunDescription, To
 from blocktrain.storage.tensor_file import decode
 from blocktrain.worker import http
 from blocktrain.worker import transfer as transfers
+from blocktrain.worker.address_book import is_private
 from blocktrain.worker.client import MOST_ANSWER_BYTES, Client
 from blocktrain.worker.downloads import most_bytes, open_tokenizer
-from blocktrain.worker.http import is_private
 from blocktrain.worker.transfer import BlobCache, Transfer
 
 LARGE = 1 << 52

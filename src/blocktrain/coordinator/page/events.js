@@ -10,7 +10,7 @@ const GROUPS = {
   results: ["merged", "scored", "finished"],
   problems: ["lost", "returned", "refused", "late", "clipped", "excluded", "unmerged", "checked"],
   members: ["joined", "banned", "invited", "revoked"],
-  operator: ["paused", "resumed", "draining", "banned", "unmerged", "invited", "revoked"],
+  operator: ["paused", "resumed", "draining", "extended", "banned", "unmerged", "invited", "revoked"],
   routine: ["leased", "uploaded"],
 };
 const WORDS = {
@@ -18,7 +18,7 @@ const WORDS = {
   late: "sent a late update", merged: "new version", refused: "update refused", lost: "lease lost",
   scored: "scored", banned: "was banned", finished: "the run is finished", checked: "check",
   clipped: "update clipped", excluded: "was excluded", unmerged: "updates taken back", paused: "the operator paused the run",
-  resumed: "the operator resumed the run", draining: "the operator drains the run", invited: "new invite", revoked: "invite revoked",
+  resumed: "the operator resumed the run", draining: "the operator drains the run", extended: "the operator extended the run", invited: "new invite", revoked: "invite revoked",
 };
 const BAD = ["lost", "refused", "banned", "excluded", "unmerged"];
 

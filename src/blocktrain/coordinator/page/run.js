@@ -139,7 +139,7 @@ export class RunView {
     else workers.set(String(run.present), `${run.workers.training ?? 0} train, ${run.waiting} wait (${share}), ${all} took part`);
     if (run.score) {
       const reference = run.reference === null ? "" : `reference ${loss(run.reference)}`;
-      score.set(loss(run.score.value), [trend(run.score.trend), reference].filter(Boolean).join(", ") || "nats per byte");
+      score.set(loss(run.score.value), [`nats per byte, ${duration(run.time - run.score.time)} ago`, trend(run.score.trend), reference].filter(Boolean).join(", "));
     } else score.set("not scored", lossNote(run.blocks));
     const total = sumOf(run.moved);
     moved.set(bytes(total), total ? `fp32 would be ${bytes(run.moved.up_raw + run.moved.down_raw)}: ${((run.moved.up_raw + run.moved.down_raw) / total).toFixed(1)}x` : "nothing yet");
@@ -147,7 +147,8 @@ export class RunView {
 
   curves(charts) {
     const run = this.run;
-    const axis = { start: run.started, end: Math.max(run.finished ?? charts.time, run.started + 1) };
+    const scored = charts.scores.at(-1)?.[0] ?? 0; // the last score comes after the end of the run
+    const axis = { start: run.started, end: Math.max(run.finished ?? charts.time, scored, run.started + 1) };
     this.scores.update({
       ...axis, reference: run.reference, series: [{ name: "model", points: charts.scores }],
       empty: `${capital(run.score_note)}.`,

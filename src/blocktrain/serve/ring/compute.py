@@ -145,6 +145,11 @@ class StageCompute:
     def requests(self) -> tuple[int, ...]:
         return self._slots.requests
 
+    @property
+    def slots(self) -> int:
+        """How many requests the cache has room for."""
+        return self._slots.slots
+
     def cached(self, request: int) -> int:
         """Number of a request's positions in the cache."""
         return self._slots.cached(request)
@@ -172,7 +177,7 @@ class StageCompute:
     def keep(self, request: int, count: int) -> None:
         """Free the slot of a request, but keep its first `count` positions for others."""
         owner = self._slots.owner(request)
-        if owner and count <= owner.cached:
+        if owner and count <= owner.cached and self._kept.most_bytes:
             layers = [part.clone() for part in self._cache.context(owner.slot, count)]
             self._kept.put(request, CopiedContext(owner.ids[:count], layers))
         self._slots.release(request)

@@ -74,8 +74,8 @@ class ActiveRequest:
         proposal = self.propose()
         self.key, self.ids, self.source = key, proposal.ids[: proposal.context], prefix.key
         if prefix.key:
-            self.proposal = replace(proposal.after(prefix.count), source=prefix.key)
-        self.decoding.reuse(prefix.count)
+            self.proposal = replace(proposal.after(prefix.length), source=prefix.key)
+        self.decoding.reuse(prefix.length)
 
     def send(self, row: Row, now: float, seconds: float) -> None:
         self.row, self.in_ring, self.sent_at, self.deadline = row, True, now, now + seconds

@@ -39,6 +39,7 @@ from blocktrain.training.device import Compute
 
 NOISE_STREAM = 1  # separates this noise from other uses of a request's seed
 ONE_REQUEST = SlotLimits(requests=1, cache_bytes=1 << 62)
+NOTHING_READ = (0, np.zeros(0, np.uint32))
 
 
 class FirstBlock:
@@ -256,9 +257,14 @@ class DraftModel:
         if own := {key: chunk for key, (chunk, rest) in cuts.items() if rest}:
             self._model.read(own)
 
-    def release(self, request: int) -> None:
-        self._read.pop(request, None)
-        self._model.first.release(request)
+    def release(self, request: int, *, keep: bool = False) -> None:
+        """Free a request's slot. With `keep`, requests that begin alike may still copy it."""
+        first, (_, ids) = self._model.first, self._read.get(request, NOTHING_READ)
+        if keep and request in self._read:
+            first.keep(request, min(len(ids), first.cached(request)))
+        else:
+            first.release(request)
+        self._read = {each: read for each, read in self._read.items() if first.copyable(each)}
 
     def _proposal(self, request: int, proposal: Proposal) -> Proposal:
         """The proposal that makes the draft model write its first draft; `drafts` more may
@@ -266,11 +272,12 @@ class DraftModel:
         text, window = proposal.text, self._config.model.window
         assert text is not None
         count = min(proposal.drafts, window // 2)
-        start, before = self._read.get(request, (0, np.zeros(0, np.uint32)))
+        origin = request if request in self._read else proposal.source or request
+        start, before = self._read.get(origin, NOTHING_READ)
         if len(text) - start + count > window:  # the newer half, or less
             start = len(text) - (window - count) // 2
         ids = self._ids(text[start:])
-        same = min(len(ids) - 1, len(before), self._model.first.cached(request))
+        same = min(len(ids) - 1, len(before), self._model.first.copyable(origin))
         differing = np.flatnonzero(ids[:same] != before[:same])
         cached = int(differing[0]) if differing.size else same
         self._read[request] = start, ids
@@ -279,6 +286,7 @@ class DraftModel:
         return Proposal(
             cached, ids[cached:], 1, len(text), proposal.sampling, count - 1,
             answer_from=max(0, proposal.answer_from + shift),
+            source=origin if cached and origin != request else 0,
         )  # fmt: skip
 
     def _ids(self, text: Sequence[int]) -> np.ndarray:

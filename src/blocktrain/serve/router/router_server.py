@@ -79,6 +79,8 @@ class RouterSettings:
     most_connections: int = MOST_CONNECTIONS
     most_connections_per_address: int | None = None
     prefill_chunk: int = 0  # positions; 0: the default for the device
+    most_waiting: int = 64  # requests of one API key
+    queue_seconds: float = 30.0
     prefix_bytes: int = 1 << 30  # for contexts of ended requests
     stage_command: tuple[str, ...] = ()
     terms: Terms = DEFAULT_TERMS
@@ -132,14 +134,21 @@ async def _serve(
         running = asyncio.ensure_future(engine.run())
         stack.push_async_callback(_cancelled, running)
         host, port = listener.getsockname()[:2]
+        at_once = min(settings.max_requests, engine.slots)
+        if at_once < settings.max_requests:
+            log.warning(
+                "the cache has room for %d requests at once, fewer than --most-requests %d; the"
+                " others wait", at_once, settings.max_requests,
+            )  # fmt: skip
         address = f"{'https' if tls else 'http'}://{join_host_port(host, port)}"
         ready = f"serving {model.name} at {address}/v1, chat page at {address}/"
         api = ApiSettings(
             keys=settings.api_keys,
             limits=RequestLimits(settings.long_prompts, output_tokens=settings.max_tokens),
             request_log=settings.request_log,
-            at_once=settings.max_requests,
-            queue=settings.max_requests,
+            at_once=at_once,
+            queue=settings.most_waiting,
+            queue_seconds=settings.queue_seconds,
             origins=settings.origins,
             connections=ConnectionLimits.fitting(
                 settings.most_connections, settings.most_connections_per_address
