@@ -4,7 +4,7 @@
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed crowded oversized streamed memory leak counts adaptive \
 #     optimizers cascade stale uneven lead best \
 #     workers codecs three-hosts pairs transfer recovery averaging simulate participation run-page hostile-clients \
-#     first-steps serving serving-gpu serving-cpu
+#     first-steps attacks serving serving-gpu serving-cpu
 #
 # SEEDS, CODECS and WORKERS choose among the runs of workers and codecs.
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. The parts of the
@@ -112,6 +112,8 @@ for part in "$@"; do
     recovery) python3 bench/recovery.py --out "$out/recovery" --kills 5 | tee "$out/recovery.log" ;;
     hostile-clients) PYTHONPATH=$PYTHONPATH:.:bench python3 bench/hostile_clients.py --rounds 3 \
       --out "$out/hostile-clients" | tee "$out/hostile-clients.log" ;;
+    attacks) PYTHONPATH=$PYTHONPATH:.:bench python3 bench/attacks.py --defence off on \
+      --out "$out/attacks" | tee "$out/attacks.log" ;;
     participation) python3 bench/participation.py --out "$out/participation" --seeds ${SEEDS:-0 1} |
       tee "$out/participation.log" ;;
     averaging) PYTHONPATH=$PYTHONPATH:bench python3 bench/peers/averaging.py --rounds 15 \
