@@ -33,6 +33,12 @@ from blocktrain.swarm import reputation
 SETTINGS = {"train__steps": 4000, "train__warmup": 0, "swarm__quorum": 2}
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These workers name no states, which test_replays.py is about."""
+    monkeypatch.setattr(reputation, "UNEXPLAINED", 0.0)
+
+
 @pytest.fixture
 def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
     with running(tmp_path, clock, requires_checks=True, **SETTINGS) as service:
