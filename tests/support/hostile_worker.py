@@ -113,7 +113,7 @@ class HostileBlock(LocalBlock):
         self._bases[lease.block] = bases = dict(list(bases.items())[-MOST_VERSIONS:])
         merged = tuple(difference(new, old) for old, new in pairwise(bases.values()))
         config = self._parts[0]
-        rates = lease_rates(config.train, lease)
+        rates = lease_rates(config, lease)
         turn = Turn(config, rates, base, dict(trained.weights), merged)
         change = plan.change(turn)
         self.sent += 1
