@@ -122,8 +122,10 @@ def stalls(args: argparse.Namespace) -> Row:
         row = asked(args, lambda client: _stalls(client, args.times), "--prefill-chunk", str(chunk))
         rows.append({"chunk": chunk, **row})
         print(json.dumps(rows[-1]), flush=True)
-    print("| tokens per chunk | short alone, s | while a long prompt is read, s | ratio |"
-          " long prompt alone, s | with short ones, s | tokens/s of 4 answers | while it is read |")  # fmt: skip
+    print(
+        "| tokens per chunk | short alone, s | while a long prompt is read, s | ratio |"
+        " long prompt alone, s | with short ones, s | tokens/s of 4 answers | while it is read |"
+    )
     print("|" + "---|" * 8)
     for row in rows:
         print(
