@@ -4,7 +4,7 @@
 #   bench/reproduce.sh DATA OUT small 38m wikipedia speed crowded oversized streamed memory leak counts adaptive \
 #     optimizers cascade stale uneven lead best \
 #     workers codecs three-hosts pairs transfer recovery averaging simulate participation run-page hostile-clients \
-#     first-steps serving serving-gpu
+#     first-steps attacks serving serving-gpu serving-cpu
 #
 # SEEDS, CODECS and WORKERS choose among the runs of workers and codecs.
 # DATA holds wikitext-2/{train,valid,test}.txt and wikipedia/*; OUT gets JSON and logs. The parts of the
@@ -92,14 +92,28 @@ for part in "$@"; do
         serving $name weights
       done
       for measure in wan concurrency failover; do serving denoise $measure; done ;;
+    serving-load)
+      for measure in stalls prefixes concurrency replicas; do
+        PYTHONPATH=src:.:bench python3 bench/serving_load.py $measure --out "$out/serving-load" |
+          tee "$out/serving-load-$measure.log"
+      done ;;
     serving-gpu) python3 bench/serving_gpu.py --out "$out" --text "$data/wikitext-2/test.txt" \
       --run "${MODELS:-$out/models}/denoise" | tee "$out/serving-gpu.log" ;;
+    serving-cpu)
+      PYTHONPATH=$PYTHONPATH:. python3 bench/serving_cpu.py --out "$out" --model "$out/0.6B" \
+        --weights fp32-full bf16-full fp32-int8 bf16-int8 | tee "$out/serving-cpu.log"
+      for measure in start loopback; do
+        PYTHONPATH=$PYTHONPATH:. python3 bench/serving_start.py $measure "$out/0.6B/run" --out "$out" |
+          tee "$out/serving-$measure.log"
+      done ;;
     pairs) python3 bench/coordinator.py --out "$out/pairs" ${DB:+--db "$DB"} |
       tee "$out/pairs.log" ;;
     transfer | simulate) python3 "bench/$part.py" --out "$out/$part" | tee "$out/$part.log" ;;
     recovery) python3 bench/recovery.py --out "$out/recovery" --kills 5 | tee "$out/recovery.log" ;;
     hostile-clients) PYTHONPATH=$PYTHONPATH:.:bench python3 bench/hostile_clients.py --rounds 3 \
       --out "$out/hostile-clients" | tee "$out/hostile-clients.log" ;;
+    attacks) PYTHONPATH=$PYTHONPATH:.:bench python3 bench/attacks.py --defence off on \
+      --out "$out/attacks" | tee "$out/attacks.log" ;;
     participation) python3 bench/participation.py --out "$out/participation" --seeds ${SEEDS:-0 1} |
       tee "$out/participation.log" ;;
     averaging) PYTHONPATH=$PYTHONPATH:bench python3 bench/peers/averaging.py --rounds 15 \

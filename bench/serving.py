@@ -22,6 +22,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from blocktrain.data.corpus import evaluation_windows
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import Compute, resolve
 from quality import provenance
+from serving_limit import Hardware
 from serving_quality import (
     INDEPENDENT,
     MODES,
@@ -55,6 +57,7 @@ RATED = {
     "total s": "{seconds:.3f}",
     "traversals": "{traversals:.0f}",
     "computing s": "{computed_seconds:.3f}",
+    "hardware's limit s": "{hardware_seconds:.3f}",
     "transfer s": "{transfer_seconds:.3f}",
     "of the limit": "{of_limit:.3f}",
 }
@@ -91,6 +94,7 @@ def wan(args: argparse.Namespace) -> Row:
     prompts, blocks = args.prompts, RunDir.open(args.run).config.block_count
     torch.set_num_threads(1)  # as a stage has
     model = Model.load(args.run, compute_of(args), args.readout)
+    hardware = Hardware.measured(compute_of(args))
     home = []
     for mode, temperature, times in ASKED:
         timed_at_home(model, prompts[:1], mode, temperature, args.bytes)  # warm
@@ -104,14 +108,20 @@ def wan(args: argparse.Namespace) -> Row:
             tempfile.TemporaryDirectory() as scratch,
             hosts(args.run, blocks, Path(scratch) / "hosts", trip, args.mbit) as found,
         ):
-            rows += measured_across(found, prompts, args.bytes, trip, args.mbit)
+            rows += measured_across(found, prompts, args.bytes, trip, args.mbit, hardware)
     crossed = crossings(rows, home[0]["seconds"])
     print(table(rows, RATED), table(home, AT_HOME), table(crossed, CROSSING), sep="\n\n")
     for trip in args.round_trips:
         print(
             f"\n{trip:.0f} ms: {rate_bars([row for row in rows if row['round_trip_ms'] == trip])}"
         )
-    return {"mbit": args.mbit, "rows": rows, "at_home": home, "crossings": crossed}
+    return {
+        "mbit": args.mbit,
+        "hardware": asdict(hardware),
+        "rows": rows,
+        "at_home": home,
+        "crossings": crossed,
+    }
 
 
 def crossings(rows: Sequence[Row], home_seconds: float) -> list[Row]:

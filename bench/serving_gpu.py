@@ -5,10 +5,9 @@
 The weights of a shape come from a seed (serving_seeded.py): its text is meaningless, its speed is
 real. Measured for each shape:
 
-- the bytes per second of `ar` and of one sweep, beside the design's limit (serving_limit.py) with
-  the round trip R and the bandwidth W of loopback;
-- the speed-up of the sweep over `ar`, beside the one that the limits predict;
-- how close one byte of `ar` comes to reading all weights once at the measured speed of memory.
+- the bytes per second of `ar` and of one sweep, as a share of the limit (serving_limit.py): reading
+  all weights once per traversal, the round trip R and the bandwidth W of loopback;
+- the speed-up of the sweep over `ar`, beside that of the limits.
 
 With --run, a trained model of at least four blocks: CE with weights in 8 bits, 32 requests at once,
 and how often modes that should equal `ar` differ from it.
@@ -24,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
@@ -35,11 +35,11 @@ from blocktrain.data.corpus import evaluation_windows
 from blocktrain.serve.ring.compute import BlockSource
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import resolve
-from int8_speed import compared, memory_rate
+from int8_speed import compared
 from quality import provenance
 from serving import HELD, TOGETHER, Row, table
 from serving_client import streamed, together
-from serving_limit import rated, request
+from serving_limit import Hardware, Limit, parameters_of, rated, request
 from serving_quality import Model, divergence, fixed_prompts, held_differences
 from serving_ring import loopback, loopback_sent, ring
 from serving_seeded import SHAPES, SeededBlocks, config_of
@@ -119,7 +119,7 @@ class Bench:
         self.args, self.scratch = args, scratch
         self.compute = resolve(args.device, args.precision)
         self.ring_seconds, self.mbit = loopback()
-        self.bytes_per_second = memory_rate(self.compute.device)
+        self.hardware = Hardware.measured(self.compute)
         self.rows: dict[str, list[Row]] = {name: [] for name in TABLES}
 
     @property
@@ -152,16 +152,12 @@ class Bench:
     def trained(self) -> None:
         """A model that was trained, as a user serves it."""
         run = RunDir.open(self.args.run)
-        stack_bytes = sum(
-            array.size
-            for block in range(run.config.block_count)
-            for _, array in run.read_block(block)
-        )
+        parameters = parameters_of(run)
         about = {
             "model": f"{run.path.name}, {self.args.precision}",
-            "parameters": stack_bytes,
-            "resident_bytes": stack_bytes * self.compute.dtype.itemsize,
-            "read_bytes": stack_bytes * self.compute.dtype.itemsize,
+            "parameters": parameters,
+            "resident_bytes": parameters * self.compute.dtype.itemsize,
+            "read_bytes": parameters * self.compute.dtype.itemsize,
         }
         self._served(STORED, run.path, run.config.block_count, [], about, several=True)
 
@@ -206,18 +202,24 @@ class Bench:
         folder = self.scratch / f"ring-{len(self.rows['factors'])}-{time.monotonic_ns()}"
         with ring(program, run, blocks, folder, [*self.options, *options]) as (found, client):
             start_seconds = time.monotonic() - began
-            modes = [self._asked(client, *asked) for asked in ASKED]
+            bound = Limit(
+                self.ring_seconds, self.mbit, self.hardware, about["read_bytes"],
+                about["parameters"],
+            )  # fmt: skip
+            modes = [self._asked(client, bound, *asked) for asked in ASKED]
             self.rows["modes"] += [{**about, **row} for row in modes]
             told = factors(*modes)
             ar_ms = 1e3 / modes[0]["bytes_per_second"]
-            read_ms = 1e3 * about["read_bytes"] / self.bytes_per_second
+            read_ms = 1e3 * about["read_bytes"] / self.hardware.bytes_per_second
             taken = {"ar_ms": ar_ms, "read_ms": read_ms, "start_seconds": start_seconds}
             self.rows["factors"].append({**about, **told, **taken})
             self.rows["memory"] += [{**about, **row} for row in found.memory()]
             if several:
                 self.rows["at_once"] += [{**about, **row} for row in self._at_once(client)]
 
-    def _asked(self, client: httpx.Client, mode: str, written: int, times: int) -> Row:
+    def _asked(
+        self, client: httpx.Client, bound: Limit, mode: str, written: int, times: int
+    ) -> Row:
         prompt = self.args.prompts[0].decode(errors="replace")
         asked = request(prompt, written, mode, 0.0)
         streamed(client, asked)  # warm
@@ -226,7 +228,7 @@ class Bench:
             before = loopback_sent()
             answer = streamed(client, asked)
             sent = loopback_sent() - before
-            answers.append(rated(answer, written, sent, self.ring_seconds, self.mbit))
+            answers.append(rated(answer, written, sent, bound))
         told: Row = {key: median(answer[key] for answer in answers) for key in answers[0]}
         trips = told["traversals"] * self.ring_seconds
         return {"mode": mode, "written": written, "trips_seconds": trips, **told}
@@ -277,7 +279,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(args, Path(scratch))
         about = {**provenance(), "ring_seconds": bench.ring_seconds, "mbit": bench.mbit,
-                 "memory_bytes_per_second": bench.bytes_per_second}  # fmt: skip
+                 "hardware": asdict(bench.hardware)}  # fmt: skip
         for name, job in jobs(bench, args):
             started = time.monotonic()
             if started - began > args.seconds:
@@ -300,7 +302,8 @@ def main() -> None:
     for name, why in failed.items():
         print(f"NOT MEASURED: {name}: {why[:300]}")
     print(f"loopback {bench.ring_seconds * 1e6:.0f} us around the ring, {bench.mbit:.0f} Mbit/s;"
-          f" memory {bench.bytes_per_second / 1e12:.2f} TB/s; commit {about['commit']},"
+          f" memory {bench.hardware.bytes_per_second / 1e12:.2f} TB/s,"
+          f" {bench.hardware.flops / 1e12:.0f} TFLOP/s; commit {about['commit']},"
           f" {about['device']}, torch {about['torch']}, seed 0;"
           f" {time.monotonic() - began:.0f} s in all")  # fmt: skip
 

@@ -5,11 +5,15 @@
 Each PART is one table:
 
     stalls       a short request, and answers in progress, while a prompt of 4,000 tokens is read
+    prefixes     a prompt that begins as an earlier one did, against a new one
     concurrency  32 requests at once against one
+    replicas     32 requests with two replicas of a stage against one, with simulated computing
 
 The model has random weights from --seed: a stack of Llama's layers that reads bytes. With --stages
 it is a cascade, with a stage for each block after the first. Router and stages compute with one
-thread each. Writes DIR/PART.json, and prints a table.
+thread each. In `replicas` everything is in one process, and a stage sleeps for --row-ms per row
+instead of computing much, because two replicas on two cores would only share them. Writes
+DIR/PART.json, and prints a table.
 """
 
 import argparse
@@ -27,11 +31,20 @@ from typing import Any
 
 import httpx
 import torch
+from tests.support.local_ring import Ring as LocalRing
+from tests.support.local_ring import answer, running, until
+from tests.support.models import awake_stack
 from tests.support.processes import Processes
 from tests.support.ring import Ring
 
 from blocktrain.config import Config
 from blocktrain.model.stack import new_block
+from blocktrain.numerics.sampling import Sampling
+from blocktrain.serve.ring.activations import Activations
+from blocktrain.serve.ring.batch import SlotLimits
+from blocktrain.serve.ring.compute import StageCompute
+from blocktrain.serve.router.decode import GenerationRequest
+from blocktrain.serve.router.engine import EngineLimits
 from blocktrain.storage.run_dir import RunDir
 from quality import provenance
 
@@ -75,7 +88,7 @@ def random_run(folder: Path, args: argparse.Namespace) -> Path:
     blocks = args.stages + 1
     config = Config().with_settings(
         model__layer="llama", model__layers=args.layers, model__width=args.width,
-        model__heads=args.width // 64, model__window=WINDOW, model__blocks=blocks,
+        model__heads=args.width // 64, model__window=args.window, model__blocks=blocks,
         objective__kind="cascade" if args.stages else "end_to_end", objective__tail=0,
     )  # fmt: skip
     run = RunDir.create(folder / "run", config)
@@ -122,10 +135,10 @@ def stalls(args: argparse.Namespace) -> Row:
         row = asked(args, lambda client: _stalls(client, args.times), "--prefill-chunk", str(chunk))
         rows.append({"chunk": chunk, **row})
         print(json.dumps(rows[-1]), flush=True)
-    print(
-        "| tokens per chunk | short alone, s | while a long prompt is read, s | ratio |"
-        " long prompt alone, s | with short ones, s | tokens/s of 4 answers | while it is read |"
-    )
+    titles = ("tokens per chunk", "short alone, s", "while a long prompt is read, s", "ratio",
+              "long prompt alone, s", "with short ones, s", "tokens/s of 4 answers",
+              "while a prompt is read")  # fmt: skip
+    print(f"| {' | '.join(titles)} |")
     print("|" + "---|" * 8)
     for row in rows:
         print(
@@ -193,6 +206,72 @@ def concurrency(args: argparse.Namespace) -> Row:
     return row
 
 
+def prefixes(args: argparse.Namespace) -> Row:
+    row = asked(args, lambda client: _prefixes(client, args.times))
+    print("| prompt | median, s |\n|---|---|")
+    print("| {LONG} new tokens | {new:.3f} |".format(LONG=LONG, **row))
+    print("| {LONG} tokens, of which {own} are new | {shared:.3f} |".format(LONG=LONG, **row))
+    print("| the new ones alone | {alone:.3f} |".format(**row))
+    return row
+
+
+async def _prefixes(client: Client, times: int) -> Row:
+    own, new, shared, alone = LONG // 50, [], [], []
+    for _ in range(max(1, times // 5)):
+        beginning = client.prompt(LONG - own)
+        new.append(await client.seconds(beginning + client.prompt(own)))
+        shared += [await client.seconds(beginning + client.prompt(own)) for _ in range(5)]
+        alone += [await client.seconds(client.prompt(own)) for _ in range(5)]
+    median = statistics.median
+    return {"own": own, "new": median(new), "shared": median(shared), "alone": median(alone)}
+
+
+def replicas(args: argparse.Namespace) -> Row:
+    rates = {}
+    for count in (1, 2, 1, 2):  # the first two warm up
+        rates[count] = asyncio.run(_replicated(count, args.row_ms / 1e3, args.tokens, args.seed))
+    print("| replicas | tokens/s of 32 requests |\n|---|---|")
+    for count, rate in rates.items():
+        print(f"| {count} | {rate:.1f} |")
+    print(f"{rates[2] / rates[1]:.2f}x (bar: 1.7)")
+    return {"rates": rates, "ratio": rates[2] / rates[1], "row_ms": args.row_ms}
+
+
+async def _replicated(count: int, row_seconds: float, tokens: int, seed: int) -> float:
+    """Tokens per second of 32 requests at once."""
+    config = Config().with_settings(
+        model__layers=2, model__width=16, model__heads=2, model__window=256, model__blocks=2,
+        objective__kind="cascade",
+    )  # fmt: skip
+    ring, numbers = LocalRing(awake_stack(config)), random.Random(seed)
+    for _ in range(count):
+        ring.start(range(1, 2), SlotLimits(64))
+    for compute in ring.computes:
+        slow_down(compute, row_seconds)
+    async with running(ring, ring.engine(EngineLimits(64))) as engine:
+        await until(lambda: len(engine.status()["stages"]) == count)
+        requests = [
+            GenerationRequest(
+                numbers.randbytes(SHORT), tokens, "ar", sampling=Sampling(1.0, seed=n)
+            )
+            for n in range(32)
+        ]
+        began = time.perf_counter()
+        await asyncio.gather(*(answer(engine, request) for request in requests))
+        return 32 * tokens / (time.perf_counter() - began)
+
+
+def slow_down(compute: StageCompute, row_seconds: float) -> None:
+    """Make every row take at least this long."""
+    step = compute.step
+
+    def slow_step(activations: Activations, **more: Any) -> Activations:
+        time.sleep(row_seconds * len(activations.rows))
+        return step(activations, **more)
+
+    compute.step = slow_step  # type: ignore[method-assign]
+
+
 async def _concurrency(client: Client, tokens: int) -> Row:
     rates = {}
     for count in (32, 1, 32):  # the first warms up
@@ -203,7 +282,7 @@ async def _concurrency(client: Client, tokens: int) -> Row:
     return {**rates, "ratio": rates["rate_32"] / rates["rate_1"]}
 
 
-PARTS = {part.__name__: part for part in (stalls, concurrency)}
+PARTS = {part.__name__: part for part in (stalls, prefixes, concurrency, replicas)}
 
 
 def main() -> None:
@@ -213,10 +292,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--window", type=int, default=WINDOW)
     parser.add_argument("--stages", type=int, default=0)
     parser.add_argument("--times", type=int, default=20, help="short requests beside a long prompt")
     parser.add_argument("--chunks", type=int, nargs="+", default=[0, WINDOW])
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer of `concurrency`")
+    parser.add_argument("--row-ms", type=float, default=2.0, help="of a stage of `replicas`")
+    parser.add_argument(
+        "--tokens", type=int, default=64, help="of an answer of `concurrency` or `replicas`"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     here = {**provenance(), "cpus": os.cpu_count(), "load_before": os.getloadavg()[0]}

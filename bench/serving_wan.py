@@ -4,7 +4,8 @@ Not run by itself: it is the part `wan` of bench/serving.py. Hosts are network n
 (tests/support/wan.py; Linux and root). The round trip is that between any two hosts. A traversal
 goes router, stage, stage, stage, router: four hops of half a round trip each. In the limit
 (serving_limit.py) R is measured: for each hop, half the shortest of nine round trips over an open
-connection. Stages report their compute time. Bytes are those of all packets that left a host.
+connection. Memory and arithmetic are measured with one thread, which is what a stage has. Bytes are
+those of all packets that left a host.
 """
 
 import json
@@ -22,7 +23,8 @@ from typing import Any
 from tests.support.wan import Wan, why_not
 
 from blocktrain.protocol.ring_keys import ROUTER, STAGE, Keyring
-from serving_limit import ECHO, STAGES, rated, request, shares
+from blocktrain.storage.run_dir import RunDir
+from serving_limit import ECHO, STAGES, Hardware, Limit, parameters_of, rated, request, shares
 
 COMMAND = [sys.executable, "-m", "blocktrain.cli.main"]
 CLIENT = Path(__file__).with_name("serving_client.py")
@@ -48,6 +50,7 @@ class Hosts:
 
     def __init__(self, wan: Wan, run: Path, blocks: int, folder: Path) -> None:
         self.wan, self._run, self._folder = wan, run, folder
+        self.run = RunDir.open(run)
         self._keys = folder / "keys"
         self._blocks = dict(zip(STAGES, shares(blocks), strict=True))
         keyring = Keyring(self._keys)
@@ -130,17 +133,23 @@ def hosts(
 
 
 def measured(
-    hosts: Hosts, prompts: Sequence[bytes], most_bytes: int, round_trip_ms: float, mbit: float
+    hosts: Hosts,
+    prompts: Sequence[bytes],
+    most_bytes: int,
+    round_trip_ms: float,
+    mbit: float,
+    hardware: Hardware,
 ) -> list[dict[str, Any]]:
     """Every mode; the very first sweep, on connections that never carried one, beside the rest."""
-    ring = hosts.ring_seconds()
+    ring, parameters = hosts.ring_seconds(), parameters_of(hosts.run)
+    bound = Limit(ring, mbit, hardware, 4.0 * parameters, parameters)  # fp32
     texts = [prompt.decode(errors="replace") for prompt in prompts]
     told = []
     hosts.ask(request(texts[0], 1, "ar", 0.0))
     time.sleep(WARM_SECONDS)
     for mode, temperature, times in [(FIRST, 0.0, 1), *ASKED]:
         answers = [
-            timed(hosts, request(text, most_bytes, mode, temperature), ring, mbit)
+            timed(hosts, request(text, most_bytes, mode, temperature), bound)
             for text in texts[:times]
         ]
         means = {key: median(answer[key] for answer in answers) for key in answers[0]}
@@ -149,9 +158,7 @@ def measured(
     return told
 
 
-def timed(
-    hosts: Hosts, request: dict[str, Any], ring_seconds: float, mbit: float
-) -> dict[str, float]:
+def timed(hosts: Hosts, request: dict[str, Any], bound: Limit) -> dict[str, float]:
     before = hosts.sent()
     answer = hosts.ask(request)
-    return rated(answer, request["max_tokens"], hosts.sent() - before, ring_seconds, mbit)
+    return rated(answer, request["max_tokens"], hosts.sent() - before, bound)

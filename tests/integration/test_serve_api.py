@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from blocktrain.errors import ConfigError, OverloadedError, UnavailableError
 from blocktrain.model.stack import Stack
 from blocktrain.numerics.sampling import Sampling
 from blocktrain.protocol.addresses import bound_socket
-from blocktrain.serve.http.answer import AdmissionQueue
+from blocktrain.serve.http.admission import AdmissionQueue
 from blocktrain.serve.http.http_server import ApiSettings, create_app, web_server
 from blocktrain.serve.http.metrics import ServerMetrics
 from blocktrain.serve.http.openai import RequestLimits
@@ -307,6 +307,22 @@ def test_a_server_announces_itself_once_it_accepts_requests(engine: SmallEngine)
         assert answered == [True]
 
 
+def test_a_key_with_many_requests_does_not_delay_another_one(engine: SmallEngine):
+    """The place is taken and one key has eight requests in the queue; the other key's request is
+    the second that is answered from then on."""
+    engine.seconds_per_byte = 0.01
+    with served(engine, replace(SETTINGS, at_once=1)) as address, ExitStack() as stack:
+        body = {"prompt": "", "max_tokens": 20}
+        for _ in range(9):
+            stack.enter_context(raw_request(address, body))
+        wait_for(lambda: gauge(address, "blocktrain_serve_waiting") == 8)
+        other = {"authorization": "Bearer another"}
+        answer = httpx.post(f"{address}/v1/completions", json=body, headers=other, timeout=SECONDS)
+        assert answer.status_code == 200
+        assert engine.finished <= 3
+        assert gauge(address, "blocktrain_serve_queue_seconds_count") >= 2
+
+
 def test_a_server_that_stops_ends_answers_in_progress_with_an_error(engine: SmallEngine):
     engine.seconds_per_byte = 0.01
     listener = bound_socket("127.0.0.1", 0)
@@ -528,6 +544,8 @@ def test_the_request_log_tells_times_and_tokens_but_no_texts(engine: SmallEngine
     assert (first["mode"], first["answers"], first["finish_reasons"]) == ("ar", 2, ["length"] * 2)
     assert (first["prompt_tokens"], first["completion_tokens"], first["traversals"]) == (8, 10, 10)
     assert 0 < first["first_token_seconds"] <= first["seconds"]
+    assert 0 <= first["queue_seconds"] < first["seconds"]
+    assert first["queue_length"] == 0
     assert (second["status"], "mode" in second) == (401, False)
     assert "secret" not in text and KEY not in text
     with pytest.raises(ConfigError, match="use another file"):

@@ -1,5 +1,6 @@
 """`blocktrain serve` as an operator runs it: behind TLS, with its page in a real browser."""
 
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -225,7 +226,8 @@ GROWTH = """() => {
 
 def test_a_server_reports_loading_each_request_and_stopping(run: Path, tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
-        server = processes.serve(run, "127.0.0.1:0", "--api-key", KEY)
+        profile = tmp_path / "trace.json"
+        server = processes.serve(run, "127.0.0.1:0", "--api-key", KEY, "--profile", profile)
         said = server.log.read_text
         processes.wait_for("it says that it loads", lambda: "loading 2 blocks" in said(), SECONDS)
         processes.wait_for("it serves", lambda: "serving small" in said(), SECONDS)
@@ -235,9 +237,16 @@ def test_a_server_reports_loading_each_request_and_stopping(run: Path, tmp_path:
         (line,) = [line for line in said().splitlines() if "mine-1" in line]
         assert line.split()[1:3] == ["INFO", "blocktrain.serve.http.http_server:"]
         assert "GET /v1/models: 401 in " in line
+        headers = {"authorization": f"Bearer {KEY}"}
+        body = {"prompt": "The ", "max_tokens": 5}
+        url = models.replace("/models", "/completions")
+        assert httpx.post(url, json=body, headers=headers, timeout=SECONDS).status_code == 200
         server.process.send_signal(signal.SIGINT)
         processes.wait_for("it ends", lambda: server.code is not None, SECONDS)
     assert "WARNING blocktrain.serve.http.http_server: stopping" in said()
+    traced = {event["name"] for event in json.loads(profile.read_text())["traceEvents"]}
+    assert {"block 0: layers", "block 1: layers", "round trip"} & traced
+    assert "block 1  " in said().split("profile: ")[1]
     assert "is gone" not in said()  # of stages that the server itself ended
 
 

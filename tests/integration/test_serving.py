@@ -54,7 +54,11 @@ def alone(run: Path) -> dict[float, str]:
 def shared_ring(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     with (
         Processes(tmp_path_factory.mktemp("ring")) as processes,
-        closing(Ring(processes, run, STAGES, "--patience", str(PATIENCE_SECONDS))) as ring,
+        closing(
+            Ring(
+                processes, run, STAGES, "--patience", str(PATIENCE_SECONDS), "--prefill-chunk", "4"
+            )
+        ) as ring,
     ):
         yield ring
 
@@ -105,6 +109,24 @@ def test_a_stage_lost_on_the_way_is_replaced_and_the_output_stays(
     assert text == alone[1.0]
     assert ring.known() == len(STAGES) - 1
     assert max(after - before for before, after in pairwise(moments)) < LONGEST_PAUSE[harm]
+
+
+def test_a_shared_beginning_is_computed_once_and_again_by_stages_that_lack_it(
+    ring: Ring, run: Path
+) -> None:
+    prompt = "The module that is described here "
+    fields = {**asked(1.0, mode="ar"), "prompt": prompt, "max_tokens": 20}
+    stack = load_stack(RunDir.open(run), resolve("cpu", "fp32"))
+    alone = bytes(generate(stack, prompt.encode(), 20, Sampling(1.0, seed=7)))
+    for cached_tokens in (0, len(prompt) - 1, 0):
+        answer = ring.ask(**fields).json()
+        assert answer["choices"][0]["text"] == alone.decode(errors="replace")
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": cached_tokens}
+        if cached_tokens:
+            for name in ("two", "spare"):
+                ring.stages[name].kill()
+            ring.wait(1)
+            ring.mend()
 
 
 def test_without_a_stage_there_is_a_clear_error_and_service_comes_back_with_it(

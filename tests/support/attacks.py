@@ -49,6 +49,8 @@ class Plan:
     """One worker's attack on one block. By default an honest worker."""
 
     trains = True
+    commits = True  # names the states of its leases, so that parts of them can be replayed
+    reveals = True  # sends the files that a replay needs
 
     def __init__(self, seed: int = 0) -> None:
         self.draws = np.random.default_rng(seed)
@@ -90,8 +92,8 @@ class NoiseAtLimit(Plan):
 
 class NoiseOfHonestSize(Plan):
     def change(self, turn: Turn) -> Tensors:
-        noise = noise_like(self.draws, turn.base)
-        return {name: noise[name] * rms(change) for name, change in turn.change.items()}
+        signs = signs_like(self.draws, turn.base)
+        return {name: signs[name] * rms(change) for name, change in turn.change.items()}
 
 
 class OtherWeights(Plan):
@@ -137,7 +139,7 @@ class Drift(Plan):
         self._direction: Tensors = {}
 
     def change(self, turn: Turn) -> Tensors:
-        self._direction = self._direction or noise_like(self.draws, turn.base)
+        self._direction = self._direction or signs_like(self.draws, turn.base)
         return {
             name: change + np.float32(self.share * rms(change)) * self._direction[name]
             for name, change in turn.change.items()
@@ -255,6 +257,18 @@ class StrongBackdoor(Backdoor):
     share = 0.5
 
 
+class UncommittedBackdoor(StrongBackdoor):
+    """The same, and names no states."""
+
+    commits = False
+
+
+class WithheldBackdoor(StrongBackdoor):
+    """The same, names its states, and never sends them."""
+
+    reveals = False
+
+
 PLANS: dict[str, Callable[[int], Plan]] = {
     "honest": Plan,
     "sign-flip": Scaled,
@@ -281,6 +295,8 @@ PLANS: dict[str, Callable[[int], Plan]] = {
     "wrong-text": WrongText,
     "backdoor": Backdoor,
     "backdoor-strong": StrongBackdoor,
+    "backdoor-uncommitted": UncommittedBackdoor,
+    "backdoor-withheld": WithheldBackdoor,
 }
 
 
@@ -304,6 +320,11 @@ def noise_like(draws: np.random.Generator, tensors: Tensors) -> Tensors:
         name: draws.standard_normal(array.shape, dtype=np.float32)
         for name, array in sorted(tensors.items())
     }
+
+
+def signs_like(draws: np.random.Generator, tensors: Tensors) -> Tensors:
+    """Noise of which no number is larger than others, and so above a limit."""
+    return {name: np.sign(noise) for name, noise in noise_like(draws, tensors).items()}
 
 
 def at_limit(turn: Turn, tensors: Tensors) -> Tensors:

@@ -56,8 +56,10 @@ class HostileBlock(LocalBlock):
         kept: KeptStates | None,
         new_plan: Callable[[], Plan],
     ) -> None:
-        text = poisoned(corpus, new_plan(), config.model.window)
-        super().__init__(config, text, compute, transfer, scratch, on_astray, kept)
+        plan = new_plan()
+        text = poisoned(corpus, plan, config.model.window)
+        shown = kept if plan.commits else None
+        super().__init__(config, text, compute, transfer, scratch, on_astray, shown)
         self._parts = (config, text, compute, scratch)
         self._new_plan = new_plan
         self._plans: dict[int, Plan] = {}  # by block

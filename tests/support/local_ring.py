@@ -20,6 +20,7 @@ from blocktrain.serve.router.decode import AnswerCost, GenerationRequest
 from blocktrain.serve.router.engine import EngineLimits, RingEngine
 from blocktrain.serve.router.first_block import DraftModel, FirstBlock
 from blocktrain.serve.router.pipeline import Pipeline
+from blocktrain.serve.router.profile import NO_PROFILER, Profiler
 
 PATIENT = EngineLimits(requests=8, patience_seconds=20.0)
 SECONDS = 30.0
@@ -69,10 +70,11 @@ class Ring:
         wire: str = "fp32",
         reach: Reach | None = None,
         draft: DraftModel | None = None,
+        profiler: Profiler = NO_PROFILER,
     ) -> RingEngine:
         pipeline = Pipeline(list(self.servers), self.stack.config, reach or self.reach)
         front = FirstBlock(stage(self.stack, range(1), self.readout))
-        return RingEngine(front, pipeline, "a router", wire, limits, spell_byte, draft)
+        return RingEngine(front, pipeline, "a router", wire, limits, spell_byte, draft, profiler)
 
     async def reach(self, address: str) -> RingConnection:
         """As a router does."""

@@ -1,7 +1,8 @@
 """A run with real workers and a real coordinator, one event after another in virtual time.
 
 The coordinator's service answers over HTTP in this process. Workers lease, train, sign and send
-with the worker's own code. Nothing sleeps, and the same crew gives the same run. What a real
+with the worker's own code. Nothing sleeps. Runs of the same crew differ only in what the
+coordinator draws in secret: which leases are replayed, and the windows of scores. What a real
 process adds (threads, heartbeats, restarts) is left out.
 """
 
@@ -38,7 +39,7 @@ from blocktrain.protocol.identity import WorkerKey
 from blocktrain.protocol.invite import Invite
 from blocktrain.protocol.messages import Finished, Lease, LeaseAnswer, LeaseRequest, Wait
 from blocktrain.storage import tensor_file
-from blocktrain.training.device import resolve
+from blocktrain.training.device import Compute, resolve
 from blocktrain.training.evaluate import evaluate, to_device
 from blocktrain.training.stored_models import load_block
 from blocktrain.worker.client import Client
@@ -90,6 +91,11 @@ class SteppedWorker:
     def block(self) -> LocalBlock:
         return self.session.block
 
+    @property
+    def reveals(self) -> bool:
+        """Whether it sends the files that it is asked for."""
+        return PLANS[self.member.plan](0).reveals
+
     def request(self, *, at_once: bool = True) -> LeaseAnswer | None:
         """None if the coordinator refuses."""
         request = LeaseRequest(
@@ -104,7 +110,7 @@ class SteppedWorker:
         except RefusedError as refused:
             self.ended = str(refused)
             return None
-        if answer.reveal:
+        if answer.reveal and self.reveals:
             self.session.kept.reveal(answer.reveal)
         return answer
 
@@ -184,11 +190,13 @@ class SteppedRun:
         seed: int = 0,
         validators: Sequence[str] = (),
         new_pace: Callable[[], Pace] | None = None,
+        compute: Compute = CPU,
     ) -> None:
         """`validators`: "honest" or "lying" each. Without any, updates are merged unchecked.
-        `new_pace`: how workers cut leases into segments; by default into two."""
+        `new_pace`: how workers cut leases into segments; by default into two. `compute`: that of
+        the workers; validators compute in fp32."""
         torch.set_num_threads(1)
-        self.config, self.corpus, self.crew = config, corpus, crew
+        self.config, self.corpus, self.crew, self._compute = config, corpus, crew, compute
         self._folder, self._seed = folder, seed
         self.clock = SetClock()
         self._began = self.clock()
@@ -327,8 +335,8 @@ class SteppedRun:
 
     def _finish(self, worker: SteppedWorker, lease: Lease) -> None:
         work = worker.train(lease)
-        if not worker.block.encodes:
-            worker.send(work, final=False)
+        if not worker.block.encodes or worker.member.hostile:  # it continues no lease
+            worker.send(work, final=worker.member.hostile)
             self._ask(worker)
             return
         answer = worker.request()
@@ -378,7 +386,7 @@ class SteppedRun:
         events = EventReporter(on_event, transfer.bandwidth, client.clock)
         kept = KeptStates(client, folder, transfer.bandwidth)
         kept.pace = self._new_pace()
-        parts = (self.config, self.corpus, CPU, transfer, folder, lambda text: None, kept)
+        parts = (self.config, self.corpus, self._compute, transfer, folder, lambda text: None, kept)
         block = (
             HostileBlock(*parts, lambda: PLANS[member.plan](self._seed))
             if member.hostile

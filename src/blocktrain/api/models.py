@@ -22,6 +22,7 @@ from blocktrain.interop.importing import Import
 from blocktrain.model.stack import Stack, as_stack, read_out
 from blocktrain.numerics.sampling import Sampling
 from blocktrain.serve.router import first_block
+from blocktrain.serve.router.profile import NO_PROFILER, Profiler
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import resolve
 from blocktrain.training.estimation import training_flops
@@ -87,9 +88,11 @@ def load(
     device: str = "auto",
     precision: str = "auto",
     blocks: int | None = None,
+    frozen: bool = False,
 ) -> "Model":
     """Load a model: the folder of a trained, fetched, imported or exported run, or a Hugging Face
-    folder. `blocks`: use only this many, the first ones (early exit).
+    folder. `blocks`: use only this many, the first ones (early exit). `frozen`: store weights in
+    the precision of computing instead of fp32, for a model that is not to be trained.
 
     A Hugging Face folder is converted in a temporary folder of the same size.
     """
@@ -97,9 +100,9 @@ def load(
     if (folder / CONFIG).is_file() and not (folder / "config.toml").exists():
         with tempfile.TemporaryDirectory(prefix="blocktrain-") as scratch:
             run = Import(open_checkpoint(str(folder)), blocks=1).write(Path(scratch) / "run")
-            return Model(run, load_stack(run, compute).first(blocks))
+            return Model(run, load_stack(run, compute, frozen=frozen).first(blocks))
     run = RunDir.open(folder)
-    return Model(run, load_stack(run, compute).first(blocks))
+    return Model(run, load_stack(run, compute, frozen=frozen).first(blocks))
 
 
 def import_hf(
@@ -230,12 +233,15 @@ class Model(nn.Module):
         seed: int = 0,
         readout: str | None = None,
         start: str = "mean",
+        profiler: Profiler = NO_PROFILER,
     ) -> Iterator[int]:
         """Like `generate`, but yields tokens. `start`: what denoising blocks refine first, the
         `mean` of all targets or random `noise`."""
         ids, sampling = self.tokenizer.encode(prompt, marks=True), Sampling(temperature, seed=seed)
-        chosen = self._readout(readout)
-        return first_block.generate(self.stack, ids, tokens, sampling, readout=chosen, start=start)
+        return first_block.generate(
+            self.stack, ids, tokens, sampling,
+            readout=self._readout(readout), start=start, profiler=profiler,
+        )  # fmt: skip
 
     def evaluate(
         self,

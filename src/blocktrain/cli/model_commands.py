@@ -76,6 +76,7 @@ def fetch_command(invite: str, at: tuple[str, ...], out: Path, as_json: bool) ->
 @options.device
 @options.thread_count
 @options.precision
+@options.profile
 @options.as_json
 def generate_command(
     run: Path,
@@ -88,19 +89,23 @@ def generate_command(
     first_blocks: int | None,
     device: str,
     precision: str,
+    profile: Path | None,
     as_json: bool,
 ) -> None:
     """Continue a prompt with the model of RUN."""
     if not math.isfinite(temperature):
         raise click.BadParameter("must be a finite number", param_hint="--temperature")
     from blocktrain.api.models import load
+    from blocktrain.serve.router.profile import NO_PROFILER, Profiler
 
-    model = load(run, device=device, precision=precision, blocks=first_blocks)
+    model = load(run, device=device, precision=precision, blocks=first_blocks, frozen=True)
+    profiler = Profiler() if profile else NO_PROFILER
     options: dict[str, Any] = {
         "temperature": temperature,
         "seed": seed,
         "readout": None if readout == "auto" else readout,
         "start": start,
+        "profiler": profiler,
     }
     started = time.perf_counter()
     if as_json:
@@ -115,12 +120,15 @@ def generate_command(
             "seconds": seconds,
         }
         click.echo(json.dumps(answer))
-        return
-    click.echo(prompt, nl=False)
-    for piece in model.stream(prompt, count, **options):
-        click.echo(piece, nl=False)
-        sys.stdout.flush()
-    click.echo()
+    else:
+        click.echo(prompt, nl=False)
+        for piece in model.stream(prompt, count, **options):
+            click.echo(piece, nl=False)
+            sys.stdout.flush()
+        click.echo()
+    if profile:
+        profiler.write(profile)
+        click.echo(profiler.table(), err=True)
 
 
 @click.command("import")

@@ -165,6 +165,13 @@ precision = choice(
     "bf16",
     help="Compute precision. auto: bf16 if the device is fast at it, otherwise fp32.",
 )
+profile = click.option(
+    "--profile",
+    type=FILE_OR_FOLDER,
+    metavar="FILE",
+    help="Measure where the time of traversals goes: a table at the end, and a trace in FILE, which"
+    " https://ui.perfetto.dev opens.",
+)
 first_blocks = click.option(
     "--blocks",
     "first_blocks",

@@ -148,7 +148,16 @@ def shared_options(command: options.Command) -> options.Command:
 @shared_options
 @click.option(
     "--most-requests", type=COUNT, default=32,
-    help="Answers generated at the same time; as many more requests may wait.",
+    help="Answers generated at the same time; further requests wait.",
+)  # fmt: skip
+@click.option(
+    "--most-waiting", type=click.IntRange(min=0), default=64,
+    help="Requests of one API key that may wait for a place. A free place goes to the key with the"
+    " fewest answers in progress.",
+)  # fmt: skip
+@click.option(
+    "--queue-seconds", type=click.FloatRange(min=0.0), default=30.0,
+    help="How long a request may wait for a place.",
 )  # fmt: skip
 @options.connections(2048)
 @click.option("--most-tokens", type=COUNT, default=4096, help="Tokens of the longest answer.")
@@ -161,6 +170,7 @@ def shared_options(command: options.Command) -> options.Command:
     "--request-log", type=FILE_OR_FOLDER, metavar="FILE",
     help="Append a line of JSON for each request: times, tokens and drafts, but no texts.",
 )  # fmt: skip
+@options.profile
 @click.option(
     "--patience", type=click.FloatRange(min=0.0), default=10.0,
     help="Seconds a request waits for a lost stage to come back.",

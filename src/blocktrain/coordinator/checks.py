@@ -51,7 +51,7 @@ CHECK_BYTES_PER_SECOND = 1e6
 REPLAY_SLOWNESS = 10.0  # a validator may need so much longer than the worker for a whole lease
 # A score costs four forward passes over its windows. Their number is chosen so that this is a small
 # share of the lease's training (three passes over each window of each step).
-SCORE_SHARE, FEWEST_WINDOWS, MOST_WINDOWS = 0.04, 32, 128
+SCORE_SHARE, FEWEST_WINDOWS, MOST_WINDOWS = 0.03, 32, 128
 
 
 class Checks:

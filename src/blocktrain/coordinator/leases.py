@@ -36,11 +36,13 @@ from blocktrain.swarm import assignment, lease_terms
 from blocktrain.swarm.assignment import WorkRequest
 from blocktrain.swarm.dispatcher import Dispatcher, Speeds
 from blocktrain.swarm.order import Order
+from blocktrain.swarm.reputation import MOST_OWING
 from blocktrain.swarm.state import BlockState
 
 MAX_CACHED_GRANTS = 4096  # by lease; the ledger has the others
 MAX_CACHED_REPORTS = 16_384
 LONG_POLL_SECONDS = 1.0  # longest delay of an answer "ask again soon"
+OWING_SECONDS = 5.0  # until the next request of a worker that has to send files first
 CHUNK_RECORD_SECONDS = 5.0  # least time between two ledger writes for the chunks of a lease
 
 
@@ -120,11 +122,12 @@ class Leases:
             lease, blocks = tx.leases.open_of(caller.worker), tx.blocks.states()
             control.require_current(blocks[0].total_batches, self.run.config, request.run_steps)
             is_final = _trained_last_lease(blocks, work)
-            choice = lease or _pause(worker, now) or self._choose(tx, blocks, work, now)
+            reveal = self._reveal_of(tx, caller.worker, now)
+            reason_to_wait = _pause(worker, now) or _owes_files(tx, caller.worker, reveal)
+            choice = lease or reason_to_wait or self._choose(tx, blocks, work, now)
             answer = (
                 self._message(tx, choice, worker, now) if isinstance(choice, LeaseRow) else choice
             )
-            reveal = self._reveal_of(tx, caller.worker, now)
             return LeaseAnswer(answer=answer, final_update=is_final, reveal=reveal)
 
     def _choose(
@@ -373,6 +376,15 @@ def _pause(worker: WorkerRow, now: float) -> Wait | None:
         return None
     reason = f"updates of this worker or of its invite failed checks; it pauses for {left:.0f} s"
     return Wait(seconds=min(left, LONGEST_PAUSE), reason=reason)
+
+
+def _owes_files(tx: Transaction, worker: str, reveal: Reveal | None) -> Wait | None:
+    """A wait for the files of an old lease. Without it a worker that never sends any would go on
+    for as long as a slow one needs to send them."""
+    if reveal is None or tx.leases.count_since(worker, reveal.lease) < MOST_OWING:
+        return None
+    reason = f"first send the files of lease {reveal.lease}, of which a part is trained again"
+    return Wait(seconds=OWING_SECONDS, reason=reason)
 
 
 def _extend(tx: Transaction, lease: LeaseRow, deadline: float) -> LeaseRow:

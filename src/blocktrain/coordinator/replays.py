@@ -58,7 +58,7 @@ from blocktrain.swarm.replay import Comparison
 # How long a worker has to send files after it was asked. One that was never asked has left.
 REVEAL_SECONDS, REVEAL_BYTES_PER_SECOND = 120.0, 1e5
 FORGOTTEN_SECONDS = 3600.0
-MOST_FILES_SIZE = 8  # of all files together, in sizes of the block
+MOST_FILES_SIZE = 10  # of all files together, in sizes of the block
 LARGEST_FILE = 3  # in sizes of the block, and so much more for headers:
 HEADER_BYTES = 1 << 20
 EARLIER = 8  # updates of a worker in which the state may be found that a lease began with
@@ -92,10 +92,6 @@ class _Replay(NamedTuple):
     @property
     def is_encoded(self) -> bool:
         return self.claim.codec != "none"
-
-    @property
-    def is_last(self) -> bool:
-        return self.segment == len(self.commitment.weights) - 2
 
     @property
     def residual(self) -> Hash | None:
@@ -152,8 +148,9 @@ class _Replay(NamedTuple):
         files = [*own.weights[at : at + 2], *own.moments[at : at + 2]]
         if self.has_opening and self.added:
             files.append(self.added)
-        if self.is_encoded and self.is_last:
-            files += [own.weights[0], *([self.residual] if self.residual else ())]
+        if self.is_encoded:
+            residual = [self.residual] if self.residual else []
+            files += [own.weights[0], own.weights[-1], *residual]
         sent = blob_of(self.claim.recipe).name  # without a codec, the last weights
         return [name for name in dict.fromkeys(files) if name != sent]
 
@@ -177,7 +174,13 @@ class Replays:
         if update is None or worker is None:
             return
         lot = secret_number(self.run, "replay", lease_id) / SECRET_NUMBERS
-        if lot < reputation.replay_probability(worker):
+        if lot >= reputation.replay_probability(worker):
+            return
+        if signed_claim(update).commitment is None:
+            lease = tx.leases.get(lease_id)
+            assert lease is not None
+            self._not_replayed(tx, lease, "its update names no states to train it again from")
+        else:
             self.add(tx, update)
 
     def add(self, tx: Transaction, update: UpdateRow) -> None:
@@ -218,8 +221,12 @@ class Replays:
 
     async def receive(self, caller: Caller, lease: str, offer: RevealOffer) -> UploadState:
         """Take the recipes of files that a worker was asked for. Returns the chunks that are still
-        missing; once there are none, validators may have the replay."""
+        missing; once there are none, validators may have the replay. Without recipes there is no
+        replay."""
         chosen, largest = await self._executor.run(self.find, caller, lease)
+        if not offer.recipes:
+            await self._executor.run(self.give_up, chosen.row.id, chosen.lease)
+            return UploadState(missing=())
         state = await run_in_threadpool(self.store, chosen, largest, offer)
         if not state.missing:
             await self._executor.run(self.arrived, chosen.row.id)
@@ -271,6 +278,14 @@ class Replays:
         with self.run.ledger.write() as tx:
             tx.checks.files_arrived(check, self.run.clock())
 
+    def give_up(self, check: str, lease: LeaseRow) -> None:
+        """Drop a replay whose files its worker does not have any more."""
+        with self.run.ledger.write() as tx:
+            tx.blocks.lock()
+            if tx.checks.get(check):
+                tx.checks.drop(check)
+                self._not_replayed(tx, lease, "its worker does not have what a replay needs")
+
     def noticed(self, due: Iterable[CheckRow]) -> None:
         """Take note of all checks without a result."""
         self._any_hidden = any(row.state == "hidden" for row in due)
@@ -282,8 +297,7 @@ class Replays:
                 tx.checks.drop(row.id)
                 lease = tx.leases.get(row.lease)
                 assert lease is not None
-                add_event(tx, now, "checked", lease, "its worker did not send what a replay needs")
-                standing.suspected(self.run, tx, lease, reputation.NOT_REVEALED)
+                self._not_replayed(tx, lease, "its worker did not send what a replay needs")
             elif row.deadline is None and row.created < now - FORGOTTEN_SECONDS:
                 tx.checks.drop(row.id)
 
@@ -334,12 +348,13 @@ class Replays:
 
     def _closing(self, chosen: _Replay) -> EncodingLink | None:
         own = chosen.commitment
-        if not chosen.is_encoded or not chosen.is_last:
+        if not chosen.is_encoded:
             return None
         assert own.learned is not None and own.residual is not None, "checked with the offer"
         return EncodingLink(
             update=blob_of(chosen.claim.recipe),
             start=self._blob(own.weights[0]),
+            end=self._blob(own.weights[-1]),
             residual=self._blob(chosen.residual) if chosen.residual else None,
             learned=own.learned,
             left_out=own.residual,
@@ -415,7 +430,7 @@ class Replays:
             standing.judge_validators(self.run, tx, lease, found.confirmed, found.overruled)
 
     def take_dishonest(self) -> set[str]:
-        """Workers whose replays have differed since the last call."""
+        """Workers that were excluded because of replays since the last call."""
         dishonest, self._dishonest = self._dishonest, set()
         return dishonest
 
@@ -436,8 +451,13 @@ class Replays:
             standing.replayed(self.run, tx, lease, agrees=True, was_refused=was_refused)
         elif not chosen.follows_refused:
             detail = "replay: it did not begin where an earlier lease ended, nor anew"
-            add_event(tx, now, "checked", lease, detail)
-            standing.suspected(self.run, tx, lease, reputation.UNLINKED)
+            self._not_replayed(tx, lease, detail)
+
+    def _not_replayed(self, tx: Transaction, lease: LeaseRow, detail: str) -> None:
+        """A replay shows nothing, because of something that the worker did."""
+        add_event(tx, self.run.clock(), "checked", lease, detail)
+        if standing.not_replayed(self.run, tx, lease):
+            self._dishonest.add(lease.worker)
 
 
 def _sizes(recipes: Iterable[Recipe]) -> dict[str, int]:

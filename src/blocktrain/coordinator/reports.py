@@ -168,7 +168,9 @@ class Reports:
                 updates=row.updates_merged,
                 seconds_since_seen=max(0.0, now - row.seen),
                 moved=moved[row.id],
-                trust=_trust(row) if row.accepted or row.refused or row.suspicion else None,
+                trust=_trust(row)
+                if row.accepted or row.refused or reputation.distrust(row)
+                else None,
             )
             for row in rows
         )
@@ -274,7 +276,7 @@ def _trust(row: WorkerRow) -> Trust:
         accepted=row.accepted,
         refused=row.refused,
         replayed=row.replayed,
-        suspicion=row.suspicion,
+        suspicion=reputation.distrust(row),
         newcomer=reputation.is_newcomer(row),
     )
 

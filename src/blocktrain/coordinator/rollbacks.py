@@ -40,7 +40,7 @@ class Rollbacks:
     def remove_updates_of(self, workers: Collection[str]) -> int:
         """Remove the updates of dishonest workers from all blocks, as far back as updates are kept.
         Returns the number of new versions."""
-        reason = "a replay has shown that its worker did not train as it said"
+        reason = "replays have not shown that its worker trained as it said"
         return sum(
             self._remove(block, lambda row: row.worker in workers, reason) is not None
             for block in range(self.run.config.block_count if workers else 0)

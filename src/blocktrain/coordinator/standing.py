@@ -53,10 +53,12 @@ def replayed(
     _record(run, tx, worker, standing)
 
 
-def suspected(run: Run, tx: Transaction, lease: LeaseRow, evidence: float) -> None:
-    """Something about a lease speaks against its worker, but proves nothing."""
+def not_replayed(run: Run, tx: Transaction, lease: LeaseRow) -> bool:
+    """A replay was impossible because of its worker. Returns whether the worker is excluded."""
     worker = _worker(tx, lease.worker)
-    _record(run, tx, worker, Reputation.of(worker).suspected(evidence))
+    standing = Reputation.of(worker).after_no_replay()
+    _record(run, tx, worker, standing)
+    return standing.excluded
 
 
 def judge_validators(
@@ -89,6 +91,6 @@ def _record(
     detail = f"{standing.refused} of {standing.refused + standing.accepted} updates failed checks"
     if worker.role == "validate":
         detail = "other validators could not repeat its results"
-    detail = f"{worker.name}: {detail} (suspicion {standing.suspicion:.1f})"
+    detail = f"{worker.name}: {detail} (suspicion {reputation.distrust(standing):.1f})"
     tx.events.add(run.clock(), "excluded", worker.id, detail=detail)
     log.warning("a worker is excluded: %s", detail, extra={"worker": worker.id})

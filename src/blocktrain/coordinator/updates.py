@@ -55,7 +55,7 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.protocol.status_messages import Moved
 from blocktrain.storage.chunks import name_of
-from blocktrain.swarm import merging_rules
+from blocktrain.swarm import merging_rules, reputation
 from blocktrain.swarm.merging_rules import UpdateRefusal
 
 URL_SECONDS = 3600
@@ -318,7 +318,8 @@ class Updates:
         if reason:
             refuse_update(tx, lease, reason, now, give_back=in_time)
             if finding.fault:
-                standing.update_refused(self.run, tx, lease, finding.fault)
+                evidence = reputation.UNUSUAL if finding.is_possible else reputation.REFUSED
+                standing.update_refused(self.run, tx, lease, finding.fault, evidence)
             return Receipt(state="refused", reason=reason, weight=0.0)
         weight = merging_rules.update_weight(self.run.config.swarm, version, base)
         norms = finding.move.to_json() if finding.move else None

@@ -46,10 +46,12 @@ HISTORY_SECONDS = 5.0
 
 
 class Finding(NamedTuple):
-    """What is wrong with an update's numbers, or else how far they move its block."""
+    """What is wrong with an update's numbers, or else how far they move its block. `is_possible`:
+    honest training can give them; they are only unusual."""
 
     fault: str  # empty if there is none
     move: Move | None = None
+    is_possible: bool = False
 
 
 class UpdateVerifier:
@@ -115,10 +117,13 @@ class UpdateVerifier:
             return Finding(str(error))
         move = Move(lease_rates(self.run.config, lease), sizes, room)
         history = self._history(base)
-        fault = bounds.fault(move, history)
-        if fault:  # rarely: only now it is worth reading the base, to allow for its size
-            fault = bounds.fault(move, history, weights_sizes(self.run.blobs, base.weights, specs))
-        return Finding(fault, None if fault else move)
+        if not bounds.fault(move, history):
+            return Finding("", move)
+        # Rarely: only now it is worth reading the base, to allow for its size.
+        weights = weights_sizes(self.run.blobs, base.weights, specs)
+        fault = bounds.fault(move, history, weights)
+        is_possible = not bounds.fault(move, (), weights)
+        return Finding(fault, None if fault else move, is_possible)
 
     def _change(
         self, recipe: Recipe, base: Version, specs: Sequence[TensorSpec]

@@ -189,6 +189,14 @@ class LeaseTable(Statements):
         same = select(leases).where(leases.c.worker == worker, in_state(leases, *states))
         return self.rows(LeaseRow, same.order_by(leases.c.created))
 
+    SINCE = select(func.count()).where(leases.c.id > the_lease, leases.c.worker == the_worker)
+
+    def count_since(self, worker: str, lease: str) -> int:
+        """How many leases a worker got after this one; their ids begin with the time."""
+        return self.connection.execute(
+            self.SINCE, {"the_lease": lease, "the_worker": worker}
+        ).scalar_one()
+
     ALL_ACTIVE = select(leases).where(in_state(leases, *ACTIVE))
 
     def active(self) -> list[LeaseRow]:

@@ -147,6 +147,7 @@ class WorkerRow:
     excluded: AddedFlag = False  # gets no leases and no checks any more
     excluded_until: float | None = None  # gets no leases before this time
     suspicion: AddedReal = 0.0  # evidence that it is dishonest: a log likelihood ratio, 0 or more
+    unexplained: AddedReal = 0.0  # evidence that it hides how it trained; only replays lower it
     replayed: Added = 0  # checks by replay that agreed with its updates
     speed: float | None = None  # steps per second of its fastest update that passed its checks
     checks: Added = 0  # checks that it has done as a validator

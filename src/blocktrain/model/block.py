@@ -15,14 +15,20 @@ from typing import TypeVar, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktrain.config import BYTE_VOCABULARY, Config, ModelConfig
 from blocktrain.model.cache import BlockCache, LayerCache
 from blocktrain.model.layer import Layer, Rotation, layer_class
-from blocktrain.model.linear import Linear, linear_cross_entropy
+from blocktrain.model.linear import (
+    Linear,
+    linear_cross_entropy,
+    matrix_product,
+    row_product_for,
+    use_row_products,
+)
+from blocktrain.model.row_product import RowProduct
 
 EMBED_STD, TIED_EMBED_STD = 0.1, 0.02
 # Multiplies the logits, so that under AdamW a zero-initialised head learns as fast as the layers.
@@ -84,6 +90,10 @@ class Block(nn.Module):
         """Parameters without weight decay, except those of the block's layers."""
         return iter(())
 
+    def use_row_products(self) -> None:
+        """Compute single rows faster on a CPU. Call it once the weights are final."""
+        use_row_products(self, self.compute_dtype)
+
     def embedded(self, ids_BT: Tensor) -> Tensor:
         assert self.embed is not None
         out: Tensor = self.embed(ids_BT.long()).to(self.compute_dtype)
@@ -128,8 +138,11 @@ class Trunk(Block):
 
         Inputs are ids (B x T) if the block has an embedding, else features (B x T x D).
         """
-        x = self.embedded(inputs) if self.embed is not None else inputs.to(self.compute_dtype)
-        return self.run(self.layers, x, cache.layers if cache else None)
+        return self.run(self.layers, self.entered(inputs), cache.layers if cache else None)
+
+    def entered(self, inputs: Tensor) -> Tensor:
+        """What the first layer reads: embedded ids, or features in the type to compute in."""
+        return self.embedded(inputs) if self.embed is not None else inputs.to(self.compute_dtype)
 
     def run(
         self, layers: nn.ModuleList, x_BTD: Tensor, caches: Sequence[LayerCache] | None
@@ -146,6 +159,7 @@ class CausalBlock(Trunk):
         model, tokens = config.model, config.vocabulary.size
         self.tokens, self.gain = tokens, logit_gain(model)
         self.tail = new_layers(model, config.tail_layers(index))
+        self.row_product: RowProduct | None = None  # of the head
         self.norm: nn.Module | None = None
         self.head: Linear | None = None
         if config.has_head(index):
@@ -171,8 +185,13 @@ class CausalBlock(Trunk):
         return self.run(self.tail, features_BTD, cache.tail if cache else None)
 
     def predict(self, private: Tensor) -> Tensor:
-        weight = self.head_weight.to(private.dtype)
-        return self.gain * F.linear(self.normed(private), weight).float()
+        logits = matrix_product(self.normed(private), self.head_weight, None, self.row_product)
+        return self.gain * logits.float()
+
+    def use_row_products(self) -> None:
+        super().use_row_products()
+        if self.norm is not None:
+            self.row_product = row_product_for(self.head_weight, self.compute_dtype)
 
     def logits_of(self, features_BTD: Tensor) -> LogitsAt:
         private_BTD = self.private(features_BTD)

@@ -64,6 +64,18 @@ def rotate(x_BTHK: Tensor, by: Rotation) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def attention_of_one(q_BH1K: Tensor, cached: CachedPositions) -> Tensor:
+    """Attention of one new position per sequence, on a CPU. Query heads that share a key head are
+    rows of one product, so its keys are read once. In fp32, because torch's bf16 attention on a CPU
+    packs all keys again for every query head."""
+    k, v = cached.k_BHTK, cached.v_BHTK
+    grouped = q_BH1K.reshape(q_BH1K.size(0), k.size(1), -1, q_BH1K.size(-1))
+    mixed = F.scaled_dot_product_attention(
+        grouped.float(), k.float(), v.float(), attn_mask=cached.mask
+    )
+    return mixed.reshape(q_BH1K.shape).to(q_BH1K.dtype)
+
+
 class MLP(nn.Module):
     """The feed-forward network. `swiglu` is silu(a) * b, where one product gives both a and b."""
 
@@ -191,14 +203,17 @@ class Layer(nn.Module, ABC):
 
     def _attend(self, q_BTD: Tensor, context: Context, by: Rotation) -> Tensor:
         q = rotate(self.q_norm(self._split(q_BTD)), by).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(
-            q,
-            context.cached.k_BHTK,
-            context.cached.v_BHTK,
-            attn_mask=context.cached.mask,
-            is_causal=context.cached.causal and q_BTD.size(1) > 1,
-            enable_gqa=self.widths[0] != self.widths[1],
-        )
+        if q.size(2) == 1 and q.device.type == "cpu":
+            mixed = attention_of_one(q, context.cached)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                q,
+                context.cached.k_BHTK,
+                context.cached.v_BHTK,
+                attn_mask=context.cached.mask,
+                is_causal=context.cached.causal and q_BTD.size(1) > 1,
+                enable_gqa=self.widths[0] != self.widths[1],
+            )
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(q_BTD.shape))
         return out
 

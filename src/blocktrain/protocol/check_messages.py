@@ -77,11 +77,12 @@ class StartLink(Message):
 
 
 class EncodingLink(Message):
-    """What was encoded must be the change since `start`, the first weights of the lease, plus
-    `residual`. `learned` and `left_out` name it and the new residual."""
+    """What was encoded must be the change from `start` to `end`, the first and the last weights of
+    the lease, plus `residual`. `learned` and `left_out` name it and the new residual."""
 
     update: Blob
     start: Blob
+    end: Blob
     residual: Blob | None = None
     learned: Hash
     left_out: Hash
@@ -91,7 +92,7 @@ class ReplayCheck(Message):
     """Train the steps `first_step` to `first_step + steps - 1` of a lease (from 0) again, from
     `start`, and compare the result with `end`. `device`: of the worker, as it joined.
 
-    `opening` comes with the first segment of a lease, `closing` with the last, if the run has a
+    `opening` comes with the first segment of a lease, `closing` with every one, if the run has a
     codec; without one, names alone show that both are right.
     """
 

@@ -365,9 +365,10 @@ class Receipt(Message):
 
 
 class RevealOffer(Message):
-    """The recipes of the files that the coordinator asked for. Their chunks follow."""
+    """The recipes of the files that the coordinator asked for. Their chunks follow. None: the
+    worker does not have them any more."""
 
-    recipes: tuple[Recipe, ...] = Field(min_length=1, max_length=MOST_REVEALED)
+    recipes: tuple[Recipe, ...] = Field(max_length=MOST_REVEALED)
 
 
 class Refusal(Message):

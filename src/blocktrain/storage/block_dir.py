@@ -108,10 +108,7 @@ class BlockDir:
         return list(self._manifest().get("counters", {}).get("built_on", []))
 
     def load_weights(self) -> Tensors:
-        return dict(self.read_weights())
-
-    def read_weights(self) -> Iterator[tuple[str, Array]]:
-        return read_tensors(self.path, self.current().weights)
+        return load_tensors(self.path, self.current().weights)
 
     def load_snapshot(self) -> Snapshot | None:
         """The last checkpoint; None if there is none."""
@@ -195,7 +192,9 @@ def load_tensors(folder: Path, stored: StoredFile) -> Tensors:
     return dict(read_tensors(folder, stored))
 
 
-def read_tensors(folder: Path, stored: StoredFile, prefix: str = "") -> Iterator[tuple[str, Array]]:
+def read_tensors(
+    folder: Path, stored: StoredFile, prefix: str = "", *, bf16_as_bits: bool = False
+) -> Iterator[tuple[str, Array]]:
     """Tensors whose names begin with `prefix`, which is removed. The file's hash is checked first;
     then each tensor is read when it is requested."""
     path = folder / stored.name
@@ -204,7 +203,8 @@ def read_tensors(folder: Path, stored: StoredFile, prefix: str = "") -> Iterator
         with path.open("rb") as file:
             for spec in sorted(read_specs(file, stored.size), key=lambda spec: spec.name):
                 if spec.name.startswith(prefix):
-                    yield spec.name.removeprefix(prefix), read_tensor(file, spec)
+                    tensor = read_tensor(file, spec, bf16_as_bits=bf16_as_bits)
+                    yield spec.name.removeprefix(prefix), tensor
     except ProtocolError as error:
         raise CorruptFileError(f"{path} is not a safetensors file ({error}); {RESTORE}") from None
 

@@ -202,20 +202,23 @@ class RunDir:
             parts[int(index)][rest] = tensor
         return [parts[index] for index in chosen]
 
-    def read_block(self, index: int) -> Iterator[tuple[str, Array]]:
-        """A block's current weights, tensor by tensor."""
-        if not self.exported:
-            return self.block(index).read_weights()
-        return read_tensors(self.path, self._weights_file(index), self._prefix(index))
+    def read_block(self, index: int, *, bf16_as_bits: bool = False) -> Iterator[tuple[str, Array]]:
+        """A block's current weights, tensor by tensor. Those in BF16 become float32, or uint16 with
+        `bf16_as_bits`."""
+        return read_tensors(*self.stored_weights(index), bf16_as_bits=bf16_as_bits)
+
+    def stored_weights(self, index: int) -> tuple[Path, StoredFile, str]:
+        """The folder and the file of a block's current weights, and the prefix of their names in
+        it."""
+        if self.exported:
+            return self.path, self._weights_file(index), self._prefix(index)
+        block = self.block(index)
+        return block.path, block.current().weights, ""
 
     def weights_file(self, index: int) -> tuple[Path, str]:
         """The file of a block's current weights, whose hash is checked, and the prefix of their
         names in it."""
-        if self.exported:
-            folder, stored, prefix = self.path, self._weights_file(index), self._prefix(index)
-        else:
-            block = self.block(index)
-            folder, stored, prefix = block.path, block.current().weights, ""
+        folder, stored, prefix = self.stored_weights(index)
         check_stored(folder / stored.name, stored)
         return folder / stored.name, prefix
 

@@ -134,13 +134,14 @@ def read_specs(file: BufferedReader, size: int) -> list[TensorSpec]:
     return parse_header(read, size)
 
 
-def read_tensor(file: BufferedReader, spec: TensorSpec) -> Array:
-    """One tensor of an open file, writable. BF16 becomes float32."""
+def read_tensor(file: BufferedReader, spec: TensorSpec, *, bf16_as_bits: bool = False) -> Array:
+    """One tensor of an open file, writable. BF16 becomes float32, or uint16 with `bf16_as_bits`,
+    which is not copied."""
     data = bytearray(spec.end - spec.start)
     file.seek(spec.start)
     if file.readinto(data) != len(data):
         raise ProtocolError(f"the file ends inside tensor {spec.name!r}")
-    return _array(replace(spec, start=0, end=len(data)), memoryview(data))
+    return _array(replace(spec, start=0, end=len(data)), memoryview(data), bf16_as_bits)
 
 
 def check_like(actual: Iterable[TensorSpec], expected: Iterable[TensorSpec]) -> None:
@@ -228,9 +229,9 @@ def _dtype_name(name: str, tensor: Array) -> str:
     return dtype_name
 
 
-def _array(spec: TensorSpec, data: memoryview) -> Array:
+def _array(spec: TensorSpec, data: memoryview, bf16_as_bits: bool = False) -> Array:
     flat: Array = np.frombuffer(data[spec.start : spec.end], DTYPES[spec.dtype])
-    if spec.dtype == "BF16":
+    if spec.dtype == "BF16" and not bf16_as_bits:
         flat = from_bf16(flat)
     if spec.dtype == "BOOL" and (flat.view(np.uint8) > 1).any():
         raise ProtocolError(f"tensor {spec.name!r} contains booleans that are neither 0 nor 1")

@@ -2,8 +2,10 @@
 
 Pure decisions: no clock, no files. `suspicion` sums up evidence: a log likelihood ratio of "this
 worker is dishonest" to "it is honest", which is never below 0, so that good work in the past buys
-nothing (a CUSUM test). A worker is excluded at EXCLUDED. Until many of its updates have passed, a
-worker is a newcomer: its updates weigh less, and more of them are replayed.
+nothing (a CUSUM test). `unexplained` sums up what a worker has hidden from replays. Scores do not
+lower it, since a backdoor scores well; only replays that agree do. A worker is excluded once both
+together reach EXCLUDED. Until many of its updates have passed, a worker is a newcomer: its updates
+weigh less, and more of them are replayed.
 """
 
 from dataclasses import dataclass, replace
@@ -15,9 +17,14 @@ NEWCOMER_WEIGHT = 0.25
 
 # Evidence of a refused update, if a replay does not show that it was trained honestly.
 REFUSED = 3.0
-NOT_REVEALED = 2.0  # evidence if the files for a replay do not arrive
+# Of an update that is only larger than the block's last ones: hostile workers that send small ones
+# could otherwise have honest workers excluded.
+UNUSUAL = 0.0
 REPLAY_DIFFERS, REPLAY_AGREES = EXCLUDED, -2.0  # no honest result differs by more than rounding
-UNLINKED = 2.0  # evidence if a lease did not begin with the optimizer's state that it should have
+# Added to `unexplained` if a lease that was drawn for a replay names no states, if the files do not
+# arrive, or if its optimizer began in an unknown state; and after a replay that agrees.
+UNEXPLAINED, EXPLAINED = 3.0, -1.0
+MOST_OWING = 8  # leases after one whose files a worker still has to send
 OVERRULED, CONFIRMED = 5.0, -0.5  # evidence against a validator when others have checked the same
 
 # The probability of a replay: of the first updates, of a newcomer's, of all others.
@@ -40,6 +47,8 @@ class Standing(Protocol):
     @property
     def suspicion(self) -> float: ...
     @property
+    def unexplained(self) -> float: ...
+    @property
     def excluded(self) -> bool: ...
 
 
@@ -52,6 +61,7 @@ class Reputation:
     refused_in_a_row: int = 0
     replayed: int = 0
     suspicion: float = 0.0
+    unexplained: float = 0.0
     excluded: bool = False
 
     @staticmethod
@@ -62,6 +72,7 @@ class Reputation:
             standing.refused_in_a_row,
             standing.replayed,
             standing.suspicion,
+            standing.unexplained,
             standing.excluded,
         )
 
@@ -79,11 +90,24 @@ class Reputation:
         if not agrees:
             return self.suspected(REPLAY_DIFFERS)
         replayed = replace(self, replayed=self.replayed + 1)
-        return replayed.suspected(REPLAY_AGREES - REFUSED * was_refused)
+        return replayed.suspected(REPLAY_AGREES - REFUSED * was_refused, EXPLAINED)
 
-    def suspected(self, evidence: float) -> "Reputation":
-        suspicion = max(0.0, self.suspicion + evidence)
-        return replace(self, suspicion=suspicion, excluded=self.excluded or suspicion >= EXCLUDED)
+    def after_no_replay(self) -> "Reputation":
+        """A replay was impossible because of something that the worker did."""
+        return self.suspected(unexplained=UNEXPLAINED)
+
+    def suspected(self, evidence: float = 0.0, unexplained: float = 0.0) -> "Reputation":
+        sums = replace(
+            self,
+            suspicion=max(0.0, self.suspicion + evidence),
+            unexplained=max(0.0, self.unexplained + unexplained),
+        )
+        return replace(sums, excluded=self.excluded or distrust(sums) >= EXCLUDED)
+
+
+def distrust(standing: Standing) -> float:
+    """What speaks against a worker."""
+    return standing.suspicion + standing.unexplained
 
 
 def is_newcomer(standing: Standing) -> bool:
@@ -98,7 +122,7 @@ def merge_weight(standing: Standing) -> float:
 
 def replay_probability(standing: Standing) -> float:
     is_first = standing.accepted + standing.refused < FIRST_UPDATES
-    if is_first or standing.suspicion >= SUSPECTED:
+    if is_first or distrust(standing) >= SUSPECTED:
         return FIRST_REPLAYED
     return NEWCOMER_REPLAYED if is_newcomer(standing) else REPLAYED
 

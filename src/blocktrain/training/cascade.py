@@ -21,9 +21,9 @@ from blocktrain.storage.run_dir import RunDir
 from blocktrain.storage.tensor_file import Tensors
 from blocktrain.training.device import Compute
 from blocktrain.training.estimation import feature_cache_shape
-from blocktrain.training.frozen import Prefix, Published
+from blocktrain.training.frozen import Published
 from blocktrain.training.stored_models import first_weights
-from blocktrain.training.streamed import AnyPrefix, StreamedPrefix
+from blocktrain.training.streamed import AnyPrefix, StreamedPrefix, placed_prefix
 
 # The version of a block that has no version yet but starts from another run's weights.
 WARM_START = -1
@@ -160,18 +160,9 @@ class Predecessors:
             self._prefix = prefix
 
     def _newest(self) -> AnyPrefix:
-        prefix = self._prefix or self._new_prefix()
+        prefix = self._prefix or placed_prefix(self.config, self.block, self.compute, self._folder)
         prefix.refresh(self.published)
         return prefix
-
-    def _new_prefix(self) -> AnyPrefix:
-        if self.config.train.frozen_in == "memory":
-            return Prefix(self.config, self.block, self.compute)
-        if self._folder is None:
-            raise ConfigError(
-                "train.frozen_in = disk needs a run's folder for its files; set it to memory"
-            )
-        return StreamedPrefix(self.config, self.block, self.compute, self._folder)
 
     def _context(self, step: int) -> Tensor:
         context = torch.tensor(shifted(self.windows[step], self.config.vocabulary))

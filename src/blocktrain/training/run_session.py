@@ -203,7 +203,9 @@ class LocalRun:
     def _has_lead(self, before: int, block: int) -> bool:
         config, store = self.run.config, self.run.block(before)
         lead = config.train.steps if config.turn_steps else config.lead * config.train.steps
-        return store.finished() or store.reached() - self.run.block(block).reached() >= lead
+        if not lead or store.finished():
+            return True
+        return store.reached() - self.run.block(block).reached() >= lead
 
     def _train(self, block: int, until: int, on_progress: OnTrained, stop: ShouldStop) -> bool:
         """Train a block to a step, unless it has got there before."""

@@ -10,9 +10,11 @@ since a coordinator never loads torch:
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,21 +31,34 @@ from blocktrain.training.memory_check import check_first_versions
 PREDICTS = ("norm.", "head.")  # weights through which a block predicts
 
 
-def load_stack(run: RunDir, compute: Compute) -> Stack:
+def load_stack(run: RunDir, compute: Compute, *, frozen: bool = False) -> Stack:
+    """The model of a run, its weights in fp32. If it is `frozen`, they are in the type of
+    computing, and single rows are computed as fast as this machine can."""
+    dtype = compute.dtype if frozen else torch.float32
     indices = range(run.config.block_count)
-    blocks = [load_stored_block(run, index, compute, torch.float32) for index in indices]
+    blocks = [load_stored_block(run, index, compute, dtype) for index in indices]
+    for block in blocks if frozen else ():
+        block.use_row_products()
     return assemble(run.config, blocks)
 
 
 def load_stored_block(
-    run: RunDir, index: int, compute: Compute, dtype: torch.dtype, weight_format: str = "full"
-) -> nn.Module:
+    run: RunDir,
+    index: int,
+    compute: Compute,
+    dtype: torch.dtype,
+    weight_format: str = "full",
+    on_read: Callable[[int], None] = lambda count: None,
+) -> Block:
     """Load one block of a run onto the device. With `weight_format` int8, the layers' matrices are
-    stored in 8 bits."""
+    stored in 8 bits. `on_read` gets the size of every tensor that was read."""
     block, origin = meta_init_block(run.config, index, weight_format), str(run.path)
     missing = weight_shapes(block)
-    for name, weight in run.read_block(index):
+    for name, weight in run.read_block(index, bf16_as_bits=True):
+        on_read(weight.nbytes)
         stored = torch.from_numpy(weight)
+        if weight.dtype == np.uint16:
+            stored = stored.view(torch.bfloat16)
         _check_shape(name, stored.shape, missing.pop(name, None), origin)
         put_weight(block, name, stored.to(compute.device), dtype)
     for name in missing:
@@ -165,7 +180,7 @@ def put_weight(block: nn.Module, name: str, weight: Tensor, dtype: torch.dtype) 
     path, _, leaf = name.rpartition(".")
     owner = block.get_submodule(path)
     if isinstance(owner, Int8Linear) and leaf == "weight":
-        owner.take(weight)
+        owner.take(weight.float())
     else:
         setattr(owner, leaf, nn.Parameter(weight.to(dtype), requires_grad=False))
 

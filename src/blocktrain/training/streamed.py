@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from blocktrain.config import Config
+from blocktrain.errors import ConfigError
 from blocktrain.files import atomic_write
 from blocktrain.model.block import CausalBlock, LogitsAt, Trunk
 from blocktrain.model.stack import initial_block
@@ -128,13 +129,28 @@ AnyPrefix = Prefix | StreamedPrefix
 AnySuffix = Suffix | StreamedSuffix
 
 
+def placed_prefix(config: Config, count: int, compute: Compute, folder: Path | None) -> AnyPrefix:
+    """The blocks before a block where `train.frozen_in` says. `folder`: for their files."""
+    if config.train.frozen_in == "memory":
+        return Prefix(config, count, compute)
+    return StreamedPrefix(config, count, compute, _existing(folder))
+
+
 def placed_suffix(
     config: Config, block: int, compute: Compute, folder: Path | None
 ) -> AnySuffix | None:
     """The frozen blocks after a block, if it is trained inside the complete model."""
-    if config.train.frozen_in == "disk" and folder and has_successors(config, block):
-        return StreamedSuffix(config, block, compute, folder)
-    return suffix_of(config, block, compute)
+    if config.train.frozen_in == "memory" or not has_successors(config, block):
+        return suffix_of(config, block, compute)
+    return StreamedSuffix(config, block, compute, _existing(folder))
+
+
+def _existing(folder: Path | None) -> Path:
+    if folder is None:
+        raise ConfigError(
+            "train.frozen_in = disk needs a run's folder for its files; set it to memory"
+        )
+    return folder
 
 
 def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

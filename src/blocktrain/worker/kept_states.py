@@ -80,6 +80,7 @@ class KeptStates:
         self._transfer = Transfer(client, self.blobs, bandwidth)
         self._client = client
         self._leases: dict[str, LeaseStates] = {}  # oldest first
+        self._asked_for: set[Blob] = set()  # files that the coordinator has asked for last
         self._lock = threading.Lock()
         self._sending = threading.Thread()  # not started
         self.pace = Pace()
@@ -127,7 +128,7 @@ class KeptStates:
 
     @property
     def _kept_blobs(self) -> set[Blob]:
-        return set().union(*(states.blobs for states in self._leases.values()))
+        return self._asked_for.union(*(states.blobs for states in self._leases.values()))
 
     @property
     def _size(self) -> int:
@@ -140,14 +141,25 @@ class KeptStates:
             self._sending.start()
 
     def reveal(self, reveal: Reveal) -> None:
+        """Send files, and keep them until others are asked for: sending them may fail, or take
+        longer than the next leases."""
+        with self._lock:
+            self._asked_for = {blob for blob in self._kept_blobs if blob.name in reveal.files}
         deadline = self._client.deadline(REVEAL_SECONDS)
+        recipes = []
         try:
-            recipes = [self.blobs.recipe(name) for name in reveal.files]
+            if self._has_all(reveal):
+                recipes = [self.blobs.recipe(name) for name in reveal.files]
+            else:  # deleted, or of an earlier process: without an answer, leases would stop
+                log.warning("the files of lease %s are gone; it cannot be replayed", reveal.lease)
             self._transfer.reveal(reveal.lease, recipes, deadline)
         except (BlocktrainError, OSError) as error:
             is_over = isinstance(error, RefusedError) and error.code == "not_found"
             level = logging.DEBUG if is_over else logging.WARNING  # they are no longer needed
             log.log(level, "cannot send files of lease %s for a replay: %s", reveal.lease, error)
+
+    def _has_all(self, reveal: Reveal) -> bool:
+        return self.blobs.chunks.has(reveal.files) == set(reveal.files)
 
 
 class StateRecorder:

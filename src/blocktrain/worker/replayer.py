@@ -73,7 +73,7 @@ class Replayer:
         if task.opening:
             self._check_opening(task.opening, start[0])
         if task.closing:
-            self._check_closing(task.closing, end[0])
+            self._check_closing(task.closing, forms[0])
         return compare(start[0], _retrained(trainer, check, task, start), end)
 
     def _state(self, state: TrainingState, forms: tuple[Form, Form]) -> tuple[Tensors, Tensors]:
@@ -124,8 +124,8 @@ class Replayer:
                 "the lease did not begin with its base version plus the residual of earlier updates"
             )
 
-    def _check_closing(self, link: EncodingLink, end: Tensors) -> None:
-        start = self._tensors(link.start, _form(end))
+    def _check_closing(self, link: EncodingLink, form: Form) -> None:
+        start, end = self._tensors(link.start, form), self._tensors(link.end, form)
         before = self._tensors(link.residual) if link.residual else None
         # Without the residual too: a worker that does not know whether it was sent drops it.
         for residual in (before, None) if before else (None,):

@@ -10,6 +10,7 @@ import torch
 from tests.support.models import awake_stack
 
 from blocktrain.config import load_config
+from blocktrain.training.device import resolve
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "bench"))  # the benches import each other by name
@@ -17,15 +18,29 @@ sys.path.insert(0, str(ROOT / "bench"))  # the benches import each other by name
 serving = importlib.import_module("serving")
 quality = importlib.import_module("serving_quality")
 wan = importlib.import_module("serving_wan")
+limit = importlib.import_module("serving_limit")
 
 
-def test_an_answer_is_rated_by_round_trips_computing_and_bytes() -> None:
-    cost = {"traversals": 4, "stage_seconds": {"block 0": 0.1, "block 1": 0.2}}
+@pytest.mark.parametrize("computed", [0.1, 1.1])
+def test_an_answer_is_rated_by_what_hardware_and_network_allow(computed: float) -> None:
+    """Not by the time that we computed."""
+    cost = {"traversals": 4, "stage_seconds": {"block 0": computed, "block 1": 0.2}}
     answer = {"cost": cost, "seconds": 2.0, "moments": [0.5, 2.0]}
-    found = wan.rated(answer, written=100, sent=1_250_000, ring_seconds=0.2, mbit=100.0)
-    assert found["limit_seconds"] == pytest.approx(4 * 0.2 + 0.3 + 0.1)
-    assert found["of_limit"] == pytest.approx(0.6)
+    hardware = limit.Hardware(bytes_per_second=4e9, flops=1e12)
+    bound = limit.Limit(0.2, 100.0, hardware, weight_bytes=1e8, parameters=2.5e7)
+    found = wan.rated(answer, written=100, sent=1_250_000, bound=bound)
+    assert found["hardware_seconds"] == pytest.approx(4 * 0.025)
+    assert found["limit_seconds"] == pytest.approx(4 * 0.2 + 0.1 + 0.1)
+    assert found["of_limit"] == pytest.approx(0.5)
     assert (found["bytes_per_second"], found["bytes_per_traversal"]) == (50.0, 25.0)
+
+
+def test_many_positions_are_bounded_by_arithmetic() -> None:
+    hardware = limit.Hardware(bytes_per_second=4e9, flops=1e12)
+    assert hardware.seconds(1e8, 2.5e7, positions=1) == pytest.approx(0.025)
+    assert hardware.seconds(1e8, 2.5e7, positions=2000) == pytest.approx(0.1)
+    assert (measured := limit.Hardware.measured(resolve("cpu", "fp32"))).flops > 0
+    assert measured.bytes_per_second > 0
 
 
 def test_every_block_after_the_first_is_on_one_stage() -> None:

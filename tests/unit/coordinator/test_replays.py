@@ -1,5 +1,6 @@
 """Leases are trained again: on a real run, with made-up states and results."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.support.coordinator import (
 from blocktrain.coordinator.replays import NO_MOMENTS, REVEAL_SECONDS
 from blocktrain.coordinator.service import Service
 from blocktrain.errors import RefusedError
-from blocktrain.ledger.schema import WorkerRow
+from blocktrain.ledger.schema import UpdateStatus, WorkerRow
 from blocktrain.protocol.check_messages import Check, ReplayCheck, ReplayResult, ScoreResult, Unable
 from blocktrain.protocol.messages import (
     Commitment,
@@ -34,6 +35,7 @@ from blocktrain.storage.chunks import name_of
 from blocktrain.swarm import reputation
 
 SETTINGS = {"train__steps": 4000, "train__warmup": 0, "swarm__quorum": 1}
+STATES: tuple[UpdateStatus, ...] = ("offered", "pending", "merged", "refused")
 AGREES = ReplayResult(identical=True, cosine=1.0, distance=0.0, moments_distance=0.0)
 DIFFERS = ReplayResult(identical=False, cosine=0.1, distance=1.0, moments_distance=1.0)
 
@@ -161,15 +163,21 @@ def test_the_first_updates_are_replayed_and_count_meanwhile(
     assert (worker.row.replayed, worker.row.suspicion) == (2, 0.0)
 
 
-def test_who_never_commits_is_not_asked_and_stays_a_newcomer(service: Service, validator: Member):
-    member = join(service)
-    for _ in range(3):
-        member.work(blocks=(0,))
-        score(validator)
-        service.round()
-    assert member.ask(blocks=(1,)).reveal is None
-    with service.run.ledger.read() as tx:
-        assert tx.members.worker(member.id).replayed == 0
+def test_who_never_commits_is_excluded_and_what_it_sent_is_removed(tmp_path: Path, clock: SetClock):
+    keep = {**SETTINGS, "swarm__keep_updates": 16}
+    with running(tmp_path, clock, requires_checks=True, **keep) as service:
+        member, validator, leases = join(service), join(service, "validate"), 0
+        while True:
+            try:
+                member.work(blocks=(0,))
+            except RefusedError:
+                break
+            leases += 1
+            score(validator)
+            service.round()
+        assert leases == math.ceil(reputation.EXCLUDED / reputation.UNEXPLAINED)
+        with service.run.ledger.read() as tx:
+            assert {row.state for row in tx.updates.of_worker(member.id, STATES)} == {"refused"}
 
 
 def test_a_worker_that_was_asked_and_sends_nothing_is_suspected(
@@ -179,8 +187,53 @@ def test_a_worker_that_was_asked_and_sends_nothing_is_suspected(
     assert worker.asked() == worker.asked() is not None
     clock.forward(REVEAL_SECONDS + 1)
     service.round()
-    assert worker.row.suspicion == reputation.NOT_REVEALED
+    assert worker.row.unexplained == reputation.UNEXPLAINED
     assert worker.asked() is None
+
+
+def test_good_scores_do_not_make_up_for_what_was_not_sent(
+    service: Service, worker: Committing, validator: Member, clock: SetClock
+):
+    """A backdoor scores well."""
+    worker.work(validator)
+    worker.asked()
+    clock.forward(REVEAL_SECONDS + 1)
+    service.round()
+    for _ in range(6):
+        worker.work(validator)
+    assert worker.row.accepted == 7
+    assert worker.row.unexplained == reputation.UNEXPLAINED
+    assert worker.reveal_all() == 6  # all of them are drawn now
+    for _ in range(3):
+        validator.report(replay_of(validator), AGREES)
+    assert worker.row.unexplained == 0.0
+
+
+def test_a_worker_says_that_its_files_are_gone(
+    service: Service, worker: Committing, validator: Member
+):
+    worker.work(validator)
+    wanted = worker.asked()
+    assert wanted
+    replays, caller = service.checks.replays, worker.member.caller
+    chosen, _ = replays.find(caller, wanted.lease)
+    for _ in range(2):  # the answer was lost
+        replays.give_up(chosen.row.id, chosen.lease)
+    assert worker.row.unexplained == reputation.UNEXPLAINED
+    assert worker.asked() is None
+
+
+def test_a_worker_that_owes_files_gets_only_some_more_leases(
+    service: Service, worker: Committing, validator: Member, clock: SetClock
+):
+    for _ in range(1 + reputation.MOST_OWING):
+        worker.work(validator)
+        clock.forward(1.0)
+    answer = worker.member.ask(blocks=(0,)).answer
+    assert isinstance(answer, Wait)
+    assert "first send the files" in answer.reason
+    worker.reveal_all()
+    assert isinstance(worker.member.ask(blocks=(0,)).answer, Lease)
 
 
 def test_a_worker_that_left_before_it_was_asked_is_not(
@@ -205,7 +258,7 @@ def test_only_files_that_were_asked_for_are_taken(
     with pytest.raises(RefusedError, match="no files of this lease"):
         replays.find(other.caller, lease.lease)
     chosen, largest = replays.find(caller, lease.lease)
-    with pytest.raises(RefusedError, match="that was not requested"):
+    with pytest.raises(RefusedError, match="not requested"):
         replays.store(chosen, largest, RevealOffer(recipes=(File(b"else").recipe,)))
     assert replays.size_of_revealed(other.caller, lease.lease, name_of(b"else")) is None
     huge = worker.files[worker.moments].recipe.model_copy(update={"size": largest + 1})
@@ -276,7 +329,7 @@ def test_moments_that_come_from_nowhere_are_noticed(
     worker.work(validator)
     worker.reveal_all()
     validator.report(replay_of(validator), AGREES)
-    assert (worker.row.suspicion, worker.row.replayed) == (reputation.UNLINKED, 0)
+    assert (worker.row.unexplained, worker.row.replayed) == (reputation.UNEXPLAINED, 0)
 
 
 def test_a_lease_that_follows_a_refused_one_is_not_held_against_its_worker(

@@ -26,6 +26,8 @@ from blocktrain.codec.dense import Bf16, Int8
 from blocktrain.codec.sparse import FINAL_UPDATE, Sparse
 from blocktrain.coordinator.merger import COLLECT_SECONDS
 from blocktrain.coordinator.service import Service
+from blocktrain.coordinator.updates import Upload
+from blocktrain.coordinator.verification import Finding
 from blocktrain.errors import RefusedError
 from blocktrain.protocol.identity import WorkerKey, update_text
 from blocktrain.protocol.messages import (
@@ -38,6 +40,7 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.storage.chunks import name_of
 from blocktrain.storage.tensor_file import encode
+from blocktrain.swarm.reputation import REFUSED
 
 
 @pytest.fixture
@@ -346,6 +349,23 @@ def test_weights_of_another_form_or_not_finite_are_refused(
     state = block_state(service)
     assert (state.pending, state.to_hand_out) == ((), 40)
     assert service.merger.merge_due() == 0
+
+
+@pytest.mark.parametrize(("is_possible", "suspicion"), [(True, 0.0), (False, REFUSED)])
+def test_an_unusual_update_is_refused_but_held_against_nobody(
+    service: Service, member: Member, lease: Lease, *, is_possible: bool, suspicion: float
+):
+    """Hostile workers may have made it unusual, by sending small ones."""
+    service.updates.record_offer(member.caller, member.make(lease).offer)
+    upload = service.updates.find_upload(member.caller, lease.lease)
+    assert isinstance(upload, Upload)
+    finding = Finding("it is larger than others", None, is_possible)
+    assert service.updates.settle(member.caller, upload, finding).state == "refused"
+    with service.run.ledger.read() as tx:
+        row = tx.members.worker(member.id)
+    assert row is not None
+    assert (row.suspicion, row.refused) == (suspicion, 1)
+    assert row.excluded_until is not None  # it pauses in any case
 
 
 @pytest.mark.parametrize("data", [bytes, lambda size: b"\xff" * size, lambda size: b"{" * size])

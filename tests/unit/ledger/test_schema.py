@@ -24,7 +24,7 @@ ADDED = {  # since release 0.1
     "updates": "norms gain own_gain checked clip merged_as removed_in",
     "blocks": "rolled_back",
     "workers": "accepted refused refused_in_a_row excluded excluded_until replayed checks"
-    " suspicion check_seconds train_seconds speed",
+    " suspicion unexplained check_seconds train_seconds speed",
 }
 
 

@@ -48,7 +48,7 @@ REPLAY_CHECK = checks.ReplayCheck(
     first_step=8, steps=4, start=STATE, end=STATE, device="cpu",
     opening=checks.StartLink(base=BLOB, added=BLOB),
     closing=checks.EncodingLink(
-        update=BLOB, start=BLOB, residual=BLOB, learned=HASH, left_out=OTHER_HASH
+        update=BLOB, start=BLOB, end=BLOB, residual=BLOB, learned=HASH, left_out=OTHER_HASH
     ),
 )  # fmt: skip
 CHECK = checks.Check(

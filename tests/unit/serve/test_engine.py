@@ -3,6 +3,7 @@ survive."""
 
 import asyncio
 import copy
+import time
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +29,7 @@ from blocktrain.serve.router.active_request import MAX_UNREAD
 from blocktrain.serve.router.decode import AnswerCost, GenerationRequest
 from blocktrain.serve.router.engine import EngineLimits
 from blocktrain.serve.router.first_block import DraftModel
+from blocktrain.serve.router.profile import Profiler
 
 ROOT = Path(__file__).resolve().parents[3]
 WINDOW = 16
@@ -82,6 +84,31 @@ def test_requests_of_every_mode_at_once_leave_nothing_behind(kind: str) -> None:
             assert {"block 0", "block 1", "block 2"} == set(accounts[0].stage_seconds)
             await until(lambda: ring.cached_requests() == 0)
             assert engine.status()["requests"] == engine.status()["in_the_ring"] == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["denoise", "cascade"])
+def test_a_profile_divides_the_whole_time_of_a_request(kind: str) -> None:
+    async def scenario() -> None:
+        ring, profiler = Ring(model(kind)), Profiler()
+        ring.start(range(1, 2))
+        ring.start(range(2, 3))
+        async with running(ring, ring.engine(profiler=profiler)) as engine:
+            started, cost = time.perf_counter(), AnswerCost()
+            assert await answer(engine, request("speculative"), cost) == expected(kind)
+            whole = time.perf_counter() - started
+        rows = profiler.rows()
+        profiled = cost.traversals * sum(row.seconds for row in rows)
+        assert 0.5 * whole < profiled <= whole
+        assert sum(row.share for row in rows) == pytest.approx(1.0)
+        places = {row.place: row.what for row in rows}
+        assert set(places) == {"router", "block 1", "block 2", "network"}
+        own = {(row.place, row.what) for row in rows}
+        steps = ("decode", "queue", "batching", "back from the thread", "encode")
+        assert {(stage, step) for stage in ("block 1", "block 2") for step in steps} <= own
+        router = ("queue", "encode and send", "decoding")
+        assert {("router", step) for step in router} <= own
 
     asyncio.run(scenario())
 

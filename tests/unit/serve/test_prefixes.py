@@ -21,8 +21,9 @@ from blocktrain.serve.ring.activations import Activations, Choice, Row
 from blocktrain.serve.ring.batch import SlotLimits
 from blocktrain.serve.ring.compute import StageCompute
 from blocktrain.serve.ring.prefixes import CopiedContext, KeptContexts
-from blocktrain.serve.router.decode import AnswerCost, GenerationRequest
+from blocktrain.serve.router.decode import AnswerCost, GenerationRequest, Proposal
 from blocktrain.serve.router.engine import EngineLimits
+from blocktrain.serve.router.first_block import DraftModel
 from blocktrain.serve.router.shared_prefixes import (
     NO_PREFIX,
     KeptContext,
@@ -145,6 +146,25 @@ def test_requests_at_once_read_what_they_share_once(
     asyncio.run(scenario())
 
 
+def test_a_draft_model_shares_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def proposal(text: bytes, source: int = 0) -> Proposal:
+        read = ids(text)
+        return Proposal(0, read, 1, len(text), SAMPLING, 3, text=list(text), source=source)
+
+    compute, longer = stage(model("cascade"), range(3)), SYSTEM + b"and more"
+    drafting, fresh = DraftModel(compute), DraftModel(stage(model("cascade"), range(3)))
+    drafting.drafted({1: proposal(SYSTEM)})
+    drafting.release(1, keep=True)
+    assert (compute.requests, compute.copyable(1)) == ((), 1 + len(SYSTEM))
+    positions = counted(compute, monkeypatch)
+    drafts = drafting.drafted({2: proposal(longer, source=1)})[2]
+    assert positions == [len(longer) - len(SYSTEM) + 2]
+    assert drafts.ids.tolist() == fresh.drafted({2: proposal(longer)})[2].ids.tolist()
+    drafting.release(2)
+    compute.release(1)
+    assert not compute.kept_bytes
+
+
 def test_requests_of_others_share_nothing() -> None:
     async def scenario() -> None:
         ring = local_ring("cascade")
@@ -263,3 +283,12 @@ def test_what_a_longer_context_contains_and_the_oldest_are_dropped() -> None:
     kept.add(KeptContext(3, (), "", ids(b"b" * 30)))
     kept.find("", (), ids(b"a" * 30))
     assert [each.key for each in kept.add(KeptContext(4, (), "", ids(b"c" * 30)))] == [3]
+
+
+def test_the_route_with_the_most_kept_positions_is_found() -> None:
+    kept = KeptPrefixes()
+    kept.add(KeptContext(1, ("a",), "", ids(b"a" * 20)))
+    kept.add(KeptContext(2, ("b",), "", ids(b"a" * 30)))
+    assert kept.longest("", ids(b"a" * 40)) == (("b",), 30)
+    assert kept.longest("", ids(b"b" * 40)) == ((), 0)
+    assert kept.longest("another", ids(b"a" * 40)) == ((), 0)

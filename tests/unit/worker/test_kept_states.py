@@ -10,7 +10,15 @@ from blocktrain.config import Config
 from blocktrain.coordinator.replays import NO_MOMENTS
 from blocktrain.data.corpus import Corpus
 from blocktrain.model.stack import initial_block
-from blocktrain.protocol.messages import Blob, Commitment, Lease, LeaseProgress
+from blocktrain.protocol.messages import (
+    Blob,
+    Commitment,
+    Lease,
+    LeaseProgress,
+    Reveal,
+    RevealOffer,
+    UploadState,
+)
 from blocktrain.storage import tensor_file
 from blocktrain.training.device import resolve
 from blocktrain.worker.client import Client
@@ -138,6 +146,42 @@ def test_states_of_the_last_leases_are_kept(new_work: Callable[..., Work]):
         )
 
     assert [readable(each) for each in made] == [False, *[True] * KEPT_LEASES]
+
+
+def test_files_that_were_asked_for_stay_until_others_are(new_work: Callable[..., Work]):
+    """The server knows no such request, so sending them fails."""
+    work = new_work("int8")
+    first, *_, last = [work.train(work.lease()) for _ in range(KEPT_LEASES)]
+    assert first and last
+
+    def stored(asked: Commitment) -> tuple[bool, ...]:
+        work.kept.reveal(Reveal(lease="lease001", files=asked.weights[-1:]))
+        for _ in range(KEPT_LEASES):
+            work.train(work.lease())
+        work.kept.collect()
+        return tuple(bool(work.kept.blobs.chunks.has(each.weights[-1:])) for each in (first, last))
+
+    assert stored(first) == (True, False)
+    newest = work.train(work.lease())
+    assert newest
+    assert stored(newest) == (False, False)
+
+
+def test_that_files_are_gone_is_said_at_once(
+    new_work: Callable[..., Work], monkeypatch: pytest.MonkeyPatch
+):
+    work, sent = new_work("int8"), []
+    made = work.train(work.lease())
+    assert made
+
+    def receive(lease: str, offer: RevealOffer, deadline: object) -> UploadState:
+        sent.append(len(offer.recipes))
+        return UploadState(missing=())
+
+    monkeypatch.setattr(work.client, "reveal", receive)
+    work.kept.reveal(Reveal(lease="lease001", files=made.weights))
+    work.kept.reveal(Reveal(lease="lease001", files=(*made.weights, "0" * 64)))
+    assert sent == [len(made.weights), 0]
 
 
 def test_without_a_coordinator_that_takes_them_there_are_none(new_work: Callable[..., Work]):

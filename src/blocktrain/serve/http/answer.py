@@ -7,8 +7,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NoReturn
@@ -17,7 +17,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from blocktrain.errors import BlocktrainError, OverloadedError, StalledError, UnavailableError
+from blocktrain.errors import BlocktrainError, StalledError
+from blocktrain.serve.http.admission import AdmissionQueue, QueuedRequest
 from blocktrain.serve.http.metrics import REPORT, ServerMetrics
 from blocktrain.serve.http.openai import CompletionRequest, api_error
 from blocktrain.serve.http.replies import (
@@ -30,59 +31,6 @@ from blocktrain.serve.http.replies import (
 )
 from blocktrain.serve.router.decode import AnswerCost, GenerationRequest
 from blocktrain.serve.router.engine import RingEngine
-
-
-class AdmissionQueue:
-    """Limits the answers in progress and the waiting requests. Strictly first come, first served: a
-    small request does not overtake a large one."""
-
-    def __init__(self, places: int, queue: int, queue_seconds: float) -> None:
-        self.inside = self.waiting = 0
-        self._places = places
-        self._max_waiting, self._queue_seconds = queue, queue_seconds
-        self._first = asyncio.Lock()  # held by the first waiting request
-        self._freed, self._closed = asyncio.Event(), asyncio.Event()
-
-    def close(self) -> None:
-        """Admit no more requests, and end the wait in `closing`."""
-        self._closed.set()
-
-    async def closing(self) -> NoReturn:
-        """Wait until the queue is closed, then raise UnavailableError."""
-        await self._closed.wait()
-        raise UnavailableError("the server is stopping; try again in a minute")
-
-    @asynccontextmanager
-    async def enter(self, places: int) -> AsyncIterator[None]:
-        await self._take(places)
-        try:
-            yield
-        finally:
-            self.inside -= places
-            self._freed.set()
-
-    async def _take(self, places: int) -> None:
-        full = self.inside + places > self._places
-        if (self.waiting or full) and self.waiting >= self._max_waiting:
-            raise OverloadedError(
-                f"the server is full ({self.inside} answers in progress, {self.waiting} waiting);"
-                " try again later"
-            )
-        self.waiting += 1
-        try:
-            async with asyncio.timeout(self._queue_seconds), self._first:
-                while self.inside + places > self._places:
-                    self._freed.clear()
-                    await self._freed.wait()
-                self.inside += places  # no await after this, so that no place is lost
-        except TimeoutError:
-            raise OverloadedError(
-                f"the server is full: no place became free within {self._queue_seconds:g} s; try"
-                " again later"
-            ) from None
-        finally:
-            self.waiting -= 1
-
 
 TRUNCATED = "x-truncated-prompt-tokens"
 STREAM_HEADERS = (
@@ -159,6 +107,7 @@ class Answer(Response):
 
     def __post_init__(self) -> None:
         self._events: EventStream | None = None  # until a stream begins
+        self._queued: QueuedRequest | None = None  # until it has a place
         self._began_at, self._first_token_at = time.monotonic(), 0.0
         self._choices = [
             AnswerChoice(index, generation, Transcript(log_probs=self.request.log_probs))
@@ -214,9 +163,10 @@ class Answer(Response):
                     watchers.create_task(_disconnect(receive)),
                 ]
                 async with (
-                    self.admission.enter(len(self._choices)),
+                    self.admission.enter(len(self._choices), self.request.tenant) as self._queued,
                     asyncio.TaskGroup() as answers,  # ends before the places are released
                 ):
+                    self.reports.admitted(self._queued.seconds)
                     for choice in self._choices:
                         answers.create_task(self._generate_one(choice))
                 for task in watching:
@@ -263,6 +213,8 @@ class Answer(Response):
             "mode": generation.mode,
             "answers": len(self._choices),
             "first_token_seconds": round(first - self._began_at, 6) if first else None,
+            "queue_seconds": round(self._queued.seconds, 6) if self._queued else None,
+            "queue_length": self._queued.ahead if self._queued else None,
             **self._usage(),
             **cost_body([choice.cost for choice in self._choices]),
             "finish_reasons": [choice.cost.reason for choice in self._choices],

@@ -36,7 +36,8 @@ from blocktrain.errors import BlocktrainError, ConfigError, RefusedError
 from blocktrain.protocol.limited_server import ConnectionLimits, LimitedServer, connection_of
 from blocktrain.protocol.ring_keys import read_certificate
 from blocktrain.serve.http import openai
-from blocktrain.serve.http.answer import TRUNCATED, AdmissionQueue, Answer
+from blocktrain.serve.http.admission import AdmissionQueue
+from blocktrain.serve.http.answer import TRUNCATED, Answer
 from blocktrain.serve.http.metrics import REPORT, ServerMetrics
 from blocktrain.serve.http.openai import CODE_OF, CompletionRequest, RequestLimits, api_error
 from blocktrain.serve.http.replies import ChatFormat, ResponseFormat, TextFormat
@@ -67,7 +68,7 @@ class ApiSettings:
     keys: tuple[str, ...] = ()  # empty: no key is needed
     limits: RequestLimits = field(default_factory=RequestLimits)
     at_once: int = 32  # answers in progress
-    queue: int = 64  # requests that may wait
+    queue: int = 64  # requests of one key that may wait
     queue_seconds: float = 30.0
     body_bytes: int = 1024 * 1024
     patience: float = 30.0  # seconds a client may take to send a body, or to read some output

@@ -43,8 +43,11 @@ SUMS = {
 class QueueState(Protocol):
     """How many answers are in progress, and how many requests wait."""
 
-    inside: int
-    waiting: int
+    @property
+    def inside(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
 
 
 @dataclass
@@ -88,6 +91,10 @@ class ServerMetrics:
         self._stages = Counter(
             "blocktrain_serve_stage_seconds", "Time spent in a stage", ["stage"], registry=registry
         )
+        self._queue_seconds = Histogram(
+            "blocktrain_serve_queue_seconds", "How long admitted requests waited for a place",
+            registry=registry,
+        )  # fmt: skip
         for name, text, value in (
             ("answering", "Answers in progress", lambda: queue.inside),
             ("waiting", "Requests waiting for a place", lambda: queue.waiting),
@@ -105,6 +112,9 @@ class ServerMetrics:
                 log.warning("%s", error)
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
+
+    def admitted(self, queue_seconds: float) -> None:
+        self._queue_seconds.observe(queue_seconds)
 
     def wrote(self, tokens: int) -> None:
         self._recent.output_tokens += tokens

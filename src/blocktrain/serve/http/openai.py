@@ -103,6 +103,10 @@ class CompletionRequest:
     truncated_tokens: int = 0  # of prompts, which the answers do not depend on
 
     @property
+    def tenant(self) -> str:
+        return self.generations[0].tenant
+
+    @property
     def log_probs(self) -> bool:
         return self.generations[0].top_log_probs is not None
 

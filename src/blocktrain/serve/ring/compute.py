@@ -6,10 +6,12 @@ Shapes: B rows, Q positions, N = B x Q, R positions read, W width of the state, 
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Self, cast
 
 import numpy as np
@@ -17,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from blocktrain.config import Config
+from blocktrain.data.corpus import cache_dir
 from blocktrain.errors import CacheFullError, ProtocolError
+from blocktrain.files import write_bytes
 from blocktrain.model.block import CausalBlock, run_targets
 from blocktrain.model.cache import BlockCache, SlotCache
 from blocktrain.model.denoising import DenoisingBlock
@@ -34,10 +38,19 @@ from blocktrain.serve.ring.batch import (
     on_device,
     predictions,
 )
+from blocktrain.serve.ring.laps import UNTIMED, Laps
 from blocktrain.serve.ring.prefixes import CopiedContext, KeptContexts
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import Compute
 from blocktrain.training.stored_models import load_stored_block
+
+FINGERPRINTS = "fingerprints"  # folder of the cache
+FINGERPRINT_LENGTH = 16  # characters
+PROGRESS_SECONDS = 2.0
+
+log = logging.getLogger(__name__)
+
+Lap = Callable[[str], None]  # ends a lap of a block
 
 
 @dataclass(frozen=True)
@@ -47,16 +60,21 @@ class CachedCausalBlock:
     block: CausalBlock
 
     def advance(
-        self, batch: RowBatch, state_BQW: Tensor, cache: BlockCache, *, head: bool
+        self, batch: RowBatch, state_BQW: Tensor, cache: BlockCache, lap: Lap, *, head: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The next block's state; with `head` also the log-probabilities (R x V) at the positions
         read."""
-        inputs = state_BQW if self.block.embed is None else batch.ids_BQ
-        features = self.block.features(inputs, cache)
+        x = self.block.entered(state_BQW if self.block.embed is None else batch.ids_BQ)
+        lap("embedding")
+        features = self.block.run(self.block.layers, x, cache.layers)
+        lap("layers")
         if not head:
             return features, None
         private = batch.at_read(self.block.private(features, cache))
-        return features, torch.log_softmax(self.block.predict(private), dim=-1)
+        lap("tail")
+        log_probs = torch.log_softmax(self.block.predict(private), dim=-1)
+        lap("head")
+        return features, log_probs
 
     def read(self, ids_BQ: Tensor, cache: BlockCache) -> None:
         raise ProtocolError(
@@ -71,10 +89,12 @@ class CachedDenoisingBlock:
     descent: Descent
 
     def advance(
-        self, batch: RowBatch, state_BQW: Tensor, cache: BlockCache, *, head: bool
+        self, batch: RowBatch, state_BQW: Tensor, cache: BlockCache, lap: Lap, *, head: bool
     ) -> tuple[Tensor, Tensor | None]:
         context = self.descent.block.read_context(batch.ids_BQ, cache)
+        lap("context")
         log_probs, z = self.descent(context, state_BQW)
+        lap("denoising")
         return z, batch.at_read(log_probs) if head else None
 
     def read(self, ids_BQ: Tensor, cache: BlockCache) -> None:
@@ -145,6 +165,11 @@ class StageCompute:
     def requests(self) -> tuple[int, ...]:
         return self._slots.requests
 
+    @property
+    def slots(self) -> int:
+        """How many requests the cache has room for."""
+        return self._slots.slots
+
     def cached(self, request: int) -> int:
         """Number of a request's positions in the cache."""
         return self._slots.cached(request)
@@ -172,7 +197,7 @@ class StageCompute:
     def keep(self, request: int, count: int) -> None:
         """Free the slot of a request, but keep its first `count` positions for others."""
         owner = self._slots.owner(request)
-        if owner and count <= owner.cached:
+        if owner and count <= owner.cached and self._kept.most_bytes:
             layers = [part.clone() for part in self._cache.context(owner.slot, count)]
             self._kept.put(request, CopiedContext(owner.ids[:count], layers))
         self._slots.release(request)
@@ -183,7 +208,9 @@ class StageCompute:
         self._read_context(self._admitted(rows))
 
     @torch.inference_mode()
-    def step(self, activations: Activations, *, draft: bool = False) -> Activations:
+    def step(
+        self, activations: Activations, *, draft: bool = False, laps: Laps = UNTIMED
+    ) -> Activations:
         """Compute a step in all blocks here. With `draft`, predict even before the last block."""
         rows = activations.rows
         spans = self._admitted(rows)
@@ -202,19 +229,25 @@ class StageCompute:
         for group in grouped_by_length(spans):
             requests = [span.row.request for span in group]
             inputs = joined([parts[request] for request in requests])
-            result = self._advance(RowBatch(group, self.compute.device), inputs, draft, top)
+            laps.lap("batching")
+            result = self._advance(RowBatch(group, self.compute.device), inputs, draft, top, laps)
             result_parts = split_rows(result, [self.carried(row) for row in result.rows])
             parts |= zip(requests, result_parts, strict=True)
-        return joined([parts[row.request] for row in rows])
+        together = joined([parts[row.request] for row in rows])
+        laps.lap("batching")
+        return together
 
-    def _advance(self, batch: RowBatch, inputs: Activations, draft: bool, top: int) -> Activations:
+    def _advance(
+        self, batch: RowBatch, inputs: Activations, draft: bool, top: int, laps: Laps
+    ) -> Activations:
         state = batch.spread(on_device(inputs.state, self.compute.device))
         readout = on_device(inputs.readout_RV, self.compute.device)
         with self._writing(batch.spans) as caches:
+            laps.lap("batching")
             for index, block, cache in zip(self.blocks, self._blocks, caches, strict=True):
-                last = index == self.block_count - 1
+                last, lap = index == self.block_count - 1, partial(laps.lap, block=index)
                 head = self.adds_up or last or draft or batch.refines
-                state, log_probs = block.advance(batch, state, cache, head=head)
+                state, log_probs = block.advance(batch, state, cache, lap, head=head)
                 if log_probs is None:
                     continue
                 readout = readout + log_probs if self.adds_up else log_probs
@@ -226,12 +259,15 @@ class StageCompute:
             mean = readout / self.blocks.stop
             final = torch.log_softmax(mean, dim=-1) if self.adds_up else readout
             predicted = predictions(final, inputs.rows, top, batch.texts)
-        return Activations(
+            laps.lap("sampling")
+        result = Activations(
             batch.refined(inputs.rows),
             batch.gathered(state).float().cpu().numpy(),
             readout.cpu().numpy() if self.adds_up else inputs.readout_RV,
             predicted,
         )
+        laps.lap("copying out")
+        return result
 
     def _read_context(self, spans: Sequence[RowSpan]) -> None:
         for group in grouped_by_length(spans):
@@ -314,12 +350,45 @@ class BlockSource:
 
     def load(self, block: int, compute: Compute) -> nn.Module:
         """A block on the device, ready for inference."""
-        return load_stored_block(self.run, block, compute, compute.dtype, self.weights)
+        progress = LoadingProgress(block)
+        module = load_stored_block(
+            self.run, block, compute, compute.dtype, self.weights, progress.add
+        )
+        progress.end()
+        module.use_row_products()
+        return module
 
     def fingerprint(self, block: int) -> str:
         """A hash of a block's weights, which does not depend on the precision that they are loaded
-        in."""
-        return weights_fingerprint(self.run.read_block(block))
+        in. It is computed once for every file, and cached."""
+        _, stored, prefix = self.run.stored_weights(block)
+        cached = cache_dir() / FINGERPRINTS / f"{stored.sha256}{prefix and f'-{prefix}'}"
+        with suppress(OSError):
+            if len(known := cached.read_text()) == FINGERPRINT_LENGTH:
+                return known
+        fingerprint = weights_fingerprint(self.run.read_block(block))
+        with suppress(OSError):  # the cache saves time only
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(cached, fingerprint.encode())
+        return fingerprint
+
+
+class LoadingProgress:
+    """Logs how much of a block was read: at the end, and every few seconds before."""
+
+    def __init__(self, block: int) -> None:
+        self._block, self._read = block, 0
+        self._started = self._logged = time.monotonic()
+
+    def add(self, count: int) -> None:
+        self._read += count
+        if (now := time.monotonic()) - self._logged > PROGRESS_SECONDS:
+            self._logged = now
+            log.info("block %d: %.2f GB read", self._block, self._read / 1e9)
+
+    def end(self) -> None:
+        seconds = time.monotonic() - self._started
+        log.info("block %d: %.2f GB loaded in %.1f s", self._block, self._read / 1e9, seconds)
 
 
 def weights_fingerprint(weights: Iterable[tuple[str, np.ndarray]]) -> str:
@@ -328,4 +397,4 @@ def weights_fingerprint(weights: Iterable[tuple[str, np.ndarray]]) -> str:
     for name, tensor in weights:
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
         digest.update(tensor.data if tensor.flags.c_contiguous else tensor.tobytes())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:FINGERPRINT_LENGTH]

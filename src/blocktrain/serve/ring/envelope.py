@@ -29,6 +29,7 @@ from blocktrain.serve.ring.activations import (
     pack,
     unpack,
 )
+from blocktrain.serve.ring.laps import UNTIMED, Laps
 
 MAX_HOPS = 64
 MAX_ROWS = 1024
@@ -36,10 +37,14 @@ MAX_POSITIONS = 1 << 20
 MAX_TOP = 256
 MAX_FAILURE = 1000  # characters
 MAX_BIASES = 1024
+MAX_LAPS = 1024  # of a stage
 TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]  # JSON's keys are texts
 
 Count = Field(ge=0, le=MAX_POSITIONS)
 Identifier = Field(ge=0, lt=2**63)
+
+StageLaps = Annotated[dict[str, float], Field(max_length=MAX_LAPS)]
+Profile = dict[str, StageLaps] | None  # by stage; None: nothing is measured
 
 AHead = TypeVar("AHead", bound=Message)
 
@@ -84,12 +89,14 @@ class StepHead(RowsHead):
     hops: list[str] = Field(max_length=MAX_HOPS)
     wire: Literal["fp32", "bf16", "int8"]
     seconds: dict[str, float] = Field(default_factory=dict, max_length=MAX_HOPS)
+    profile: Profile = Field(None, max_length=MAX_HOPS)
 
 
 class ResultHead(Message):
     requests: list[int] = Field(min_length=1, max_length=MAX_ROWS)
     read: list[Annotated[int, Count]] = Field(min_length=1, max_length=MAX_ROWS)
     seconds: dict[str, float] = Field(max_length=MAX_HOPS)
+    profile: Profile = Field(None, max_length=MAX_HOPS)
 
 
 class ReleaseHead(Message):
@@ -111,13 +118,16 @@ class FailureHead(Message):
 @dataclass(frozen=True)
 class StepEnvelope:
     """A step with its route. `hops`: the stages still to come; `seconds`: time spent in each
-    stage."""
+    stage; `profile`: the laps of each stage, if they are measured; `laps`: those of the stage that
+    has the step now."""
 
     activations: Activations
     router: str
     hops: tuple[str, ...]
     wire: str = "fp32"
     seconds: Mapping[str, float] = field(default_factory=dict)
+    profile: Mapping[str, Mapping[str, float]] | None = None
+    laps: Laps = UNTIMED
 
     @property
     def route(self) -> tuple[str, tuple[str, ...], str]:
@@ -132,25 +142,27 @@ class StepResult:
 
     predictions: Mapping[int, Predictions]
     seconds: Mapping[str, float]
+    profile: Mapping[str, Mapping[str, float]] | None = None
 
 
 def step_message(step: StepEnvelope, vocabulary: Vocabulary) -> FrameMessage:
     """A message to the next stage."""
     rows, readout = step.activations.rows, step.activations.readout_RV
+    packed = pack(step.activations.state, step.wire)
+    if readout.size:
+        packed += pack(readout, step.wire)
     meta = {
         "router": step.router,
         "hops": list(step.hops),
         "rows": [_row_meta(row) for row in rows],
         "wire": step.wire,
-        "seconds": _rounded(step.seconds),
+        **_times(step),
     }
-    packed = pack(step.activations.state, step.wire)
-    if readout.size:
-        packed += pack(readout, step.wire)
     return FrameMessage(FrameKind.STEP, meta=meta, arrays=(_ids(rows, vocabulary), *packed))
 
 
 def read_step(message: FrameMessage, vocabulary: Vocabulary) -> StepEnvelope:
+    laps = Laps()
     head = _checked(StepHead, message.meta)
     count = len(WIRE_TYPES[head.wire])
     ids, *packed = message.arrays or [EMPTY]
@@ -164,7 +176,11 @@ def read_step(message: FrameMessage, vocabulary: Vocabulary) -> StepEnvelope:
     if state.ndim != 2 or readout.ndim != 2:
         raise ProtocolError("a step's arrays do not match its rows")
     activations = Activations(rows, state, readout)
-    return StepEnvelope(activations, head.router, tuple(head.hops), head.wire, head.seconds)
+    hops = tuple(head.hops)
+    if head.profile is None:
+        return StepEnvelope(activations, head.router, hops, head.wire, head.seconds)
+    laps.lap("decode")
+    return StepEnvelope(activations, head.router, hops, head.wire, head.seconds, head.profile, laps)
 
 
 def result_message(step: StepEnvelope, vocabulary: Vocabulary) -> FrameMessage:
@@ -174,7 +190,7 @@ def result_message(step: StepEnvelope, vocabulary: Vocabulary) -> FrameMessage:
     meta = {
         "requests": [row.request for row in rows],
         "read": [row.read for row in rows],
-        "seconds": _rounded(step.seconds),
+        **_times(step),
     }
     kind = id_type(vocabulary)
     arrays = [predicted.tokens_R.astype(kind), predicted.log_probs_R, predicted.next_log_probs_R]
@@ -198,7 +214,8 @@ def read_result(message: FrameMessage, vocabulary: Vocabulary) -> StepResult:
     if not _fits(predicted, ends[-1], vocabulary):
         raise ProtocolError("a result's arrays do not match its requests")
     parts = zip(head.requests, head.read, ends, strict=True)
-    return StepResult({r: predicted[end - read : end] for r, read, end in parts}, head.seconds)
+    by_request = {r: predicted[end - read : end] for r, read, end in parts}
+    return StepResult(by_request, head.seconds, head.profile)
 
 
 def _fits(predicted: Predictions, positions: int, vocabulary: Vocabulary) -> bool:
@@ -268,6 +285,16 @@ def _row_meta(row: Row) -> dict[str, Any]:
 
 
 _DEFAULTS = {name: each.default for name, each in RowHead.model_fields.items()}
+
+
+def _times(step: StepEnvelope) -> dict[str, Any]:
+    """The times that a message reports. The profile is left out unless it is measured, so that
+    members of the ring that do not know it can be in it too."""
+    step.laps.lap("encode")
+    times: dict[str, Any] = {"seconds": _rounded(step.seconds)}
+    if step.profile is not None:
+        times["profile"] = {stage: _rounded(laps) for stage, laps in step.profile.items()}
+    return times
 
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -26,7 +26,7 @@ class KeptContexts:
     """Contexts by request, in bounded memory: those go first that were not used for longest."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._contexts: dict[int, CopiedContext] = {}  # newest last
         self.bytes = 0
 
@@ -37,11 +37,11 @@ class KeptContexts:
 
     def put(self, request: int, context: CopiedContext) -> None:
         self.drop(request)
-        if context.bytes > self._most_bytes:
+        if context.bytes > self.most_bytes:
             return
         self._contexts[request] = context
         self.bytes += context.bytes
-        while self.bytes > self._most_bytes:
+        while self.bytes > self.most_bytes:
             self.drop(next(iter(self._contexts)))
 
     def use(self, request: int) -> CopiedContext:

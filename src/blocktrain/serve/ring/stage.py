@@ -22,7 +22,14 @@ from blocktrain.errors import BlocktrainError, CacheFullError, ConfigError, Prot
 from blocktrain.protocol.addresses import bound_socket, join_host_port, split_host_port
 from blocktrain.protocol.framing import FrameKind, FrameMessage
 from blocktrain.protocol.ring_keys import AUTHORITY, ROUTER, STAGE, client_context, server_context
-from blocktrain.serve.ring.activations import NOT_FINITE, Row, is_finite, joined, split_rows
+from blocktrain.serve.ring.activations import (
+    NOT_FINITE,
+    Activations,
+    Row,
+    is_finite,
+    joined,
+    split_rows,
+)
 from blocktrain.serve.ring.batch import SlotLimits
 from blocktrain.serve.ring.compute import (
     BlockSource,
@@ -51,6 +58,7 @@ from blocktrain.serve.ring.handshake import (
     mismatch,
     model_hello,
 )
+from blocktrain.serve.ring.laps import Laps
 from blocktrain.serve.ring.turns import CPU_CHUNK, PromptTurns, chunk_for
 from blocktrain.serve.ring.waiting import WaitingRow, WaitingRows
 from blocktrain.storage.run_dir import RunDir
@@ -230,7 +238,7 @@ class Stage:
         started = time.monotonic()
         try:
             together = joined([step.activations for step in steps])
-            activations = await self._in_thread(self._compute.step, together)
+            activations = await self._in_thread(self._step, together, steps[0].laps)
         except CacheFullError as error:
             full = [s for s in steps if s.activations.rows[0].request in error.requests] or steps
             self._remember(error.requests, ("cache_full", str(error)))
@@ -241,8 +249,23 @@ class Stage:
             self._fail(steps, "failed", str(error))
         else:
             self._remember((row.request for row in activations.rows), DROPPED)
-            seconds = {**steps[0].seconds, self.name: time.monotonic() - started}
-            self._start(self._send(replace(steps[0], activations=activations, seconds=seconds)))
+            first, laps = steps[0], steps[0].laps
+            laps.lap("back from the thread")
+            seconds = {**first.seconds, self.name: time.monotonic() - started}
+            profile = first.profile
+            if profile is not None:
+                profile = {**profile, self.name: laps.seconds}
+            self._start(
+                self._send(
+                    replace(first, activations=activations, seconds=seconds, profile=profile)
+                )
+            )
+
+    def _step(self, together: Activations, laps: Laps) -> Activations:
+        """Compute a step, in the compute thread. The laps of a batch are those of its first
+        step."""
+        laps.lap("queue")
+        return self._compute.step(together, laps=laps)
 
     async def _send(self, step: StepEnvelope) -> None:
         """Send a result to the next stage or back to the router. Requests with a NaN fail; the

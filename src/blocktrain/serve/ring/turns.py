@@ -18,7 +18,8 @@ def chunk_for(device: str, positions: int = 0) -> int:
 
 class PromptTurns:
     """Divides prompts into chunks. The prompts of which the fewest positions were read go first, so
-    a short prompt passes a long one that began earlier."""
+    a short prompt passes a long one that began earlier. A prompt that ends within two chunks is
+    read at once, because a second turn would cost it more than it saves others."""
 
     def __init__(self, chunk: int) -> None:
         self._chunk = chunk
@@ -34,12 +35,14 @@ class PromptTurns:
         order = sorted(waiting, key=lambda request: self._read.get(request, 0))
         if self._turn % OLDEST_EVERY == 0:
             order = list(waiting)
-        left, chosen = self._chunk, {}
-        for request in order:
-            if not left:
-                break
-            count = chosen[request] = min(left, waiting[request])
-            left -= count
+        first, *others = order
+        whole = waiting[first] <= 2 * self._chunk
+        chosen = {first: waiting[first] if whole else self._chunk}
+        for request in others:
+            left = self._chunk - sum(chosen.values())
+            if waiting[request] <= left or left > self._chunk // 2:
+                chosen[request] = min(left, waiting[request])
+        for request, count in chosen.items():
             self._read[request] = self._read.pop(request, 0) + count
         self.forget([*self._read][:-MAX_REMEMBERED])
         return chosen

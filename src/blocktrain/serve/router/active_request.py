@@ -10,6 +10,7 @@ from blocktrain.serve.ring.activations import Predictions, Row
 from blocktrain.serve.router.decode import Decoding, Proposal
 from blocktrain.serve.router.output import OutputToken
 from blocktrain.serve.router.pipeline import Route
+from blocktrain.serve.router.profile import NOT_PROFILED, Traversal
 from blocktrain.serve.router.shared_prefixes import SharedPrefix
 
 NO_IDS = np.zeros(0, np.uint32)
@@ -38,6 +39,7 @@ class ActiveRequest:
     deadline: float | None = None  # for the step in the ring, or for a route
     replays: int = 0
     lost: bool = False  # a cache with its context is gone
+    traversal: Traversal = NOT_PROFILED
     failed: bool = False
     cancelled: bool = False
 
@@ -74,8 +76,8 @@ class ActiveRequest:
         proposal = self.propose()
         self.key, self.ids, self.source = key, proposal.ids[: proposal.context], prefix.key
         if prefix.key:
-            self.proposal = replace(proposal.after(prefix.count), source=prefix.key)
-        self.decoding.reuse(prefix.count)
+            self.proposal = replace(proposal.after(prefix.length), source=prefix.key)
+        self.decoding.reuse(prefix.length)
 
     def send(self, row: Row, now: float, seconds: float) -> None:
         self.row, self.in_ring, self.sent_at, self.deadline = row, True, now, now + seconds

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from secrets import randbits
 from typing import Any
 
-import numpy as np
-
 from blocktrain.errors import (
     BlocktrainError,
     CacheFullError,
@@ -30,7 +28,7 @@ from blocktrain.serve.ring.activations import (
     joined,
 )
 from blocktrain.serve.ring.envelope import FailureHead, StepEnvelope, StepResult
-from blocktrain.serve.ring.prefixes import LEAST_SHARED
+from blocktrain.serve.ring.laps import Laps
 from blocktrain.serve.ring.turns import CPU_CHUNK, PromptTurns
 from blocktrain.serve.router.active_request import ActiveRequest
 from blocktrain.serve.router.decode import (
@@ -43,13 +41,8 @@ from blocktrain.serve.router.decode import (
 from blocktrain.serve.router.first_block import DraftModel, FirstBlock
 from blocktrain.serve.router.output import OutputToken, Spell
 from blocktrain.serve.router.pipeline import Pipeline, Route
-from blocktrain.serve.router.shared_prefixes import (
-    NO_PREFIX,
-    KeptContext,
-    KeptPrefixes,
-    SharedPrefix,
-    shared_length,
-)
+from blocktrain.serve.router.placement import Placement, Release
+from blocktrain.serve.router.profile import NO_PROFILER, Profiler
 
 MAX_REPLAYS = 5  # consecutive, without a result between them
 WATCH_SECONDS = 0.25
@@ -81,7 +74,9 @@ class RingEngine:
         limits: EngineLimits = EngineLimits(),  # noqa: B008 - frozen
         spell: Spell = lambda token: b"",
         draft_model: DraftModel | None = None,
+        profiler: Profiler = NO_PROFILER,
     ) -> None:
+        self._profiler = profiler
         self._spell, self._draft_model = spell, draft_model
         self._first_block, self._pipeline = first_block, pipeline
         self._name, self._wire_kind, self._limits = name, wire, limits
@@ -90,9 +85,8 @@ class RingEngine:
         self._active: list[ActiveRequest] = []
         self._in_ring: dict[int, ActiveRequest] = {}
         self._keys = itertools.count(1 + randbits(62))  # not those of another router
-        # Contexts that are no longer needed, and how many positions of each may be copied later.
-        self._released: list[tuple[int, Route, int]] = []
-        self._kept = KeptPrefixes()
+        self._released: list[Release] = []
+        self._placement = Placement(pipeline, first_block.first.copyable, limits.prefill_chunk)
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "compute")
 
@@ -116,7 +110,8 @@ class RingEngine:
                 f"the server is full: {len(self._active)} answers in progress; try again later"
             )
         config = self._first_block.first.config
-        active = ActiveRequest(new_decoding(request, config, cost, self._pace, self._spell))
+        decoding = new_decoding(request, config, cost, self._pace, self._spell)
+        active = ActiveRequest(decoding, traversal=self._profiler.begin())
         self._active.append(active)
         try:
             if active.decoding.opening:
@@ -131,6 +126,11 @@ class RingEngine:
         finally:
             self._drop(active)
 
+    @property
+    def slots(self) -> int:
+        """How many requests the cache of the first block has room for."""
+        return self._first_block.first.slots
+
     def status(self) -> dict[str, Any]:
         """The engine's state, for health checks and people. `alive`: whether every block is
         available."""
@@ -140,7 +140,7 @@ class RingEngine:
                 {
                     "address": stage.address,
                     "blocks": list(range(stage.first, stage.stop)),
-                    "requests": stage.load,
+                    "requests": sum(stage.address in (a.route or ()) for a in self._active),
                 }
                 for stage in self._pipeline.stages
             ],
@@ -164,6 +164,7 @@ class RingEngine:
                 continue  # a second result of an earlier step
             del self._in_ring[key]
             active.take_result(predictions)
+            active.traversal.returned(result.profile)
             active.decoding.cost.add_seconds(dict(result.seconds))
             seconds = time.monotonic() - active.sent_at
             outside = max(0.0, seconds - sum(result.seconds.values()))
@@ -185,7 +186,7 @@ class RingEngine:
         self._wake.set()
 
     def lost(self, address: str) -> None:
-        self._kept.lose(address)
+        self._placement.lose(address)
         for active in self._active:
             if active.route and address in active.route:
                 self._start_over(active, f"the stage at {address} is gone")
@@ -224,17 +225,19 @@ class RingEngine:
             if predictions is None:
                 continue
             assert active.row is not None
+            active.traversal.laps.lap("waiting for the loop")
             active.pieces.put_nowait(active.decoding.take(active.row, predictions))
+            active.traversal.laps.lap("decoding")
+            active.traversal = self._profiler.finish(active.traversal, active.key)
             active.replays = 0
 
     def _routed(self, active: ActiveRequest) -> bool:
         if active.route is None:
-            active.route = self._pipeline.route()
+            active.route = self._placement.route(active, self._active)
             if active.route is None:
                 patience = self._limits.patience_seconds
                 active.deadline = active.deadline or time.monotonic() + patience
                 return False
-            self._pipeline.enter(active.route)
         return True
 
     def _prepared(self, active: ActiveRequest) -> bool:
@@ -243,37 +246,11 @@ class RingEngine:
         if active.proposal is None and active.propose().start == 0:
             self._leave_context(active)
         if not active.key:
-            prefix = self._prefix(active)
+            prefix = self._placement.prefix(active, self._active)
             if prefix is None:
                 return False
             active.begin(next(self._keys), prefix)
         return True
-
-    def _prefix(self, active: ActiveRequest) -> SharedPrefix | None:
-        """What the request's new context begins with a copy of; None if it is still being read."""
-        assert active.route is not None
-        proposal, tenant = active.propose(), active.decoding.request.tenant
-        ids = proposal.ids[: proposal.context]
-        best, coming = self._kept_prefix(tenant, active.route, ids), 0
-        for other in self._active:
-            same = other.decoding.request.tenant == tenant and other.route == active.route
-            if same and other.key and not (other.lost or other.failed):
-                shared = shared_length(other.ids, ids)
-                coming = max(coming, shared)
-                if (count := min(shared, other.sent_positions)) > best.count:
-                    best = SharedPrefix(other.key, count)
-        if coming > max(best.count, LEAST_SHARED - 1):
-            return None
-        return best if best.count >= LEAST_SHARED else NO_PREFIX
-
-    def _kept_prefix(self, tenant: str, route: Route, ids: np.ndarray) -> SharedPrefix:
-        """The longest prefix of an ended request, if the first block still has it too."""
-        while (best := self._kept.find(tenant, route, ids)).key:
-            if self._first_block.first.copyable(best.key) >= best.count:
-                break
-            self._kept.remove(best.key)
-            self._released.append((best.key, route, 0))
-        return best
 
     async def _read_prompts(self, ready: Sequence[ActiveRequest]) -> None:
         """Read a chunk of the prompts of these requests."""
@@ -300,13 +277,13 @@ class RingEngine:
         if not cuts:
             return
         proposals = {key: proposal for key, (proposal, _) in cuts.items()}
-        by_key = {key: active_of[key] for key in cuts}
+        by_key, laps = {key: active_of[key] for key in cuts}, self._profiler.laps()
         compute = self._step if all(each.read for each in proposals.values()) else self._read
         try:
             await self._prefill_stages(by_key, proposals)
             started = time.monotonic()
             parts = await asyncio.get_running_loop().run_in_executor(
-                self._thread, compute, proposals
+                self._thread, compute, proposals, laps
             )
         except MissingPrefixError as error:
             for key in error.requests:
@@ -322,7 +299,9 @@ class RingEngine:
                 active.fail(UnavailableError(f"block 0 failed: {error}"))
         else:
             seconds = time.monotonic() - started
+            laps.lap("back from the thread")
             for key, active in by_key.items():
+                active.traversal.laps.include(laps, "queue")
                 active.decoding.cost.add_seconds({OWN_STAGE: seconds})
                 if active.key == key:  # else it has started over meanwhile
                     active.proposal = cuts[key][1]
@@ -331,15 +310,19 @@ class RingEngine:
                 self._pace.draft = _smoothed(self._pace.draft, seconds / rounds)
             await self._dispatch(parts, by_key)
 
-    def _read(self, chunks: Mapping[int, Proposal]) -> list[Activations]:
+    def _read(self, chunks: Mapping[int, Proposal], laps: Laps) -> list[Activations]:
+        laps.lap("proposals, and waiting for the thread")
         if self._draft_model:
             self._draft_model.read(chunks)
-        return self._first_block.read(chunks)
+            laps.lap("draft model")
+        return self._first_block.read(chunks, laps)
 
-    def _step(self, proposals: Mapping[int, Proposal]) -> list[Activations]:
+    def _step(self, proposals: Mapping[int, Proposal], laps: Laps) -> list[Activations]:
+        laps.lap("proposals, and waiting for the thread")
         if self._draft_model:
             proposals = self._draft_model.drafted(proposals)
-        return self._first_block.step(proposals)
+            laps.lap("draft model")
+        return self._first_block.step(proposals, laps)
 
     def _release(self, key: int, keep: int) -> None:
         if keep:
@@ -347,7 +330,7 @@ class RingEngine:
         else:
             self._first_block.first.release(key)
         if self._draft_model:
-            self._draft_model.release(key)
+            self._draft_model.release(key, keep=keep > 0)
 
     async def _prefill_stages(
         self, by_key: dict[int, ActiveRequest], proposals: dict[int, Proposal]
@@ -388,9 +371,17 @@ class RingEngine:
                 active.take_result(part.predictions)
                 self._wake.set()
         for route, together in by_route.items():
-            step = StepEnvelope(joined(together), self._name, route[1:], self._wire_kind)
+            step = StepEnvelope(
+                joined(together),
+                self._name,
+                route[1:],
+                self._wire_kind,
+                profile=self._profiler.asks_stages,
+            )
             try:
                 await self._pipeline.send(step, route)
+                for part in together:
+                    by_key[part.rows[0].request].traversal.laps.lap("encode and send")
             except BlocktrainError as error:
                 for part in together:
                     self._start_over(by_key[part.rows[0].request], str(error))
@@ -418,7 +409,7 @@ class RingEngine:
 
     def _start_over(self, active: ActiveRequest, why: str) -> None:
         if active.source:  # which may be what was missing
-            self._kept.remove(active.source)
+            self._placement.forget(active.source)
         self._leave_route(active)
         active.replays += 1
         if active.replays > MAX_REPLAYS:
@@ -431,29 +422,20 @@ class RingEngine:
         self._in_ring.pop(active.key, None)
         self._prompts.forget([active.key])
         if active.key:
-            self._released.append((active.key, active.route or (), 0))
+            self._released.append(Release(active.key, active.route or ()))
             active.key = 0
 
     def _keep_context(self, active: ActiveRequest) -> None:
-        """Keep the context of a request that has ended, for others that begin alike."""
-        if not active.key or active.route is None or active.lost or active.failed:
-            return
-        ids = active.decoding.cached_ids
-        if len(ids) < LEAST_SHARED:
-            return
-        tenant = active.decoding.request.tenant
-        dropped = self._kept.add(KeptContext(active.key, active.route, tenant, ids))
-        self._released.append((active.key, active.route, len(ids)))
-        self._released += [(each.key, each.route, 0) for each in dropped]
-        self._in_ring.pop(active.key, None)
-        self._prompts.forget([active.key])
-        active.key = 0
+        """Keep the context of a request that has ended, if it is of use for others."""
+        if released := self._placement.keep(active):
+            self._released += released
+            self._in_ring.pop(active.key, None)
+            self._prompts.forget([active.key])
+            active.key = 0
 
     def _leave_route(self, active: ActiveRequest) -> None:
         self._leave_context(active)
-        if active.route is not None:
-            self._pipeline.leave(active.route)
-            active.route = None
+        active.route = None
 
     def _drop(self, active: ActiveRequest) -> None:
         active.cancelled = True

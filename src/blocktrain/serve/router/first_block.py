@@ -28,6 +28,7 @@ from blocktrain.serve.ring.activations import (
 )
 from blocktrain.serve.ring.batch import SlotLimits
 from blocktrain.serve.ring.compute import StageCompute
+from blocktrain.serve.ring.laps import UNTIMED, Laps
 from blocktrain.serve.router.decode import (
     AnswerCost,
     GenerationRequest,
@@ -35,10 +36,12 @@ from blocktrain.serve.router.decode import (
     TraversalCost,
     new_decoding,
 )
+from blocktrain.serve.router.profile import NO_PROFILER, Profiler
 from blocktrain.training.device import Compute
 
 NOISE_STREAM = 1  # separates this noise from other uses of a request's seed
 ONE_REQUEST = SlotLimits(requests=1, cache_bytes=1 << 62)
+NOTHING_READ = (0, np.zeros(0, np.uint32))
 
 
 class FirstBlock:
@@ -66,13 +69,14 @@ class FirstBlock:
             if proposal.context
         ]
 
-    def step(self, proposals: Mapping[int, Proposal]) -> list[Activations]:
+    def step(self, proposals: Mapping[int, Proposal], laps: Laps = UNTIMED) -> list[Activations]:
         """Compute every proposal and its drafts in the first block. Leaves out the context that
         `prefills` returns."""
         if prefills := self.prefills(proposals):
             self.first.prefill(prefills)
+            laps.lap("prefill")
             proposals = {request: _read_only(each) for request, each in proposals.items()}
-        proposals = self._with_guesses(proposals)
+        proposals = self._with_guesses(proposals, laps)
         if not (self.first.is_last or self.first.config.has_head(0)):
             proposals = {request: replace(each, drafts=0) for request, each in proposals.items()}
         rows = self._rows(proposals)
@@ -85,20 +89,21 @@ class FirstBlock:
                 if len(parts[row.request]) < proposals[row.request].drafts
             ]
             for part in self._advance(
-                rows, state, draft=bool(unfinished and not self.first.is_last)
+                rows, state, draft=bool(unfinished and not self.first.is_last), laps=laps
             ):
                 parts[part.rows[0].request].append(part)
             rows, state = [_draft(parts[request][-1]) for request in unfinished], EMPTY
         return [self._joined_drafts(own) for own in parts.values()]
 
-    def read(self, chunks: Mapping[int, Proposal]) -> list[Activations]:
+    def read(self, chunks: Mapping[int, Proposal], laps: Laps = UNTIMED) -> list[Activations]:
         """Read chunks of contexts. Returns what the stages need to read them too; nothing if they
         read them by themselves (`prefills`)."""
         if prefills := self.prefills(chunks):
             self.first.prefill(prefills)
             return []
         drafts = self.first.config.has_head(0) and any(each.drafts for each in chunks.values())
-        parts = self._advance(self._rows(chunks), draft=drafts and not self.first.is_last)
+        draft = drafts and not self.first.is_last
+        parts = self._advance(self._rows(chunks), draft=draft, laps=laps)
         return [replace(part, predictions=None) for part in parts]
 
     def split(self, activations: Activations) -> list[Activations]:
@@ -106,9 +111,9 @@ class FirstBlock:
         return split_rows(activations, [self.first.carried(row) for row in activations.rows])
 
     def _advance(
-        self, rows: Sequence[Row], state: np.ndarray = EMPTY, *, draft: bool
+        self, rows: Sequence[Row], state: np.ndarray = EMPTY, *, draft: bool, laps: Laps
     ) -> list[Activations]:
-        return self.split(self.first.step(Activations(rows, state), draft=draft))
+        return self.split(self.first.step(Activations(rows, state), draft=draft, laps=laps))
 
     def _rows(self, proposals: Mapping[int, Proposal]) -> list[Row]:
         top = max(each.top for each in proposals.values())  # equal in all rows, to concatenate them
@@ -149,7 +154,9 @@ class FirstBlock:
             starts += [zeros, starting_point(config, "noise", (1,), seed, device)]
         return torch.cat(starts).cpu().numpy()
 
-    def _with_guesses(self, proposals: Mapping[int, Proposal]) -> Mapping[int, Proposal]:
+    def _with_guesses(
+        self, proposals: Mapping[int, Proposal], laps: Laps
+    ) -> Mapping[int, Proposal]:
         """Replace masks by guesses, all at once. Blocks of a cascade are not trained on masks, so
         there the first block drafts token by token."""
         mask = self.first.config.vocabulary.mask
@@ -159,7 +166,9 @@ class FirstBlock:
         if not self.first.denoises:
             return {**proposals, **{request: _to_draft(each) for request, each in masked.items()}}
         rows = self._rows({r: replace(each, refine=False) for r, each in masked.items()})
-        guesses = {part.rows[0].request: part for part in self._advance(rows, draft=True)}
+        guesses = {
+            part.rows[0].request: part for part in self._advance(rows, draft=True, laps=laps)
+        }
         guessed = {request: _guessed(each, guesses[request]) for request, each in masked.items()}
         return {**proposals, **guessed}
 
@@ -196,6 +205,7 @@ def generate(
     *,
     readout: str | None = None,
     start: str = "mean",
+    profiler: Profiler = NO_PROFILER,
 ) -> Iterator[int]:
     """Yield `count` tokens that continue the prompt, one traversal each.
 
@@ -217,14 +227,18 @@ def generate(
     request = GenerationRequest(prompt, count, mode="ar", sampling=sampling)
     decoding = new_decoding(request, stack.config, AnswerCost(), TraversalCost())
     while proposal := decoding.propose():
-        proposals = {0: proposal}
-        (activations,), prefills = front.step(proposals), front.prefills(proposals)
+        traversal = profiler.begin()
+        proposals, laps = {0: proposal}, traversal.laps
+        (activations,), prefills = front.step(proposals, laps), front.prefills(proposals)
         for stage in others:
             if prefills:
                 stage.prefill(prefills)
-            activations = stage.step(activations)
+                laps.lap("prefill")
+            activations = stage.step(activations, laps=laps)
         assert activations.predictions is not None
         tokens = decoding.take(activations.rows[0], activations.predictions)
+        laps.lap("decoding")
+        profiler.finish(traversal)
         yield from (token.id for token in tokens)
 
 
@@ -256,9 +270,14 @@ class DraftModel:
         if own := {key: chunk for key, (chunk, rest) in cuts.items() if rest}:
             self._model.read(own)
 
-    def release(self, request: int) -> None:
-        self._read.pop(request, None)
-        self._model.first.release(request)
+    def release(self, request: int, *, keep: bool = False) -> None:
+        """Free a request's slot. With `keep`, requests that begin alike may still copy it."""
+        first, (_, ids) = self._model.first, self._read.get(request, NOTHING_READ)
+        if keep and request in self._read:
+            first.keep(request, min(len(ids), first.cached(request)))
+        else:
+            first.release(request)
+        self._read = {each: read for each, read in self._read.items() if first.copyable(each)}
 
     def _proposal(self, request: int, proposal: Proposal) -> Proposal:
         """The proposal that makes the draft model write its first draft; `drafts` more may
@@ -266,11 +285,12 @@ class DraftModel:
         text, window = proposal.text, self._config.model.window
         assert text is not None
         count = min(proposal.drafts, window // 2)
-        start, before = self._read.get(request, (0, np.zeros(0, np.uint32)))
+        origin = request if request in self._read else proposal.source or request
+        start, before = self._read.get(origin, NOTHING_READ)
         if len(text) - start + count > window:  # the newer half, or less
             start = len(text) - (window - count) // 2
         ids = self._ids(text[start:])
-        same = min(len(ids) - 1, len(before), self._model.first.cached(request))
+        same = min(len(ids) - 1, len(before), self._model.first.copyable(origin))
         differing = np.flatnonzero(ids[:same] != before[:same])
         cached = int(differing[0]) if differing.size else same
         self._read[request] = start, ids
@@ -279,6 +299,7 @@ class DraftModel:
         return Proposal(
             cached, ids[cached:], 1, len(text), proposal.sampling, count - 1,
             answer_from=max(0, proposal.answer_from + shift),
+            source=origin if cached and origin != request else 0,
         )  # fmt: skip
 
     def _ids(self, text: Sequence[int]) -> np.ndarray:

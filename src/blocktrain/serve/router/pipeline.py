@@ -7,11 +7,11 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from types import MappingProxyType
 from typing import Protocol
 
 from blocktrain.config import Config
@@ -31,16 +31,17 @@ from blocktrain.serve.ring.envelope import (
 )
 
 Edge = tuple[str, str]
+NO_WORK: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class StageInfo:
-    """A connected stage: its address, its blocks, and the number of its requests."""
+    """A connected stage: its address, its blocks, and how much work it has."""
 
     address: str
     first: int
     stop: int  # one after its last block
-    load: int = 0
+    load: float = 0
 
 
 Route = tuple[str, ...]
@@ -62,7 +63,7 @@ def missing_blocks(stages: Sequence[StageInfo], blocks: int) -> list[int]:
     return [block for block in range(1, blocks) if block not in served]
 
 
-def _burden(route: Sequence[StageInfo]) -> tuple[int, int, list[str]]:
+def _burden(route: Sequence[StageInfo]) -> tuple[float, int, list[str]]:
     load = max((stage.load for stage in route), default=0)
     return load, len(route), [stage.address for stage in route]
 
@@ -108,7 +109,6 @@ class Pipeline:
         self._addresses, self._dial = addresses, dial
         self._blocks, self._vocabulary = config.block_count, config.vocabulary
         self._connections: dict[str, RingConnection] = {}
-        self._load: Counter[str] = Counter()
         self._broken: dict[Edge, float] = {}
         self._errors: dict[str, str] = {}  # last error of each address without a stage
 
@@ -120,9 +120,9 @@ class Pipeline:
 
     @property
     def stages(self) -> list[StageInfo]:
-        """The connected stages, with the number of requests on each."""
+        """The connected stages."""
         return [
-            StageInfo(address, blocks[0], blocks[-1] + 1, self._load[address])
+            StageInfo(address, blocks[0], blocks[-1] + 1)
             for address, connection in self._connections.items()
             for blocks in [connection.hello["blocks"]]
         ]
@@ -141,17 +141,19 @@ class Pipeline:
             )
         return ""
 
-    def route(self) -> Route | None:
+    def route(self, work: Mapping[str, float] = NO_WORK) -> Route | None:
+        """The best route for a request; `work`: how much each stage has to do already."""
         now = time.monotonic()
         self._broken = {edge: until for edge, until in self._broken.items() if until > now}
-        return choose_route(self.stages, self._blocks, self._broken)
+        stages = [replace(stage, load=work.get(stage.address, 0.0)) for stage in self.stages]
+        return choose_route(stages, self._blocks, self._broken)
 
-    def enter(self, route: Route) -> None:
-        """Count a request on this route."""
-        self._load.update(route)
-
-    def leave(self, route: Route) -> None:
-        self._load.subtract(route)
+    def is_open(self, route: Route) -> bool:
+        """Whether the stages of a route are connected, and can reach each other as far as known."""
+        now = time.monotonic()
+        return all(address in self._connections for address in route) and not any(
+            self._broken.get(edge, 0.0) > now for edge in pairwise(route)
+        )
 
     def avoid(self, edge: Edge) -> None:
         """Avoid routes over this pair of stages for a while."""

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from blocktrain.config import Config
 from blocktrain.data.chat_template import ChatTemplate
@@ -45,6 +46,7 @@ from blocktrain.serve.ring.turns import chunk_for
 from blocktrain.serve.router.engine import EngineLimits, RingEngine
 from blocktrain.serve.router.first_block import DraftModel, FirstBlock, check_same_tokens
 from blocktrain.serve.router.pipeline import Pipeline
+from blocktrain.serve.router.profile import NO_PROFILER, Profiler
 from blocktrain.storage.run_dir import RunDir
 from blocktrain.training.device import resolve
 
@@ -79,9 +81,12 @@ class RouterSettings:
     most_connections: int = MOST_CONNECTIONS
     most_connections_per_address: int | None = None
     prefill_chunk: int = 0  # positions; 0: the default for the device
+    most_waiting: int = 64  # requests of one API key
+    queue_seconds: float = 30.0
     prefix_bytes: int = 1 << 30  # for contexts of ended requests
     stage_command: tuple[str, ...] = ()
     terms: Terms = DEFAULT_TERMS
+    profile: Path | None = None  # a file for the trace
 
     @property
     def slots(self) -> int:
@@ -116,8 +121,13 @@ async def _serve(
     tell: Callable[[str], None],
 ) -> None:
     listener = bound_socket(*split_host_port(settings.listen))
+    profiler = Profiler() if settings.profile else NO_PROFILER
     async with AsyncExitStack() as stack:
+        if settings.profile:
+            stack.callback(_report, profiler, settings.profile, tell)
         stages, keys = settings.stages, None if settings.plain_tcp else settings.keys
+        loading = asyncio.create_task(asyncio.to_thread(_loaded, settings, source))
+        stack.push_async_callback(_cancelled, loading)
         if not stages:
             keys = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blocktrain-")))
             local = LocalStages(settings, range(1, source.config.block_count), keys)
@@ -126,20 +136,27 @@ async def _serve(
             restarting = asyncio.ensure_future(local.restart())
             stack.push_async_callback(_cancelled, restarting)
         context = client_context(keys, ROUTER) if keys else None
-        engine = _engine(settings, source, stages, context, model)
+        engine = _engine(settings, source, stages, context, model, *await loading, profiler)
         if model.template:
             stack.callback(model.template.close)
         running = asyncio.ensure_future(engine.run())
         stack.push_async_callback(_cancelled, running)
         host, port = listener.getsockname()[:2]
+        at_once = min(settings.max_requests, engine.slots)
+        if at_once < settings.max_requests:
+            log.warning(
+                "the cache has room for %d requests at once, fewer than --most-requests %d; the"
+                " others wait", at_once, settings.max_requests,
+            )  # fmt: skip
         address = f"{'https' if tls else 'http'}://{join_host_port(host, port)}"
         ready = f"serving {model.name} at {address}/v1, chat page at {address}/"
         api = ApiSettings(
             keys=settings.api_keys,
             limits=RequestLimits(settings.long_prompts, output_tokens=settings.max_tokens),
             request_log=settings.request_log,
-            at_once=settings.max_requests,
-            queue=settings.max_requests,
+            at_once=at_once,
+            queue=settings.most_waiting,
+            queue_seconds=settings.queue_seconds,
             origins=settings.origins,
             connections=ConnectionLimits.fitting(
                 settings.most_connections, settings.most_connections_per_address
@@ -153,7 +170,7 @@ async def _serve(
             running.result()  # raises: the engine ends only with an error
 
 
-async def _cancelled(task: "asyncio.Future[None]") -> None:
+async def _cancelled(task: "asyncio.Future[Any]") -> None:
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
@@ -165,6 +182,9 @@ def _engine(
     stages: tuple[str, ...],
     context: ssl.SSLContext | None,
     model: ServedModel,
+    first_block: FirstBlock,
+    draft_model: DraftModel | None,
+    profiler: Profiler,
 ) -> RingEngine:
     name, readout = secrets.token_urlsafe(6), chosen_readout(source.config, settings.readout)
     weights = [source.fingerprint(block) for block in range(source.config.block_count)]
@@ -174,13 +194,6 @@ def _engine(
         dial, context=context, hello=hello, roles=[STAGE], check=check, terms=settings.terms
     )
     compute = resolve(settings.device, settings.precision)
-    slots = SlotLimits(settings.slots, prefix_bytes=settings.prefix_bytes)
-    first = StageCompute.load(source, range(1), compute, readout, slots)
-    draft = None
-    if settings.draft:
-        small = BlockSource(RunDir.open(settings.draft), settings.weights)
-        blocks, how = range(small.config.block_count), chosen_readout(small.config, "auto")
-        draft = DraftModel(StageCompute.load(small, blocks, compute, how, slots))
     limits = EngineLimits(
         settings.slots,
         settings.patience_seconds,
@@ -188,8 +201,27 @@ def _engine(
     )
     pipeline = Pipeline(stages, source.config, reach)
     return RingEngine(
-        FirstBlock(first), pipeline, name, settings.wire, limits, model.tokenizer.token_bytes, draft
-    )
+        first_block, pipeline, name, settings.wire, limits, model.tokenizer.token_bytes,
+        draft_model, profiler,
+    )  # fmt: skip
+
+
+def _loaded(settings: RouterSettings, source: BlockSource) -> tuple[FirstBlock, DraftModel | None]:
+    """What computes on the router's machine."""
+    compute = resolve(settings.device, settings.precision)
+    slots = SlotLimits(settings.slots, prefix_bytes=settings.prefix_bytes)
+    readout = chosen_readout(source.config, settings.readout)
+    first = FirstBlock(StageCompute.load(source, range(1), compute, readout, slots))
+    if not settings.draft:
+        return first, None
+    small = BlockSource(RunDir.open(settings.draft), settings.weights)
+    blocks, how = range(small.config.block_count), chosen_readout(small.config, "auto")
+    return first, DraftModel(StageCompute.load(small, blocks, compute, how, slots))
+
+
+def _report(profiler: Profiler, path: Path, tell: Callable[[str], None]) -> None:
+    profiler.write(path)
+    tell(f"{profiler.table()}\ntrace: {path}; open it at https://ui.perfetto.dev")
 
 
 def _served_model(settings: RouterSettings, config: Config) -> ServedModel:

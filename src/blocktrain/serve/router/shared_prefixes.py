@@ -27,7 +27,7 @@ class SharedPrefix(NamedTuple):
     """The first positions of another context; key 0: none."""
 
     key: int
-    count: int
+    length: int
 
 
 NO_PREFIX = SharedPrefix(0, 0)
@@ -66,11 +66,21 @@ class KeptPrefixes:
         for each in self._kept.values():
             if (each.tenant, each.route) == (tenant, route):
                 count = shared_length(each.ids, ids)
-                if count >= max(LEAST_SHARED, best.count + 1):
+                if count >= max(LEAST_SHARED, best.length + 1):
                     best = SharedPrefix(each.key, count)
         if best.key:
             self._kept[best.key] = self._kept.pop(best.key)
         return best
+
+    def longest(self, tenant: str, ids: np.ndarray) -> tuple[Route, int]:
+        """The route on which the most positions of these ids are kept, and how many."""
+        lengths = [
+            (shared_length(each.ids, ids), each.route)
+            for each in self._kept.values()
+            if each.tenant == tenant
+        ]
+        count, route = max(lengths, default=(0, ()))
+        return (route, count) if count >= LEAST_SHARED else ((), 0)
 
     def remove(self, key: int) -> KeptContext | None:
         return self._kept.pop(key, None)
