@@ -63,7 +63,7 @@ def test_an_aborted_request_is_one_line_of_the_log(
 ):
     member = join(service)
     host, port = address.removeprefix("http://").split(":")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "blocktrain"):
         with socket.create_connection((host, int(port)), SECONDS) as connection:
             head = request_head(member, "/v1/lease", 100)
             connection.sendall(head.replace(b"\r\n", b"\r\nexpect: 100-continue\r\n", 1))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -322,8 +323,9 @@ def test_a_coordinator_logs_the_events_of_its_run(home: Path, level: str):
             stdout=out, stderr=errors, cwd=home, env=environment(home),
         ) as process,
     ):  # fmt: skip
-        wait_for(lambda: "\ninvite" in said.read_text())
-        invite = said.read_text().split("\ninvite ")[1].split()[0]
+        joining = re.compile(r"blocktrain worker (\S+)\n")
+        wait_for(lambda: joining.search(said.read_text()))
+        (invite,) = joining.findall(said.read_text())
         finish(start_worker(home, invite, "--name", "reader"))
         wait_for(lambda: FINISHED in log.read_text())
         process.send_signal(signal.SIGINT)

@@ -246,7 +246,6 @@ def test_a_board_keeps_copies(cascade: Config, corpus: Corpus):
 def test_a_run_directory_holds_what_was_trained(cascade: Config, corpus: Corpus, tmp_path: Path):
     run = RunDir.create(tmp_path / "run", cascade)
     trainers = train_in_lockstep(cascade, corpus, CPU, run, stale=4, shares=[1.0, 0.5])
-    assert [run.block(block).finished() for block in range(2)] == [True, True]
     assert [run.block(block).current().step for block in range(2)] == [12, 6]
     windows = evaluation_windows(corpus.splits["valid"], 32, 8)
     loaded = evaluate(load_stack(RunDir.open(run.path), CPU), windows)

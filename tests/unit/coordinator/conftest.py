@@ -7,6 +7,7 @@ import pytest
 from tests.support.coordinator import SetClock, running
 
 from blocktrain.coordinator.service import Service
+from blocktrain.swarm import reputation
 
 
 @pytest.fixture
@@ -18,3 +19,10 @@ def clock() -> SetClock:
 def service(tmp_path: Path, clock: SetClock) -> Iterator[Service]:
     with running(tmp_path, clock) as service:
         yield service
+
+
+@pytest.fixture
+def workers_without_states_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests whose workers name no states to train their leases again from. test_replays.py is
+    about those that are not trusted."""
+    monkeypatch.setattr(reputation, "UNEXPLAINED", 0.0)

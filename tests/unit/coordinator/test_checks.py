@@ -30,13 +30,9 @@ from blocktrain.protocol.messages import Lease, LeaseRequest, Wait
 from blocktrain.storage.blobs import blob_of
 from blocktrain.swarm import reputation
 
+pytestmark = pytest.mark.usefixtures("workers_without_states_are_trusted")
+
 SETTINGS = {"train__steps": 4000, "train__warmup": 0, "swarm__quorum": 2}
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These workers name no states, which test_replays.py is about."""
-    monkeypatch.setattr(reputation, "UNEXPLAINED", 0.0)
 
 
 @pytest.fixture

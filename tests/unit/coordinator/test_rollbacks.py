@@ -10,6 +10,8 @@ from tests.support.coordinator import Member, SetClock, join, running, weights_n
 from blocktrain.coordinator.service import Service
 from blocktrain.swarm.rollback import FEWEST, PAUSE_SECONDS
 
+pytestmark = pytest.mark.usefixtures("workers_without_states_are_trusted")
+
 SETTINGS = {"train__steps": 2000, "swarm__keep_updates": 16, "swarm__first_steps": 10}
 
 

@@ -183,7 +183,7 @@ def test_a_build_that_was_interrupted_goes_on_where_it_was(
             return super().encode_pieces(pieces)
 
         def copy(self) -> "Counting":
-            return self
+            return Counting(self.files)
 
     reports: list[tuple[int, int]] = []
     build_corpus(

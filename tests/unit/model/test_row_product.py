@@ -129,6 +129,6 @@ def test_without_a_compiler_torchs_own_product_is_used(
         raise RuntimeError("No working C++ compiler found\nmore")
 
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: failing)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "blocktrain"):
         assert row_product.__wrapped__(torch.float32, torch.float32) is None
     assert caplog.records[-1].message.endswith("uses its own: No working C++ compiler found")

@@ -133,6 +133,7 @@ EXAMPLES: list[m.Message] = [
     ),
     status.Event(number=1, time=0.5, kind="merged", worker=WORKER, block=0, detail="d"),
     m.Refusal(error="gone", reason="r"),
+    m.Addresses(addresses=("https://host:1",)),
 ]  # fmt: skip
 each_message = pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
 

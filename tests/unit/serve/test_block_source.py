@@ -85,7 +85,7 @@ def test_loading_says_how_much_was_read(
     run: RunDir, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring_compute, "PROGRESS_SECONDS", 0.0)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "blocktrain"):
         BlockSource(run).load(1, CPU["fp32"])
     assert any("block 1: 0.00 GB read" in each.message for each in caplog.records)
     assert "block 1: 0.00 GB loaded in" in caplog.records[-1].message

@@ -159,6 +159,9 @@ class _NoProfiler(Profiler):
 
     asks_stages = None
 
+    def __repr__(self) -> str:
+        return "NO_PROFILER"
+
     def laps(self) -> Laps:
         return UNTIMED
 
