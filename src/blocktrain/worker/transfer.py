@@ -121,19 +121,22 @@ class CacheDestination(Destination):
 
 
 class MemoryDestination(CacheDestination):
-    """A blob's place in memory, besides the cache. A damaged cached chunk is downloaded again."""
+    """A blob's place in memory, besides the cache. It is allocated once the blob's recipe has
+    confirmed the announced size. A damaged cached chunk is downloaded again."""
 
-    def __init__(self, cache: BlobCache, memory: memoryview) -> None:
+    def __init__(self, cache: BlobCache, size: int) -> None:
         super().__init__(cache)
-        self._cache, self._memory = cache, memory
+        self._cache, self._size = cache, size
+        self.memory = memoryview(b"")
         self._places: dict[str, list[int]] = {}  # indices of each chunk, which may occur repeatedly
 
     def missing(self, recipe: Recipe) -> list[int]:
-        if recipe.size != len(self._memory):
+        if recipe.size != self._size:
             raise ProtocolError(
-                f"a blob has {recipe.size} bytes by its recipe, but {len(self._memory)} were"
-                " announced; tell the operator"
+                f"a blob has {recipe.size} bytes by its recipe, but {self._size} were announced;"
+                " tell the operator"
             )
+        self.memory = np.empty(recipe.size, np.uint8).data
         self._reader = self._cache.reader(recipe)
         self._places = defaultdict(list)
         for index, name in enumerate(recipe.chunks):
@@ -151,7 +154,7 @@ class MemoryDestination(CacheDestination):
 
     def buffer(self, index: int, size: int) -> memoryview:
         start = index * CHUNK_BYTES
-        return self._memory[start : start + size]
+        return self.memory[start : start + size]
 
     def put(self, index: int, name: str, data: memoryview) -> None:
         super().put(index, name, data)
@@ -229,11 +232,10 @@ class Transfer:
     def read(self, blob: Blob, deadline: Deadline) -> memoryview:
         """A blob in memory, downloaded through the cache. Replaces damaged cached chunks."""
         self._check_size(blob)
-        memory: memoryview = np.empty(blob.size, np.uint8).data
-        destination = MemoryDestination(self.cache, memory)
+        destination = MemoryDestination(self.cache, blob.size)
         if not self.cache.has(blob) or destination.missing(self.cache.recipe(blob.name)):
             self._download(blob, destination, deadline)
-        return memory
+        return destination.memory
 
     def fetch_file(self, blob: Blob, path: Path, deadline: Deadline) -> None:
         """Download a blob to a file, which appears once it is complete."""
