@@ -151,6 +151,11 @@ def test_workers_follow_a_coordinator_that_moves(home: Path, monkeypatch: pytest
         steady = processes.worker(invite, "steady", "", "--blocks", "0")
         wait_until_trained(processes, 0)
         stop(first)
+        processes.wait_for(  # it asks for addresses after a lost connection, or minutes later
+            "the worker notices",
+            lambda: any(event["kind"] == "unreachable" for event in printed(steady)),
+            SECONDS,
+        )
         both = [f"--advertise=127.0.0.1:{port}" for port in (old, new)]
         announcing = processes.coordinator(home / "coordinator", old, "", *both)
         known = home / "steady" / "addresses.json"
