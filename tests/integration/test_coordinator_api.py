@@ -53,6 +53,7 @@ from blocktrain.coordinator.updates import UPLOAD_CACHE_SECONDS
 from blocktrain.errors import UntrustedError
 from blocktrain.ledger.schema import blocks, leases, updates, versions
 from blocktrain.protocol.identity import WorkerKey, token_request_text, update_text
+from blocktrain.protocol.limited_server import ConnectionLimits
 from blocktrain.protocol.messages import (
     CHUNK_BYTES,
     LARGEST_BODY,
@@ -91,6 +92,8 @@ M = TypeVar("M", bound=Message)
 SOME_HASH = "0" * 64
 SOME_ID = "nothing0"
 SECONDS = 10.0
+# Generated requests come from one address, each on a new connection, faster than limits allow.
+MANY_CONNECTIONS = ConnectionLimits(8192, 8192)
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ def api(tmp_path: Path) -> Iterator[Api]:
     clock = SetClock()
     with (
         running(tmp_path, clock) as service,
-        served(service) as address,
+        served(service, limits=MANY_CONNECTIONS) as address,
         httpx.Client(base_url=address, timeout=SECONDS) as http,
     ):
         yield Api(service, clock, address, http)

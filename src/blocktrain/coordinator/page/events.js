@@ -114,8 +114,9 @@ export class EventsView {
     const lines = this.list.children;
     const newest = Number(lines[0]?.dataset.number ?? 0);
     const fresh = events.filter((event) => event.number > newest);
-    const isSame = lines.length && events[fresh.length]?.number === newest && !this.search.value;
-    if (!isSame || fresh.length === events.length) return this.list.replaceChildren(...this.lines(events));
+    const kept = events.slice(fresh.length, fresh.length + lines.length);
+    const isSame = kept.length && kept.every((event, index) => event.number === Number(lines[index].dataset.number));
+    if (!isSame) return this.list.replaceChildren(...this.lines(events));
     this.list.prepend(...this.lines(fresh));
     while (lines.length > events.length) this.list.lastChild.remove();
     if (lines.length < events.length) this.list.append(...this.lines(events.slice(lines.length)));
