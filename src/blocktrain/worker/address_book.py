@@ -104,8 +104,8 @@ class AddressBook:
 
 
 def is_private(url: str, resolve: Callable[..., Any] = socket.getaddrinfo) -> bool:
-    """Whether a URL's host has an address that is not public. A name that cannot be resolved does
-    not count: a proxy may resolve it."""
+    """Whether a URL may lead into a private network: one address of its host is not public. A host
+    that cannot be resolved here counts as public, since a proxy may resolve it."""
     try:
         found = resolve(httpx.URL(url).host, None, type=socket.SOCK_STREAM)
         addresses = [ipaddress.ip_address(place[0].partition("%")[0]) for *_, place in found]
